@@ -167,7 +167,7 @@ def _lone(setup: Setup) -> Mapping[str, list[float]]:
     path, inputs, reference = _material(MLP, (MLP_WIDTH,))
     tables = _tables(path, setup.workers)
     lone: dict[str, list[float]] = {who: [] for who in tables}
-    with _Ready({MLP: tables[_ON]}) as service, setup.client(service) as client:
+    with _ReadyService({MLP: tables[_ON]}) as service, setup.client(service) as client:
         ask = functools.partial(client.infer, MLP)
         pids = service.pids()
         for number in range(LONE_ROUNDS):
@@ -219,7 +219,7 @@ def _row_seconds(bare: PlainProcess, inputs: Arrays) -> float:
 
 
 def _service(path: Path, workers: int) -> Service:
-    return _Ready(_tables(path, workers))
+    return _ReadyService(_tables(path, workers))
 
 
 def _tables(path: Path, workers: int) -> Mapping[str, Mapping[str, object]]:
@@ -227,7 +227,7 @@ def _tables(path: Path, workers: int) -> Mapping[str, Mapping[str, object]]:
     return {_OFF: table, _ON: {**table, "batching": _TABLE}}
 
 
-class _Ready(Service):
+class _ReadyService(Service):
     def __enter__(self) -> Service:
         super().__enter__()
         try:

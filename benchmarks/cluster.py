@@ -126,7 +126,7 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
         reference = Reference(bare, inputs)
         answers = {id(each): bare.infer(each) for each in inputs}
     one.run(one.application("m", {"model": str(path), "name": TINY}, prefix="/m"))
-    for name, cls in (("empty", _Empty), ("silent", _Silent)):
+    for name, cls in (("empty", _Empty), ("silent", _EchoDeployment)):
         serve.run(_deployment(cls).bind(), name=name, route_prefix=f"/{name}")
     rounds, seconds = (QUICK_ROUNDS, QUICK_S) if setup.quick else (ROUNDS, ROUND_S)
     rates: dict[str, list[float]] = {"weightd": [], "empty": [], "silent": []}
@@ -156,7 +156,7 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
     return rates
 
 
-class _Silent:
+class _EchoDeployment:
     """Answers, and does nothing else."""
 
     async def __call__(self, request: Any) -> Any:
@@ -165,7 +165,7 @@ class _Silent:
         return Response(b"{}", media_type="application/json")
 
 
-class _Empty(_Silent):
+class _Empty(_EchoDeployment):
     """Takes what it is sent, and answers."""
 
     async def __call__(self, request: Any) -> Any:

@@ -256,7 +256,7 @@ class _Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Question:
+class _RequestSample:
     """What B asks, and the right answers."""
 
     model: str
@@ -265,14 +265,14 @@ class _Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stage:
+class _ConnectedService:
     """A daemon, and the two of them connected."""
 
     service: Service
     a: User
     b: User
 
-    def measure(self, question: _Question, seconds: float, min_count: int = 3) -> LoadResult:
+    def measure(self, question: _RequestSample, seconds: float, min_count: int = 3) -> LoadResult:
         """Have B ask for so long."""
         return _checked(self.b.do(loads.ask, question.model, question.inputs, question.answers, seconds, min_count))
 
@@ -365,7 +365,7 @@ def _long_batches(plan: _Plan) -> Found:
 def _poison(plan: _Plan) -> Found:
     path = _poisoned()
     inputs = [{"a": np.arange(1, 7, dtype=np.int64) + number} for number in range(4)]
-    question = _Question(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
+    question = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
     seconds = QUICK_POISON_S if plan.setup.quick else POISON_S
     with _stage(plan, {POISONED: {"path": path, "workers": POISON_WORKERS}}) as stage, _Watch(stage.service) as watch:
         stage.a.begin(loads.poison, POISONED, [{"a": np.array([-(2**63)], np.int64)}], 8)
@@ -543,7 +543,7 @@ def _expensive_messages() -> Mapping[str, bytes]:
 
 
 @contextlib.contextmanager
-def _gateway_process(stage: _Stage, directory: str) -> Generator[GatewayProcess, None, None]:
+def _gateway_process(stage: _ConnectedService, directory: str) -> Generator[GatewayProcess, None, None]:
     """Run a gateway that knows the tokens "a" and "b"."""
     tokens = Path(directory, "tokens")
     tokens.write_text("".join(f"{hashlib.sha256(name.encode()).hexdigest()} - {name}\n" for name in "ab"), "utf-8")
@@ -577,7 +577,7 @@ def _json_post(count: int) -> bytes:
     return "\r\n".join((*lines, "\r\n")).encode() + body
 
 
-def _gateway_question(protocol: str, port: int, question: _Question) -> loads.GatewayQuestion:
+def _gateway_question(protocol: str, port: int, question: _RequestSample) -> loads.GatewayRequest:
     """Return a question to the gateway over "grpc" or "http" with binary tensors, or "json" over HTTP."""
     bearer = {"authorization": "Bearer b"}
     requests: list[bytes] = []
@@ -599,7 +599,7 @@ def _gateway_question(protocol: str, port: int, question: _Question) -> loads.Ga
             bearer["Inference-Header-Content-Length"] = str(len(header))
             requests.append(header + array.tobytes())
     path = f"/{GRPC_SERVICE}/ModelInfer" if protocol == "grpc" else f"/v2/models/{question.model}/infer"
-    return loads.GatewayQuestion("grpc" if protocol == "grpc" else "http", port, path, bearer, requests, ends)
+    return loads.GatewayRequest("grpc" if protocol == "grpc" else "http", port, path, bearer, requests, ends)
 
 
 def _look(sizes: list[float], pid: int, moment: str) -> None:
@@ -697,7 +697,7 @@ def _sparse(plan: _Plan) -> Found:
 def _framed(plan: _Plan) -> Found:
     """A kills workers by contents in its shared memory, and replaces them by B's before the daemon has read them."""
     inputs = [{"a": np.arange(1, FRAMED_LENGTH + 1, dtype=np.int64) + number} for number in range(4)]
-    question = _Question(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
+    question = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
     with _stage(plan, {POISONED: {"path": _poisoned(), "workers": POISON_WORKERS}}) as stage:
         path = f"{stage.service.address}.unix"
         load = (loads.frame_innocent, path, POISONED, [each["a"] for each in inputs])
@@ -757,7 +757,7 @@ def _special_values(plan: _Plan) -> Found:
     """A sends rows of signalling NaNs to a model whose answers to them depend on the batch."""
     path = _written(FLOORED, functools.partial(models.floored, width=TINY_WIDTH))
     inputs = material.inputs(TINY_WIDTH)
-    question = _Question(FLOORED, inputs, [{"y": np.floor(each["x"])} for each in inputs])
+    question = _RequestSample(FLOORED, inputs, [{"y": np.floor(each["x"])} for each in inputs])
     special = [{"x": np.full((1, TINY_WIDTH), 0x7F800001, np.uint32).view(np.float32)}]
     with _stage(plan, {FLOORED: {"path": path, "batching": {"max_rows": MAX_ROWS}}}) as stage:
 
@@ -925,10 +925,10 @@ def _slot_seconds(service: Service) -> dict[str, float]:
     return {each.name: sum(account.slot_seconds for account in each.accounts) for each in tenants}
 
 
-def _question(model: str, plan: _Plan, *shape: int, rows: int = 1) -> _Question:
+def _question(model: str, plan: _Plan, *shape: int, rows: int = 1) -> _RequestSample:
     inputs = material.inputs(*shape, rows=rows)
     with PlainProcess(material.model(model, plan.setup.engine), plan.setup.engine) as bare:
-        return _Question(model, inputs, [bare.infer(each) for each in inputs])
+        return _RequestSample(model, inputs, [bare.infer(each) for each in inputs])
 
 
 @contextlib.contextmanager
@@ -937,7 +937,7 @@ def _stage(
     tables: Mapping[str, Mapping[str, object]],
     tenants: Mapping[str, Mapping[str, object]] | None = None,
     service: Callable[..., Service] = Service,
-) -> Generator[_Stage, None, None]:
+) -> Generator[_ConnectedService, None, None]:
     """Serve these models to A and B; a file and workers are chosen where the table has none."""
     tables = {
         name: {"workers": plan.setup.workers, **({} if "path" in table else _path(name, plan)), **table}
@@ -952,7 +952,7 @@ def _stage(
         running.ready()
         for each in (a, b):
             each.connect(f"unix://{running.address}", timeout=60.0)
-        yield _Stage(running, a, b)
+        yield _ConnectedService(running, a, b)
 
 
 def _path(name: str, plan: _Plan) -> dict[str, object]:
@@ -970,7 +970,7 @@ def _written(name: str, write: Callable[[Path], Path]) -> Path:
     return path if path.exists() else write(path)
 
 
-def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any], name: str) -> tuple[float, Found]:
+def _compared(plan: _Plan, stage: _ConnectedService, question: _RequestSample, load: Sequence[Any], name: str) -> tuple[float, Found]:
     """Measure B alone and beside A in turn; return the ratio, and what is told of it."""
     alone: list[float] = []
     beside: list[float] = []
@@ -1005,8 +1005,8 @@ class Attack:
 
 def _attack(
     plan: _Plan,
-    stage: _Stage,
-    question: _Question,
+    stage: _ConnectedService,
+    question: _RequestSample,
     load: Sequence[Any],
     *,
     renew: bool = False,
@@ -1026,7 +1026,7 @@ def _attack(
 
 def _attack_on(
     plan: _Plan,
-    stage: _Stage,
+    stage: _ConnectedService,
     ask: Callable[[float], LoadResult],
     load: Sequence[Any],
     *,

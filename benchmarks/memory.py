@@ -105,7 +105,7 @@ class Memory(Result):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class _MemoryBreakdown:
     """Bytes: all processes, by role with their count, when idle, of the page stores in memory and of these mapped."""
 
     total: int
@@ -168,7 +168,7 @@ def _plain(path: Path, engine: str, count: int, inputs: list[Arrays]) -> tuple[i
         return one, pss_total(process.pid for process in processes), reference
 
 
-def _service(path: Path, models: int, workers: int, inputs: list[Arrays], reference: Reference) -> _Held:
+def _service(path: Path, models: int, workers: int, inputs: list[Arrays], reference: Reference) -> _MemoryBreakdown:
     """Return what a service of so many models with so many workers each holds."""
     progress(f"weightd with {models} x {workers}")
     names = [f"model-{number}" for number in range(models)]
@@ -189,7 +189,7 @@ def _service(path: Path, models: int, workers: int, inputs: list[Arrays], refere
         if None in copies:
             raise UnavailableError("the kernel does not tell what of the page store is in memory")
         idle = service.pss_at_rest(_IDLE_S)
-        return _Held(sum(now.values()), by_role, sum(idle.values()), sum(each or 0 for each in copies), mapped)
+        return _MemoryBreakdown(sum(now.values()), by_role, sum(idle.values()), sum(each or 0 for each in copies), mapped)
 
 
 def _exercise(

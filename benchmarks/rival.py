@@ -227,7 +227,7 @@ def run(setup: Setup) -> Rival:
         progress(f"start {number + 1} of {STARTS}")
         for who, start in sides.items():
             starts[who].append(_start(start, inputs, reference))
-    kills: dict[str, _Kills] = {}
+    kills: dict[str, _KillResult] = {}
     for who, start in sides.items():
         progress(f"kills, {who}")
         with start(MLP, setup.workers) as service:
@@ -341,16 +341,16 @@ def _start(start: Start, inputs: list[Arrays], reference: Reference) -> tuple[fl
 
 
 @dataclasses.dataclass
-class _Kills:
+class _KillResult:
     recovery_times: list[float]
     errors: int = 0
     longest: float = 0.0
 
 
-def _kills(service: Contender, inputs: list[Arrays], reference: Reference) -> _Kills:
+def _kills(service: Contender, inputs: list[Arrays], reference: Reference) -> _KillResult:
     """Kill a worker a few times while some threads ask, one request each."""
     service.ready()
-    found = _Kills([])
+    found = _KillResult([])
     for _ in range(KILLS):
         with _Load(service, inputs, reference) as load:
             time.sleep(_QUIET_S)

@@ -28,11 +28,11 @@ import msgpack
 from testkit import users
 from weightd.client import Client, Pending, RequestError, WeightdError
 from weightd.client import session as client_session
-from weightd.client.core import Call, ClientCore
+from weightd.client.core import PendingCall, ClientCore
 from weightd.client.core import PreparedCall as Asking
 
-from .ledger import OK, WRONG, Asked, Incident, Ledger
-from .material import POISONED, Question, load, poison
+from .ledger import OK, WRONG, SentRequest, Incident, RequestAccounting
+from .material import POISONED, SampleRequest, load, poison
 
 CONNECT_LIMIT_S = 5.0
 TOTALS_EVERY_S = 1.0
@@ -46,7 +46,7 @@ _CANCELLED = 0.05
 
 
 @dataclass(frozen=True)
-class Orders:
+class ClientPlan:
     """What a client process is to do.
 
     `paths` are models by name, `count` 0 is endless, `poisons`: it kills workers, `uid`: whose it is; 0: its starter's.
@@ -65,8 +65,8 @@ class Orders:
 class _CountingCore(ClientCore):
     """Knows each answer that the wire brings, also those that a Client drops in silence."""
 
-    ledger: Ledger
-    asked: Asked
+    ledger: RequestAccounting
+    asked: SentRequest
     last = ""
 
     def __init__(self) -> None:
@@ -93,13 +93,13 @@ class _CountingCore(ClientCore):
             self.ledger.heard(header["id"], time.monotonic())
         super().on_message(frames)
 
-    def begin(self, call: Call, frames: list[Any]) -> list[Any]:
+    def begin(self, call: PendingCall, frames: list[Any]) -> list[Any]:
         frames = super().track(call, frames)
         if call.request is not None:
             self.ledger.begin(call.id, self.asked)
         return frames
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: PendingCall) -> None:
         super().untrack(call)
         self.ledger.forget(call.id)
 
@@ -114,13 +114,13 @@ class _CountingCore(ClientCore):
 
 
 @dataclass
-class _Flight:
+class _PendingRequest:
     request: str
     pending: Pending
-    question: Question
+    question: SampleRequest
 
 
-class Asker:
+class ClientLoop:
     """One client and its accounts.
 
     Args:
@@ -128,13 +128,13 @@ class Asker:
         stopping: set when it is to end.
     """
 
-    def __init__(self, orders: Orders, stopping: threading.Event) -> None:
-        self.ledger = Ledger(by_gate=orders.address.startswith("ipc://"))
+    def __init__(self, orders: ClientPlan, stopping: threading.Event) -> None:
+        self.ledger = RequestAccounting(by_gate=orders.address.startswith("ipc://"))
         self._orders = orders
         self._stopping = stopping
         self._rng = random.Random(orders.seed)
         self._questions = {name: load(Path(path)) for name, path in orders.paths.items()}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_PendingRequest] = deque()
         self._core = _CountingCore()
         self._core.ledger = self.ledger
 
@@ -186,8 +186,8 @@ class Asker:
         timeout = rng.uniform(0.005, 1.0) if rng.random() < _HASTY else _PATIENCE_S
         question = self._questions[model][number]
         if self._orders.poisons:
-            number, timeout, question = POISONED, _PATIENCE_S, Question(poison(self.ledger.sent), {})
-        asked = self._core.asked = Asked(model, number, time.monotonic(), timeout)
+            number, timeout, question = POISONED, _PATIENCE_S, SampleRequest(poison(self.ledger.sent), {})
+        asked = self._core.asked = SentRequest(model, number, time.monotonic(), timeout)
         try:
             pending = client.submit(model, question.inputs, timeout=timeout)
         except RequestError as error:
@@ -197,13 +197,13 @@ class Asker:
             _tell_incident(self.ledger.end(self._core.last, *told) if has_begun else self.ledger.refused(asked, *told))
             time.sleep(_PAUSE_S)
             return
-        self._flights.append(_Flight(self._core.last, pending, question))
+        self._flights.append(_PendingRequest(self._core.last, pending, question))
         if self._orders.cancels and rng.random() < _CANCELLED:
             taken_back = rng.choice(self._flights)
             self.ledger.cancel(taken_back.request)
             taken_back.pending.cancel()
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: _PendingRequest) -> None:
         text = ""
         try:
             code = OK if flight.question.answered_by(flight.pending.result()) else WRONG
@@ -227,7 +227,7 @@ def _tell(**line: object) -> None:
 
 def main() -> None:
     """Do what the command line orders."""
-    orders = Orders(**json.loads(sys.argv[1]))
+    orders = ClientPlan(**json.loads(sys.argv[1]))
     stopping = threading.Event()
 
     def watch() -> None:
@@ -235,7 +235,7 @@ def main() -> None:
         stopping.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    asker = Asker(orders, stopping)
+    asker = ClientLoop(orders, stopping)
     if orders.uid:
         # What it had to read, it has read.
         os.setgroups([users.CLIENTS_GID])

@@ -25,7 +25,7 @@ _MOST_ROWS = 4
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Cut(NamedTuple):
+class ShardedModel(NamedTuple):
     """A model that is cut, and questions with the answers of ranks that are in step.
 
     Attributes:
@@ -43,12 +43,12 @@ class Cut(NamedTuple):
     questions: Sequence[tuple[Arrays, Arrays]]
 
 
-def make(directory: Path, count: int, rng: np.random.Generator, *, is_real: bool) -> Cut:
+def make(directory: Path, count: int, rng: np.random.Generator, *, is_real: bool) -> ShardedModel:
     """Write it into the directory, with so many questions."""
     return _real(directory, count) if is_real else _simulated(directory, count, rng)
 
 
-def _simulated(directory: Path, count: int, rng: np.random.Generator) -> Cut:
+def _simulated(directory: Path, count: int, rng: np.random.Generator) -> ShardedModel:
     host = ascendsim.Host(directory / "host", cards=RANKS)
     slices = simulated.mlp(directory / NAME, RANKS)
     asked = [{"x": _whole_numbers(rng, 1 + index % _MOST_ROWS)} for index in range(count)]
@@ -58,10 +58,10 @@ def _simulated(directory: Path, count: int, rng: np.random.Generator) -> Cut:
     table = {"canary": canary, "ranks.devices": [f"ascend:{card}" for card in range(RANKS)]}
     python = _interpreter(directory / "python", ascendsim.environment(host))
     path = slices.paths[0].with_name("rank{rank}.mindir")
-    return Cut(path, "mindspore_lite", python, table, list(zip(asked, answered, strict=True)))
+    return ShardedModel(path, "mindspore_lite", python, table, list(zip(asked, answered, strict=True)))
 
 
-def _real(directory: Path, count: int) -> Cut:
+def _real(directory: Path, count: int) -> ShardedModel:
     slices = real.export(directory / NAME, ranks=RANKS)
     python = real.interpreter()
     if python is None:
@@ -70,7 +70,7 @@ def _real(directory: Path, count: int) -> Cut:
     with real.Group(slices.paths, plain=True) as group:
         answered = [group.ask("predict", each)[-1] for each in asked]
     table = {"canary": slices.selftest_path, "canary_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
-    return Cut(Path(slices.pattern), "mindspore", python, table, list(zip(asked, answered, strict=True)))
+    return ShardedModel(Path(slices.pattern), "mindspore", python, table, list(zip(asked, answered, strict=True)))
 
 
 def _whole_numbers(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:

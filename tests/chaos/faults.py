@@ -22,8 +22,8 @@ from weightd.client import Client, RequestError
 from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
 from . import hostile, hostile_regions, hostile_unix
-from .client import Orders
-from .fleet import Fleet, Member
+from .client import ClientPlan
+from .fleet import ClientProcesses, ClientProcess
 from .kinds import GATES, LETHAL, Fault
 from .material import Model
 from .schedule import Event
@@ -84,12 +84,12 @@ class Injector:
     """
 
     service: Service
-    fleet: Fleet
+    fleet: ClientProcesses
     models: Mapping[str, Model]
     max_queue: int
-    crew: Callable[[int], Member]
+    crew: Callable[[int], ClientProcess]
     """Starts the client with this number (again)."""
-    members: list[Member]
+    members: list[ClientProcess]
     """The clients of the crew, by number."""
     strikes: list[Strike] = field(default_factory=list[Strike])
     skipped: list[Event] = field(default_factory=list[Event])
@@ -322,14 +322,14 @@ class Injector:
 
     # --- clients ------------------------------------------------------------------------------------------------
 
-    def _ask(self, name: str, model: str, orders: Orders) -> Member:
+    def _ask(self, name: str, model: str, orders: ClientPlan) -> ClientProcess:
         """Start a client that asks this model, and nobody else."""
         orders = dataclasses.replace(orders, paths={model: str(self.models[model].path)})
         return self.fleet.launch(name, orders)
 
     def _flood(self, event: Event, rng: random.Random) -> bool:
         count = FLOOD_FACTOR * self.max_queue
-        orders = Orders(self._way(rng), {}, f"flood {rng.random()}", in_flight=count, count=count)
+        orders = ClientPlan(self._way(rng), {}, f"flood {rng.random()}", in_flight=count, count=count)
         member = self._ask("flood", event.model, orders)
         self._begin(event, lambda status: not member.running and _queued(status, event.model) < self.max_queue)
         return True
@@ -362,7 +362,7 @@ class Injector:
 
     def _poison(self, event: Event, rng: random.Random) -> bool:
         event = dataclasses.replace(event, model="tiny")
-        orders = Orders(self._way(rng), {}, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
+        orders = ClientPlan(self._way(rng), {}, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
         member = self._ask("poison", event.model, orders)
         healthy = self._replaced(event.model, [])
         self._begin(event, lambda status: not member.running and healthy(status))

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from testkit.mindir import REPOSITORY
 
-from .client import Orders
+from .client import ClientPlan
 from .ledger import Incident
 
 # A request's patience, and some.
 END_LIMIT_S = 60.0
 
 
-class Member:
+class ClientProcess:
     """One client process.
 
     Attributes:
@@ -30,7 +30,7 @@ class Member:
         incidents: those that did not end in the right answer.
     """
 
-    def __init__(self, name: str, orders: Orders, log: Path) -> None:
+    def __init__(self, name: str, orders: ClientPlan, log: Path) -> None:
         self.name = name
         self.sent = 0
         self.outcomes: Counter[str] = Counter()
@@ -100,16 +100,16 @@ class Member:
                 self._problems = told["problems"]
 
 
-class Fleet:
+class ClientProcesses:
     """All the client processes of a run, those that have ended too."""
 
     def __init__(self, workspace: Path) -> None:
-        self.members: list[Member] = []
+        self.members: list[ClientProcess] = []
         self._workspace = workspace
 
-    def launch(self, name: str, orders: Orders) -> Member:
+    def launch(self, name: str, orders: ClientPlan) -> ClientProcess:
         """Start one more."""
-        member = Member(name, orders, self._workspace / f"client.{len(self.members)}.{name}.log")
+        member = ClientProcess(name, orders, self._workspace / f"client.{len(self.members)}.{name}.log")
         self.members.append(member)
         return member
 

@@ -12,9 +12,9 @@ import time
 import numpy as np
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import Incoming
+from weightd.protocol.framing import FrameReader
 from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSpec
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
 from weightd.protocol.messages.types import TO_CLIENT
 from weightd.shared import memfd
 
@@ -41,7 +41,7 @@ def scribble(address: str, rng: random.Random) -> None:
 
 
 def _live(peer: socket.socket, descriptor: int, content: mmap.mmap, rng: random.Random) -> None:
-    incoming = Incoming()
+    incoming = FrameReader()
     region = _registered(peer, incoming, descriptor)
     for number in range(_REQUESTS):
         peer.sendall(_request(number, region, rng))
@@ -58,7 +58,7 @@ def _live(peer: socket.socket, descriptor: int, content: mmap.mmap, rng: random.
         time.sleep(0.01)
 
 
-def _registered(peer: socket.socket, incoming: Incoming, descriptor: int) -> str:
+def _registered(peer: socket.socket, incoming: FrameReader, descriptor: int) -> str:
     """Return the name of the region, once the daemon has said it; answers of requests before that are nobody's."""
     peer.sendmsg([framed(encode(Register("region")))], rights([descriptor]))
     while True:
@@ -78,5 +78,5 @@ def _request(number: int, region: str, rng: random.Random) -> bytes:
     begin = rng.choice([0, 0, 0, rng.randrange(2 * _HALF), 2**50])
     room = rng.choice([_HALF, _HALF, _ROW * rows, 1, 2**40])
     name = rng.choice([region] * 9 + ["another"])
-    regions = Regions((InputPlace(0, name, begin),), (OutputPlace(0, region, _HALF, room),))
+    regions = Regions((InputLocation(0, name, begin),), (OutputLocation(0, region, _HALF, room),))
     return framed(encode(Infer(f"scribble {number}", description, Parameters(_PATIENCE_US, regions))))

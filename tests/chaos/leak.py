@@ -12,7 +12,7 @@ from testkit.waiting import until
 from weightd.client import Client, Pending
 
 from . import material
-from .material import Model, NoEngineError, Question
+from .material import Model, NoEngineError, SampleRequest
 from .resources import MIB, Usage, growth, usage
 from .service import Service, processes, workspace
 
@@ -103,9 +103,9 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def ask(client: Client, model: str, questions: Iterable[Question]) -> None:
+def ask(client: Client, model: str, questions: Iterable[SampleRequest]) -> None:
     """Ask many at once, and compare each answer."""
-    flights: deque[tuple[Pending, Question]] = deque()
+    flights: deque[tuple[Pending, SampleRequest]] = deque()
 
     def check() -> None:
         pending, question = flights.popleft()

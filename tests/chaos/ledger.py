@@ -13,7 +13,7 @@ _REMEMBERED = 100_000
 
 
 @dataclass(frozen=True)
-class Asked:
+class SentRequest:
     """What was asked for: which question of which model, when (monotonic seconds), and with how much patience."""
 
     model: str
@@ -41,15 +41,15 @@ class Incident:
 
 
 @dataclass
-class _Entry:
-    asked: Asked
+class _RequestRecord:
+    asked: SentRequest
     answers: int = 0
     heard_at: float | None = None
     cancelled: bool = False
     given_up: bool = False
 
 
-class Ledger:
+class RequestAccounting:
     """Counts; what does not add up is a problem.
 
     Args:
@@ -66,7 +66,7 @@ class Ledger:
         self._by_gate = by_gate
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
-        self._open: dict[str, _Entry] = {}
+        self._open: dict[str, _RequestRecord] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
 
     @property
@@ -74,10 +74,10 @@ class Ledger:
         """Requests that have not been answered on the wire."""
         return len(self._open)
 
-    def begin(self, request: str, asked: Asked) -> None:
+    def begin(self, request: str, asked: SentRequest) -> None:
         """A request goes out."""
         self.sent += 1
-        self._open[request] = _Entry(asked)
+        self._open[request] = _RequestRecord(asked)
 
     def forget(self, request: str) -> None:
         """It did not go out after all."""
@@ -131,7 +131,7 @@ class Ledger:
             return None
         return self._incident(entry.asked, code, text, entry.heard_at or now, cancelled=entry.cancelled)
 
-    def refused(self, asked: Asked, code: str, text: str, now: float) -> Incident:
+    def refused(self, asked: SentRequest, code: str, text: str, now: float) -> Incident:
         """A request could not even be sent."""
         self.sent += 1
         self.outcomes[code] += 1
@@ -145,12 +145,12 @@ class Ledger:
         if self.sent != ended:
             self.problems.append(f"missing: {self.sent} requests were sent, {ended} ended")
 
-    def _incident(self, asked: Asked, code: str, text: str, ended: float, *, cancelled: bool = False) -> Incident:
+    def _incident(self, asked: SentRequest, code: str, text: str, ended: float, *, cancelled: bool = False) -> Incident:
         return Incident(
             asked.model, asked.question, code, text, asked.at, ended, asked.timeout, cancelled, self._by_gate
         )
 
-    def _close(self, request: str, entry: _Entry) -> None:
+    def _close(self, request: str, entry: _RequestRecord) -> None:
         del self._open[request]
         self._ended[request] = entry.answers
         if len(self._ended) > _REMEMBERED:

@@ -60,7 +60,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Question:
+class SampleRequest:
     """Inputs, and the bytes of the only answer that is right."""
 
     inputs: Arrays
@@ -113,12 +113,12 @@ def make_two(directory: Path, seed: int) -> list[Model]:
     return made
 
 
-def load(model: Path) -> list[Question]:
+def load(model: Path) -> list[SampleRequest]:
     """Read what `make` has written for the model at this path."""
     with np.load(_pool(model)) as pool:
         order = json.loads(str(pool["order"]))
         return [
-            Question(
+            SampleRequest(
                 {name: pool[f"{i}.in.{name}"] for name in inputs},
                 {name: frozen(pool[f"{i}.out.{name}"]) for name in outputs},
             )

@@ -12,9 +12,9 @@ from weightd.daemon.children.forkservers import FORK_TIMEOUT_S
 from weightd.protocol.messages.status import StatusResponse
 
 from . import material, verdict
-from .client import Orders
+from .client import ClientPlan
 from .faults import Injector
-from .fleet import Fleet, Member
+from .fleet import ClientProcesses, ClientProcess
 from .kinds import Fault
 from .report import Report, summary
 from .resources import MIB, Usage, growth, usage
@@ -93,7 +93,7 @@ class Run:
         place = workspace("chaos-")
         self._models = {model.name: model for model in material.make(place, self.seed, real_ranks=self.real_ranks)}
         self._service = Service(place, {"max_memory_bytes": MAX_MEMORY_BYTES}, self._tables(), managed=self.managed)
-        self._fleet = Fleet(place)
+        self._fleet = ClientProcesses(place)
         self._report = Report(self.seed, self.seconds, self.faults, place, managed=self.managed)
         self._service.start()
         try:
@@ -146,7 +146,7 @@ class Run:
         self._problems += self._fleet.end()
         for address in (self._service.unix_address, self._service.zmq_address):
             for name, model in self._models.items():
-                orders = Orders(address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE)
+                orders = ClientPlan(address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE)
                 self._problems += self._fleet.launch("warm-up", orders).wait()
 
     def _storm(self) -> None:
@@ -233,9 +233,9 @@ class Run:
         print(*(f"{name:<7} {when}: {each}" for name, each in held.items()), sep="\n", flush=True)
         return held
 
-    def _member(self, number: int, name: str = "") -> Member:
+    def _member(self, number: int, name: str = "") -> ClientProcess:
         generation = len(self._fleet.members)
-        orders = Orders(
+        orders = ClientPlan(
             # In each crew there are both.
             (self._service.unix_address, self._service.zmq_address)[(self.seed + number) % 2],
             {name: str(model.path) for name, model in self._models.items()},

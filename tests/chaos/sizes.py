@@ -21,7 +21,7 @@ from testkit.service import Service
 from weightd.client import Client
 
 from .leak import ask
-from .material import Model, Question, frozen
+from .material import Model, SampleRequest, frozen
 from .resources import MIB, anonymous, own_by_mapping
 from .service import workspace
 
@@ -44,9 +44,9 @@ _MODELS: Mapping[str, tuple[Callable[[Path], Path], tuple[int, ...], int, int]] 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _ModelSamples:
     model: Model
-    questions: list[Question]
+    questions: list[SampleRequest]
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def main() -> int:
     return 1 if grown else 0
 
 
-def _make(place: Path, engine: str, name: str) -> _Asked:
+def _make(place: Path, engine: str, name: str) -> _ModelSamples:
     write, shape, most, count = _MODELS[name]
     path = write(place / f"{name}.onnx")
     python = mindir.interpreter()
@@ -82,15 +82,15 @@ def _make(place: Path, engine: str, name: str) -> _Asked:
     rng = np.random.default_rng(0)
     # The least, the most, and between them each order of magnitude as often.
     rows = [1, most, *(int(math.exp(rng.uniform(0, math.log(most)))) for _ in range(count - 2))]
-    questions: list[Question] = []
+    questions: list[SampleRequest] = []
     with PlainProcess(path, engine) as plain:
         for each in rows:
             x = {"x": rng.standard_normal((each, *shape), dtype=np.float32)}
-            questions.append(Question(x, {key: frozen(array) for key, array in plain.infer(x).items()}))
-    return _Asked(Model(name, path, engine, Path(), dense=True), questions)
+            questions.append(SampleRequest(x, {key: frozen(array) for key, array in plain.infer(x).items()}))
+    return _ModelSamples(Model(name, path, engine, Path(), dense=True), questions)
 
 
-def _ask(service: Service, asked: list[_Asked], seconds: float) -> None:
+def _ask(service: Service, asked: list[_ModelSamples], seconds: float) -> None:
     """Ask each model everything, in memory that is shared and in frames, in turn, until so much time has passed."""
     end = time.monotonic() + seconds
     rng = np.random.default_rng(0)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from .ledger import OK, WRONG, Asked, Incident, Ledger
+from .ledger import OK, WRONG, SentRequest, Incident, RequestAccounting
 
-ASKED = Asked("m", 3, at=10.0, timeout=1.0)
+ASKED = SentRequest("m", 3, at=10.0, timeout=1.0)
 
 
-def told(ledger: Ledger, story: str) -> list[Incident]:
+def told(ledger: RequestAccounting, story: str) -> list[Incident]:
     """What happens to request 1, a step every 0.1 s: a word of the ledger's, or the code in which it ends."""
     incidents: list[Incident | None] = []
     for step, word in enumerate(story.split()):
@@ -57,7 +57,7 @@ def told(ledger: Ledger, story: str) -> list[Incident]:
     ],
 )
 def test_what_does_not_add_up_is_a_problem(story: str, codes: Sequence[str], problems: Sequence[str]) -> None:
-    ledger = Ledger()
+    ledger = RequestAccounting()
     incidents = told(ledger, story)
     assert [each.code for each in incidents] == codes
     ledger.close()
@@ -66,7 +66,7 @@ def test_what_does_not_add_up_is_a_problem(story: str, codes: Sequence[str], pro
 
 
 def test_the_books_of_a_request() -> None:
-    ledger = Ledger()
+    ledger = RequestAccounting()
     assert told(ledger, "begin cancel heard WRONG") == [
         Incident("m", 3, WRONG, "", sent_at=10.0, ended_at=10.2, timeout=1.0, cancelled=True)
     ]

@@ -23,8 +23,8 @@ from testkit.users import ALICE, BOB, CAROL, User
 from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 
 from . import material
-from .client import Orders
-from .fleet import Fleet, Member
+from .client import ClientPlan
+from .fleet import ClientProcesses, ClientProcess
 from .service import workspace
 
 SEED = 20_261_124
@@ -76,7 +76,7 @@ def kill_one(service: Service, rng: random.Random) -> None:
         os.kill(rng.choice(workers), signal.SIGKILL)
 
 
-def legal(member: Member) -> bool:
+def legal(member: ClientProcess) -> bool:
     """Whether whatever did not end in the right answer was too late by its own word, or was killed again and again."""
     return all(
         (each.code == "DEADLINE_EXCEEDED" and each.timeout < IN_FLIGHT)
@@ -93,7 +93,7 @@ def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(p
     tables = {name: {"path": model.path, "workers": WORKERS, "max_queue": 256} for name, model in made.items()}
     tenants = {name: {"uids": [UIDS[name]], "weight": WEIGHTS[name]} for name in WEIGHTS}
     tenants["eve"] = {"uids": [CAROL], "max_connections": 64}
-    rng, fleet = random.Random(SEED), Fleet(place)
+    rng, fleet = random.Random(SEED), ClientProcesses(place)
     with (
         Service(tables, tenants=tenants, gid=users.CLIENTS_GID) as service,
         User(CAROL) as eve,
@@ -103,7 +103,7 @@ def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(p
         before = len(service.ready().models[0].generations)
         eve.connect(f"unix://{service.address}")
         crew = [
-            fleet.launch(name, Orders(address, {"slow": str(made["slow"].path)}, name, IN_FLIGHT, uid=UIDS[name]))
+            fleet.launch(name, ClientPlan(address, {"slow": str(made["slow"].path)}, name, IN_FLIGHT, uid=UIDS[name]))
             for name, address in zip(WEIGHTS, (f"unix://{service.address}", service.zmq_address), strict=True)
         ]
         loads_of_eve = misdeeds(service)

@@ -28,7 +28,7 @@ from weightd.client import (
     WrongLoop,
 )
 from weightd.client.address import parse_address
-from weightd.client.session import Session
+from weightd.client.session import ClientSession
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ReadyResponse
 from weightd.protocol.messages.data import Cancel, Error, Infer
@@ -148,13 +148,13 @@ def test_who_is_cancelled_takes_the_request_back(daemon: FakeDaemon, *, gives_up
 
 def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     made: List[None] = []
-    connecting = Session.connect_steps
+    connecting = ClientSession.connect_steps
 
-    def counted(session: Session) -> Any:
+    def counted(session: ClientSession) -> Any:
         made.append(None)
         return connecting(session)
 
-    monkeypatch.setattr(Session, "connecting", counted)
+    monkeypatch.setattr(ClientSession, "connecting", counted)
 
     async def test() -> None:
         daemon.handle = silent

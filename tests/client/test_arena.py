@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from testkit.examples import examples
 from weightd.client import arena as arenas
-from weightd.client.arena import Arena, Block
+from weightd.client.arena import ShmArena, Block
 from weightd.client.space import ALIGNMENT
 
 _PAGE = mmap.PAGESIZE
@@ -32,7 +32,7 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(8 * _PAGE)
+        self.arena = ShmArena(8 * _PAGE)
         self.held: List[Tuple[Any, int]] = []
         self.written = 0
 
@@ -98,14 +98,14 @@ TestArena = World.TestCase
 TestArena.settings = settings(max_examples=examples(30), deadline=None)
 
 
-def _block(arena: Arena, nbytes: int) -> Block:
+def _block(arena: ShmArena, nbytes: int) -> Block:
     block = arena.take(nbytes)
     assert block is not None
     return block
 
 
 def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
-    arena = Arena()
+    arena = ShmArena()
     array = arena.empty((4, 4), np.float32)
     assert array.flags.aligned
     assert array.__array_interface__["data"][0] % ALIGNMENT == 0
@@ -119,7 +119,7 @@ def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
 
 
 def test_it_grows_and_lets_go_what_was_too_small() -> None:
-    arena = Arena()
+    arena = ShmArena()
     small = _block(arena, _PAGE)
     large = _block(arena, 5 * _PAGE + 1)
     assert [region.nbytes for region in arena.regions] == [2 * _PAGE, 6 * _PAGE]
@@ -130,7 +130,7 @@ def test_it_grows_and_lets_go_what_was_too_small() -> None:
 
 
 def test_the_descriptor_goes_with_the_last_array() -> None:
-    arena = Arena()
+    arena = ShmArena()
     array = arena.empty((_PAGE,), np.uint8)
     descriptor = arena.regions[0].descriptor
     del arena
@@ -144,7 +144,7 @@ def test_the_descriptor_goes_with_the_last_array() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, _PAGE - 64, _PAGE, _PAGE + 1])
 def test_each_page_of_a_part_has_memory_once_it_is_populated_and_others_have_none(nbytes: int) -> None:
-    arena = Arena()
+    arena = ShmArena()
     blocks = [_block(arena, each) for each in (_PAGE, 64, nbytes, 3 * _PAGE)]
     region, offset = blocks[2].region, blocks[2].offset
     assert os.fstat(region.descriptor).st_blocks == 0
@@ -155,7 +155,7 @@ def test_each_page_of_a_part_has_memory_once_it_is_populated_and_others_have_non
 
 @pytest.mark.parametrize("dtype", [object, "S3", "<c8", [("x", "<i4")]])
 def test_what_no_tensor_can_be_is_never_cut(dtype: Any) -> None:
-    arena = Arena()
+    arena = ShmArena()
     assert arena.empty((3,), dtype).shape == (3,)
     assert not arena.regions
 
@@ -165,14 +165,14 @@ def test_where_no_memory_can_be_had_an_array_is_like_any_other(monkeypatch: pyte
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("weightd.shared.memfd.create", refuse)
-    arena = Arena()
+    arena = ShmArena()
     array = arena.empty((4096,), np.int8)
     assert array.shape == (4096,)
     assert arena.find(array) is None
 
 
 def test_a_forked_process_keeps_what_it_has_got() -> None:
-    arena = Arena()
+    arena = ShmArena()
     array = arena.empty((_PAGE,), np.uint8)
     array[:] = 1
     told, tells = os.pipe()
@@ -189,7 +189,7 @@ def test_a_forked_process_keeps_what_it_has_got() -> None:
 
 
 def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
-    arena = Arena()
+    arena = ShmArena()
     arena.empty((_PAGE,), np.uint8)[:] = 0
     assert arena.regions[0].is_unused
     pid = os.fork()
@@ -201,7 +201,7 @@ def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
 
 
 def test_nothing_is_cut_by_another_thread_while_one_forks() -> None:
-    arena = Arena()
+    arena = ShmArena()
     arena.before_fork()
     thread = threading.Thread(target=arena.empty, args=((_PAGE,), np.uint8))
     thread.start()
@@ -213,7 +213,7 @@ def test_nothing_is_cut_by_another_thread_while_one_forks() -> None:
 
 
 def test_threads_never_share_a_part() -> None:
-    arena = Arena()
+    arena = ShmArena()
     wrong: List[int] = []
 
     def work(value: int) -> None:

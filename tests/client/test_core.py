@@ -8,8 +8,8 @@ from typing import Any, List
 import numpy as np
 import pytest
 
-from weightd.client.core import Call, ClientCore
-from weightd.client.inputs import Untyped
+from weightd.client.core import PendingCall, ClientCore
+from weightd.client.inputs import NeedsMetadata
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import (
@@ -31,13 +31,13 @@ def core() -> ClientCore:
     return ClientCore()
 
 
-def ask(core: ClientCore) -> Call:
+def ask(core: ClientCore) -> PendingCall:
     call, frames = core.infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
     core.track(call, frames)
     return call
 
 
-def answer(call: Call, *values: float) -> List[Any]:
+def answer(call: PendingCall, *values: float) -> List[Any]:
     spec = TensorSpec("y", "FP32", (len(values),))
     return [*encode(InferResponse(call.id, ResponseDescription("m", (spec,)))), np.array(values, "<f4").tobytes()]
 
@@ -166,7 +166,7 @@ def test_an_input_that_the_daemon_would_hang_up_on_is_refused(
 
 @pytest.mark.parametrize("inputs", [np.zeros(2, np.float32), [1.0], None, 7, {"x": [1.0]}, {"x": np.float32(1)}])
 def test_what_has_no_names_or_no_datatype_needs_to_be_known_first(core: ClientCore, inputs: Any) -> None:
-    with pytest.raises(Untyped):
+    with pytest.raises(NeedsMetadata):
         core.infer("m", inputs, 1.0)
     assert core.pending_count == 0
 

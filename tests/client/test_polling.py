@@ -15,9 +15,9 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd.client import Client, DeadlineExceeded
-from weightd.client.core import Call
+from weightd.client.core import PendingCall
 from weightd.client.polling import READ, WRITE, SelectPoller, new_poller
-from weightd.client.turns import Turns
+from weightd.client.turns import ReaderElection
 from weightd.protocol.messages.control import ReadyResponse
 
 # Above 64 KiB, from where on frames over ZeroMQ are not copied.
@@ -98,9 +98,9 @@ def test_threads_are_told_apart_as_they_are_when_a_client_is_made(monkeypatch: p
     """gevent and eventlet replace `get_ident`, perhaps after the client was imported."""
     green = 1
     monkeypatch.setattr(threading, "get_ident", lambda: green)
-    turns = Turns()
+    turns = ReaderElection()
     assert turns.try_read()
     green = 2
     assert not turns.try_read()
-    turn = turns.join(Call("1", ReadyResponse))
+    turn = turns.join(PendingCall("1", ReadyResponse))
     assert turn is not None

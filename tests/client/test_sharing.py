@@ -9,12 +9,12 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import pytest
 
-from weightd.client.core import Call, ClientCore
+from weightd.client.core import PendingCall, ClientCore
 from weightd.client.sharing import MIN_SHARED_BYTES
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument, RemoteProtocolError, Unavailable
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSpec
-from weightd.protocol.messages.regions import OutputPlace, Register, Registered, Released, Unregister
+from weightd.protocol.messages.regions import OutputLocation, Register, Registered, Released, Unregister
 from weightd.protocol.messages.types import FROM_CLIENT
 from weightd.protocol.tensors import from_frame, spec_of
 
@@ -31,7 +31,7 @@ class World:
         self.refuses = False
         self.core.shm_tensors.on_connected(can_share=True)
 
-    def ask(self, x: Any, out: Optional[Dict[str, Any]] = None) -> Tuple[Call, Infer, Sequence[Any]]:
+    def ask(self, x: Any, out: Optional[Dict[str, Any]] = None) -> Tuple[PendingCall, Infer, Sequence[Any]]:
         call, frames = self.core.infer("m", {"x": x}, 1.0, out=out)
         frames = self.core.track(call, frames)
         for message, region in self.core.shm_tensors.take_region_messages():
@@ -59,7 +59,7 @@ class World:
             return from_frame(spec, os.pread(self.regions[place.region], spec.nbytes, place.offset))
         return from_frame(spec, frames[0])
 
-    def room(self, request: Infer) -> Optional[OutputPlace]:
+    def room(self, request: Infer) -> Optional[OutputLocation]:
         regions = request.parameters.regions
         return next(iter(regions.outputs), None) if regions is not None else None
 
@@ -187,7 +187,7 @@ def test_an_output_that_outgrows_its_room_comes_in_a_frame(world: World) -> None
         world.answer(request, bytes_of(size))
         result: Any = call.result()
         assert len(result["y"]) == size
-    assert world.room(request) == OutputPlace(0, "r0", world.room(request).offset, 2 * N)  # type: ignore[union-attr]
+    assert world.room(request) == OutputLocation(0, "r0", world.room(request).offset, 2 * N)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("placed", [(0,), (0, 1)])

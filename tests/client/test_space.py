@@ -7,7 +7,7 @@ from typing import Dict
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weightd.client.space import ALIGNMENT, Space
+from weightd.client.space import ALIGNMENT, FreeList
 
 _NBYTES = 16 * ALIGNMENT
 
@@ -17,7 +17,7 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.space = Space(_NBYTES)
+        self.space = FreeList(_NBYTES)
         self.taken: Dict[int, int] = {}
 
     def units(self) -> str:

@@ -12,8 +12,8 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd.client import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
-from weightd.client.session import Session
-from weightd.client.turns import Turn
+from weightd.client.session import ClientSession
+from weightd.client.turns import Waiter
 from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.types import ClientMessage
 
@@ -104,13 +104,13 @@ def test_close_ends_the_calls_of_others(client: Client, daemon: FakeDaemon, pool
 def test_a_client_may_be_closed_by_a_signal_that_comes_while_it_sends(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = Session.send
+    send = ClientSession.send
 
-    def closed_before(session: Session, *args: Any) -> int:
+    def closed_before(session: ClientSession, *args: Any) -> int:
         client.close()
         return send(session, *args)
 
-    monkeypatch.setattr(Session, "send", closed_before)
+    monkeypatch.setattr(ClientSession, "send", closed_before)
     errors: List[BaseException] = []
 
     def ask() -> None:
@@ -134,13 +134,13 @@ def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(
     daemon.stop()
     assert all(isinstance(each.exception(LIMIT_S), Unavailable) for each in waiting)
     made: List[None] = []
-    connecting = Session.connect_steps
+    connecting = ClientSession.connect_steps
 
-    def counted(session: Session) -> Any:
+    def counted(session: ClientSession) -> Any:
         made.append(None)
         return connecting(session)
 
-    monkeypatch.setattr(Session, "connecting", counted)
+    monkeypatch.setattr(ClientSession, "connecting", counted)
     again = FakeDaemon(daemon.address)
     assert all(pool.map(asks, [client] * 8))
     assert len(made) == 1
@@ -202,9 +202,9 @@ def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
     else:
         other = pool.submit(asks, client, "other", 5.0)
         until_all_wait(client, 1)
-        sleep = Turn.wait
+        sleep = Waiter.wait
         monkeypatch.setattr(
-            Turn, "sleep", lambda turn, seconds: oversleep(seconds) if stops and stops.pop() else sleep(turn, seconds)
+            Waiter, "sleep", lambda turn, seconds: oversleep(seconds) if stops and stops.pop() else sleep(turn, seconds)
         )
     assert np.array_equal(asks(client, timeout=0.2)["x"], X)
     assert not stops

@@ -8,8 +8,8 @@ from typing import List, Tuple
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from weightd.client.core import Call
-from weightd.client.turns import Turn, Turns
+from weightd.client.core import PendingCall
+from weightd.client.turns import Waiter, ReaderElection
 from weightd.protocol.errors import Unavailable
 from weightd.protocol.messages.control import ReadyResponse
 
@@ -19,15 +19,15 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns(lambda: self.thread)
+        self.turns = ReaderElection(lambda: self.thread)
         self.thread = 0
         self.threads = 0
-        self.readers: List[Tuple[int, Call]] = []
-        self.waiting: List[Turn] = []
+        self.readers: List[Tuple[int, PendingCall]] = []
+        self.waiting: List[Waiter] = []
 
     @rule()
     def wait(self) -> None:
-        call = Call("1", ReadyResponse)
+        call = PendingCall("1", ReadyResponse)
         self._new_thread()
         turn = self.turns.join(call)
         if turn is None:
@@ -95,7 +95,7 @@ TestTurns = World.TestCase
 
 
 def test_who_could_not_leave_reads_when_it_is_back() -> None:
-    turns, call = Turns(), Call("1", ReadyResponse)
+    turns, call = ReaderElection(), PendingCall("1", ReadyResponse)
     others: List[object] = []
 
     def other() -> None:

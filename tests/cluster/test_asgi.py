@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from weightd.gateway.rest.reply import Refused, Reply
+from weightd.gateway.rest.reply import HttpError, HttpReply
 from weightd.ray import asgi
 from weightd.ray.asgi import AsgiRequest, Body, Message
 
@@ -83,12 +83,12 @@ def test_a_body_that_is_too_short_is_told() -> None:
 
 
 def test_a_body_that_does_not_come_is_given_up() -> None:
-    with pytest.raises(Refused, match="has not come in time"):
+    with pytest.raises(HttpError, match="has not come in time"):
         run(Body(receive({"type": "http.request", "body": b"a", "more_body": True}), 0.01).readexactly(4))
 
 
 def test_a_caller_that_goes_ends_its_request() -> None:
-    with pytest.raises(Refused, match="has gone"):
+    with pytest.raises(HttpError, match="has gone"):
         run(Body(receive({"type": "http.disconnect"}), 1).readexactly(4))
 
 
@@ -103,7 +103,7 @@ def sent(what: Callable[[asgi.Send], Awaitable[None]]) -> list[Message]:
 
 
 def test_an_answer_is_one_piece_with_its_headers() -> None:
-    reply = Reply([b"head", memoryview(b"tail")], "a/b", 429, {"Retry-After": "1"})
+    reply = HttpReply([b"head", memoryview(b"tail")], "a/b", 429, {"Retry-After": "1"})
     start, body = sent(lambda send: asgi.send_reply(reply, "POST", send))
     assert start["status"] == 429
     assert dict(start["headers"]) == {b"content-type": b"a/b", b"content-length": b"8", b"retry-after": b"1"}
@@ -111,7 +111,7 @@ def test_an_answer_is_one_piece_with_its_headers() -> None:
 
 
 def test_who_asks_for_the_header_alone_is_told_the_length() -> None:
-    start, body = sent(lambda send: asgi.send_reply(Reply([b"head"]), "HEAD", send))
+    start, body = sent(lambda send: asgi.send_reply(HttpReply([b"head"]), "HEAD", send))
     assert dict(start["headers"])[b"content-length"] == b"4"
     assert body["body"] == b""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weightd.ray import daemon, guard
-from weightd.ray.daemon import Own
+from weightd.ray.daemon import EmbeddedDaemon
 
 # Leaves itself alone as the guard does, and takes no notice of the end of its leash.
 _STOPPED = """
@@ -27,7 +27,7 @@ def test_a_guard_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(daemon, "_END_S", 0.01)
 
     async def start_and_stop() -> None:
-        own = Own(tmp_path, {}, lambda: None)
+        own = EmbeddedDaemon(tmp_path, {}, lambda: None)
         assert await own.start() == "unix:///x"
         await own.stop()
         # Its end of the reports is closed then.

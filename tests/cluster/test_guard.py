@@ -18,13 +18,13 @@ import pytest
 from testkit import surroundings
 from testkit.fakedaemon import directory
 from weightd.ray import guard
-from weightd.ray.guard import Guard, Pauses
+from weightd.ray.guard import DaemonSupervisor, Backoff
 
 __all__ = ["directory"]
 
 
 def test_pauses_grow_to_a_bound_and_begin_again_after_a_long_life() -> None:
-    pauses = Pauses()
+    pauses = Backoff()
     assert [pauses.next_delay_s(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert [pauses.next_delay_s(60), pauses.next_delay_s(59)] == [0.5, 1]
 
@@ -47,7 +47,7 @@ def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch
     monkeypatch.setattr(guard, "_FIRST_PAUSE_S", 0.001)
     reports: list[Mapping[str, Any]] = []
     codes = ["raise SystemExit(2)", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(78)"]
-    Guard(lambda: program(codes.pop(0)), leash[:1], reports.append).run()
+    DaemonSupervisor(lambda: program(codes.pop(0)), leash[:1], reports.append).run()
     assert not codes
     assert [each.get("starts") for each in reports] == [True, True, True, None]
     assert reports[-1]["failed"].startswith("the daemon ends with status 78")
@@ -55,7 +55,7 @@ def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch
 
 def test_one_that_would_end_the_same_way_again_is_not(leash: tuple[int, int]) -> None:
     reports: list[Mapping[str, Any]] = []
-    Guard(lambda: program("raise SystemExit(78)"), leash[:1], reports.append).run()
+    DaemonSupervisor(lambda: program("raise SystemExit(78)"), leash[:1], reports.append).run()
     assert len(reports) == 2
 
 
@@ -67,7 +67,7 @@ def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
         started.append(program("import time; time.sleep(60)"))
         return started[0]
 
-    Guard(start, leash[:1], lambda _: None).run()
+    DaemonSupervisor(start, leash[:1], lambda _: None).run()
     assert started[0].returncode == -signal.SIGTERM
 
 

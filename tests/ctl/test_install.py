@@ -14,7 +14,7 @@ import pytest
 from weightd.ctl import exits
 from weightd.ctl.command import main
 from weightd.ctl.install import files, plan, program
-from weightd.ctl.install.files import State
+from weightd.ctl.install.files import FileState
 
 UNITS = Path(__file__).parents[2] / "systemd"
 WEIGHTD = Path("/opt/weightd/bin/weightd")
@@ -202,16 +202,16 @@ def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "x.service"
     old_mask = os.umask(0o077)
     try:
-        assert files.compare(path, OURS) is State.NEW
-        assert files.install(path, OURS) is State.NEW
+        assert files.compare(path, OURS) is FileState.NEW
+        assert files.install(path, OURS) is FileState.NEW
     finally:
         os.umask(old_mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
     before = path.stat().st_ino
-    assert files.install(path, OURS) is State.UNCHANGED
+    assert files.install(path, OURS) is FileState.UNCHANGED
     assert path.stat().st_ino == before
-    assert files.install(path, OURS + b"more\n") is State.CHANGED
+    assert files.install(path, OURS + b"more\n") is FileState.CHANGED
     assert path.read_bytes() == OURS + b"more\n"
     assert tree(tmp_path) == ["a/b/x.service"]
 
@@ -226,11 +226,11 @@ def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
     ):
         made()
         before = (path.is_symlink(), path.read_bytes())
-        assert files.install(path, OURS + b"more\n") is State.KEPT
+        assert files.install(path, OURS + b"more\n") is FileState.KEPT
         assert (path.is_symlink(), path.read_bytes()) == before
         path.unlink()
     path.mkdir()
-    assert files.install(path, OURS) is State.KEPT
+    assert files.install(path, OURS) is FileState.KEPT
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(files.Refused, match=f"^{path}: No space left on device$") as caught:
+    with pytest.raises(files.InstallError, match=f"^{path}: No space left on device$") as caught:
         files.install(path, OURS + b"more\n")
     assert caught.value.status == exits.CANNOT_WRITE
     assert path.read_bytes() == OURS

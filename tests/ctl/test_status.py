@@ -14,7 +14,7 @@ from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, millisec
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.status import (
     DeviceStatus,
-    GateStatus,
+    ProxyStatus,
     GenerationStatus,
     MemoryLimit,
     ModelStatus,
@@ -74,8 +74,8 @@ def response(*models: ModelStatus) -> StatusResponse:
 
 def test_each_listener_has_a_line() -> None:
     gates = (
-        GateStatus("default", "ipc:///run/weightd/weightd.sock", 100, 1, 0),
-        GateStatus("lan", "tcp://*:5555", 0, 0, 3),
+        ProxyStatus("default", "ipc:///run/weightd/weightd.sock", 100, 1, 0),
+        ProxyStatus("lan", "tcp://*:5555", 0, 0, 3),
     )
     assert render(replace(response(), gates=gates), 15 * MB).splitlines()[2:4] == [
         "listener default: ipc:///run/weightd/weightd.sock, gate 100, 1 client",

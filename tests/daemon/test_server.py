@@ -16,11 +16,11 @@ from weightd.daemon.config.load import Config
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.reading import read_file
-from weightd.daemon.continuity.service import Manager
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.fleet import Change
-from weightd.daemon.observe.memory import Memory
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.continuity.service import ServiceManager
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.fleet import ConfigDiff
+from weightd.daemon.observe.memory import MemorySampler
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.daemon.server import Server
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -29,13 +29,13 @@ from weightd.protocol.messages.status import StatusResponse
 
 
 def begun(path: Path) -> Any:
-    file = ConfigFile(path, Manager({}))
+    file = ConfigFile(path, ServiceManager({}))
     return Server(file.load_initial(), file)
 
 
-def reload(server: Any, now: float) -> Change:
+def reload(server: Any, now: float) -> ConfigDiff:
     """Put in force what the file says, without a process that reads it."""
-    change: Change = server._renew(read_file(server._file.path, server._file.listening), now)
+    change: ConfigDiff = server._renew(read_file(server._file.path, server._file.listening), now)
     return change
 
 
@@ -52,7 +52,7 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
 
     written(1000, 1)
     server = begun(path)
-    device = server._devices["ascend:0"] = Device("ascend:0")
+    device = server._devices["ascend:0"] = DeviceBudget("ascend:0")
     device.capacity_bytes = 1000 * 2**20
     server._fleet.models["m"] = SimpleNamespace(updating=True, successor=None, config=server._config.models["m"])
     written(2000, 2)
@@ -105,7 +105,7 @@ def notified(tmp_path: Path) -> Iterator[socket.socket]:
 def managed(notified: socket.socket, tmp_path: Path) -> Any:
     """A server that a service manager has started, with nothing behind it."""
     config = Config(DaemonConfig(f"ipc://{tmp_path}/s", str(tmp_path / "run"), str(tmp_path / "cache")), {})
-    server: Any = Server(config, manager=Manager({"NOTIFY_SOCKET": notified.getsockname()}))
+    server: Any = Server(config, manager=ServiceManager({"NOTIFY_SOCKET": notified.getsockname()}))
     server._backend = SimpleNamespace(take_changed=lambda: False)
     return server
 
@@ -158,18 +158,18 @@ def test_who_asks_for_what_is_costly_too_often_is_refused(tmp_path: Path) -> Non
     server._frontend = SimpleNamespace(tell_error=tell_error)
     viewer = Viewer(DEFAULT_TENANT, can_see_all=True)
     for number in range(6):
-        server.ask_status(Waiter(b"greedy", str(number), "a"), viewer)
-    server.ask_metrics(Waiter(b"greedy", "6", "a"), viewer)
-    server.ask_events(Waiter(b"greedy", "7", "a"), Events("7"))
+        server.ask_status(MetadataRequest(b"greedy", str(number), "a"), viewer)
+    server.ask_metrics(MetadataRequest(b"greedy", "6", "a"), viewer)
+    server.ask_events(MetadataRequest(b"greedy", "7", "a"), Events("7"))
     for ask in (server.ask_status, server.ask_metrics):
         with pytest.raises(ResourceExhausted, match=r"8 questions of this user .* wait already"):
-            ask(Waiter(b"greedy", "8", "a"), viewer)
+            ask(MetadataRequest(b"greedy", "8", "a"), viewer)
     with pytest.raises(ResourceExhausted):
-        server.ask_events(Waiter(b"greedy", "8", "a"), Events("8"))
+        server.ask_events(MetadataRequest(b"greedy", "8", "a"), Events("8"))
     for number in range(8):
-        server.ask_status(Waiter(b"%d" % number, "0", str(number)), viewer)
+        server.ask_status(MetadataRequest(b"%d" % number, "0", str(number)), viewer)
     assert refused == []
-    server.ask_status(Waiter(b"modest", "0", "b"), viewer)
+    server.ask_status(MetadataRequest(b"modest", "0", "b"), viewer)
     assert refused == [(b"greedy", "7", "RESOURCE_EXHAUSTED")]
 
 
@@ -212,7 +212,7 @@ def test_for_who_may_not_see_others_nothing_is_measured(tmp_path: Path) -> None:
 
     server._frontend = SimpleNamespace(tell_status=tell_status)
     ann = server._tenants.get("ann")
-    server.ask_status(Waiter(b"c", "7", "tenant ann"), Viewer(ann, can_see_all=False))
+    server.ask_status(MetadataRequest(b"c", "7", "tenant ann"), Viewer(ann, can_see_all=False))
     assert told == []
     server._reports.step()
     [(client, response)] = told
@@ -270,7 +270,7 @@ def test_a_file_is_read_once_for_all_reloads_that_wait_and_again_for_those_that_
     server = begun(path)
     server._fleet, server._backend, server._frontend = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
     server._gates = mock.Mock()
-    server._fleet.compare.return_value = Change((), (), ())
+    server._fleet.compare.return_value = ConfigDiff((), (), ())
     server._reader = mock.Mock()
     for number in ("1", "2"):
         server.ask_reload(b"client", number)
@@ -340,7 +340,7 @@ def test_only_for_who_sees_all_is_memory_measured(tmp_path: Path) -> None:
     server._backend, server._gates = SimpleNamespace(processes={}, files={}), SimpleNamespace(pids=[])
     server._frontend = SimpleNamespace(room=SimpleNamespace(held=1, most=2), dropped=3)
     begun_to: list[object] = []
-    server._memory = Memory(begun_to.append)
+    server._memory = MemorySampler(begun_to.append)
     ann = server._tenants.get("ann")
     own = server.metrics("7", Viewer(ann, can_see_all=False))
     assert ([each.name for each in own.tenants], own.dropped, begun_to) == (["ann"], 0, [])

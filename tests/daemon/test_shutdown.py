@@ -5,21 +5,21 @@ import itertools
 import pytest
 
 from weightd.daemon.generations.states import IllegalTransition
-from weightd.daemon.shutdown import Event, Shutdown, State
+from weightd.daemon.shutdown import ShutdownEvent, Shutdown, ShutdownState
 
 # Which events lead to a state, and what it then is: begun, finishing, ending.
-LISTED: dict[tuple[Event, ...], tuple[bool, bool, bool]] = {
+LISTED: dict[tuple[ShutdownEvent, ...], tuple[bool, bool, bool]] = {
     (): (False, False, False),
-    (Event.STOP,): (True, True, False),
-    (Event.STOP, Event.DRAINED): (True, False, True),
-    (Event.STOP, Event.FORCE): (True, False, True),
-    (Event.STOP, Event.DRAINED, Event.FORCE): (True, False, True),
-    (Event.STOP, Event.FORCE, Event.FORCE): (True, False, True),
+    (ShutdownEvent.STOP,): (True, True, False),
+    (ShutdownEvent.STOP, ShutdownEvent.DRAINED): (True, False, True),
+    (ShutdownEvent.STOP, ShutdownEvent.FORCE): (True, False, True),
+    (ShutdownEvent.STOP, ShutdownEvent.DRAINED, ShutdownEvent.FORCE): (True, False, True),
+    (ShutdownEvent.STOP, ShutdownEvent.FORCE, ShutdownEvent.FORCE): (True, False, True),
 }
 
 
-@pytest.mark.parametrize("events", [*itertools.chain(*(itertools.product(Event, repeat=n) for n in range(4)))])
-def test_what_is_listed_is_legal_and_nothing_else(events: tuple[Event, ...]) -> None:
+@pytest.mark.parametrize("events", [*itertools.chain(*(itertools.product(ShutdownEvent, repeat=n) for n in range(4)))])
+def test_what_is_listed_is_legal_and_nothing_else(events: tuple[ShutdownEvent, ...]) -> None:
     shutdown = Shutdown()
     for index, event in enumerate(events, 1):
         if events[:index] not in LISTED:
@@ -28,4 +28,4 @@ def test_what_is_listed_is_legal_and_nothing_else(events: tuple[Event, ...]) -> 
             return
         shutdown.handle(event)
     assert (shutdown.has_begun, shutdown.is_draining, shutdown.is_stopping) == LISTED[events]
-    assert len(State) == 3
+    assert len(ShutdownState) == 3

@@ -13,7 +13,7 @@ import pytest
 
 from testkit import mindir
 
-from .support import ENGINES, Bare, Place, Question, Zoo, mlp_inputs
+from .support import ENGINES, BareEngine, DaemonPaths, SampleRequest, Zoo, mlp_inputs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,9 +40,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 @pytest.fixture(scope="session")
-def bare() -> Iterator[Bare]:
+def bare() -> Iterator[BareEngine]:
     with contextlib.ExitStack() as stack:
-        yield Bare(stack)
+        yield BareEngine(stack)
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +52,18 @@ def mlp(engine: str, zoo: Zoo) -> Path:
 
 
 @pytest.fixture(scope="module")
-def questions(mlp: Path, bare: Bare) -> list[Question]:
+def questions(mlp: Path, bare: BareEngine) -> list[SampleRequest]:
     """What it is asked, and the right answers."""
     return bare.questions(mlp, mlp_inputs((1, 2, 40, 7, 64, 1)))
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place() -> Iterator[DaemonPaths]:
     # Not tmp_path: the path of a socket has at most 107 bytes, and a page store belongs on a disk.
     runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
     build = mindir.REPOSITORY / "build"
     build.mkdir(exist_ok=True)
     cache = Path(tempfile.mkdtemp(prefix="place-", dir=build))
-    yield Place(runtime, cache)
+    yield DaemonPaths(runtime, cache)
     shutil.rmtree(runtime, ignore_errors=True)
     shutil.rmtree(cache, ignore_errors=True)

@@ -77,7 +77,7 @@ class Zoo:
         return converted
 
 
-class Bare:
+class BareEngine:
     """The engine called directly, which says what the right answer is."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
@@ -95,12 +95,12 @@ class Bare:
         """Return what the engine itself answers."""
         return self.process(model).infer(inputs)
 
-    def questions(self, model: Path, inputs: Iterable[Arrays]) -> list[Question]:
+    def questions(self, model: Path, inputs: Iterable[Arrays]) -> list[SampleRequest]:
         """Return each of the inputs with its right answer."""
-        return [Question(each, self.answer(model, each)) for each in inputs]
+        return [SampleRequest(each, self.answer(model, each)) for each in inputs]
 
 
-class Question(NamedTuple):
+class SampleRequest(NamedTuple):
     """A request and the only answer that is right."""
 
     inputs: Arrays
@@ -138,7 +138,7 @@ def assert_same(got: Arrays, expected: Arrays) -> None:
         assert got[name].tobytes() == array.tobytes(), f"{name}: the bits differ"
 
 
-def ask_all(client: Client, model: str, questions: Sequence[Question]) -> None:
+def ask_all(client: Client, model: str, questions: Sequence[SampleRequest]) -> None:
     """Ask all at once and check every answer."""
     pending = [client.submit(model, question.inputs) for question in questions]
     for each, question in zip(pending, questions, strict=True):
@@ -160,7 +160,7 @@ class Load:
     """
 
     def __init__(
-        self, address: str, model: str, questions: Sequence[Question], clients: int = 2, in_flight: int = 4
+        self, address: str, model: str, questions: Sequence[SampleRequest], clients: int = 2, in_flight: int = 4
     ) -> None:
         self.answered = 0
         self.wrong: list[str] = []
@@ -191,10 +191,10 @@ class Load:
         until(lambda: self.answered >= enough or self.wrong, f"{more} more answers")
         self._fast_until = time.monotonic() + _FAST_S
 
-    def _run(self, address: str, model: str, questions: Sequence[Question], in_flight: int) -> None:
+    def _run(self, address: str, model: str, questions: Sequence[SampleRequest], in_flight: int) -> None:
         try:
             with Client(address, timeout=60) as client:
-                pending: deque[tuple[Pending, Question]] = deque()
+                pending: deque[tuple[Pending, SampleRequest]] = deque()
                 count = 0
                 while not self._stop.is_set() or pending:
                     while not self._stop.is_set() and len(pending) < in_flight:
@@ -208,13 +208,13 @@ class Load:
         except Exception as error:  # noqa: BLE001 - whatever it is, the block fails with it
             self.wrong.append(f"{type(error).__name__}: {error}")
 
-    def _check(self, pending: Pending, question: Question) -> None:
+    def _check(self, pending: Pending, question: SampleRequest) -> None:
         assert_same(pending.result(), question.answer)
         with self._lock:
             self.answered += 1
 
 
-class Place:
+class DaemonPaths:
     """Directories and an address for a daemon that a test starts in its own way."""
 
     def __init__(self, runtime: Path, cache: Path) -> None:

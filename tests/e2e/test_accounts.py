@@ -16,7 +16,7 @@ from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.accounts import AccountStatus
 
-from .support import ONE_ENGINE, Bare, Place, Weightd, ask_all, mlp_inputs
+from .support import ONE_ENGINE, BareEngine, DaemonPaths, Weightd, ask_all, mlp_inputs
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -30,7 +30,7 @@ def accounts(client: Client) -> Mapping[str, AccountStatus]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
-def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_path: Path, number: int) -> None:
+def test_accounts_survive_a_restart(mlp: Path, bare: BareEngine, place: DaemonPaths, tmp_path: Path, number: int) -> None:
     config = place.config({"mlp": {"path": mlp}}, accounting_interval=1)
     with config.open("a", encoding="utf-8") as file:
         file.write(TABLES)

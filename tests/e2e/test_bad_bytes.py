@@ -25,7 +25,7 @@ from weightd.protocol.codec import decode
 from weightd.protocol.messages.data import Error, InferResponse
 from weightd.protocol.messages.types import TO_CLIENT
 
-from .support import Bare, Question, Zoo, ask_all, pairs
+from .support import BareEngine, SampleRequest, Zoo, ask_all, pairs
 
 pytestmark = pytest.mark.e2e
 
@@ -84,12 +84,12 @@ def bystander(service: Service) -> Iterator[Client]:
 
 
 @pytest.fixture
-def questions(zoo: Zoo, bare: Bare) -> list[Question]:
+def questions(zoo: Zoo, bare: BareEngine) -> list[SampleRequest]:
     return bare.questions(zoo.path("two_inputs", "onnxruntime"), pairs((2, 1)))
 
 
 @pytest.fixture
-def unharmed(service: Service, bystander: Client, questions: list[Question]) -> Iterator[None]:
+def unharmed(service: Service, bystander: Client, questions: list[SampleRequest]) -> Iterator[None]:
     """After the test the same daemon serves on, and has not grown."""
     ask_all(bystander, "two_inputs", questions)
     before = peak_bytes(service.pid)
@@ -229,7 +229,7 @@ def test_frames_that_claim_as_much_as_they_may_and_never_come_cost_nothing(servi
 
 @pytest.mark.usefixtures("unharmed")
 def test_garbage_on_the_socket_and_silence_harm_nobody(
-    service: Service, bystander: Client, questions: list[Question]
+    service: Service, bystander: Client, questions: list[SampleRequest]
 ) -> None:
     noise = random.Random(5)
     with contextlib.ExitStack() as stack:
@@ -276,7 +276,7 @@ def private_bytes(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def flat(service: Service, questions: list[Question]) -> Generator[None]:
+def flat(service: Service, questions: list[SampleRequest]) -> Generator[None]:
     """Clients that were there are served on, the memory has been bounded at all times, and is given back."""
     with service.client() as client:
         ask_all(client, "two_inputs", questions)
@@ -294,7 +294,7 @@ def send_for_ever(connection: socket.socket) -> None:
         connection.sendall(bytes([3]) + struct.pack(">Q", MIB) + bytes(MIB))
 
 
-def test_a_message_that_does_not_end_is_ended(tight: Service, questions: list[Question]) -> None:
+def test_a_message_that_does_not_end_is_ended(tight: Service, questions: list[SampleRequest]) -> None:
     with flat(tight, questions), stream(tight) as connection, stream(tight) as idle:
         shake_hands(idle)
         shake_hands(connection)
@@ -304,7 +304,7 @@ def test_a_message_that_does_not_end_is_ended(tight: Service, questions: list[Qu
         assert_answered(idle)
 
 
-def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questions: list[Question]) -> None:
+def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questions: list[SampleRequest]) -> None:
     large = np.ones((MIB // 4, 4), "<f4").tobytes()  # 4 MiB
     shapes = [{**each, "shape": [MIB // 4, 4]} for each in (A, B)]
     with flat(tight, questions), contextlib.ExitStack() as stack:

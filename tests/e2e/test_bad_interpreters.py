@@ -22,7 +22,7 @@ from weightd.client import Client, FailedPrecondition, Unavailable
 from .support import (
     ENGINES,
     ONE_ENGINE,
-    Bare,
+    BareEngine,
     Zoo,
     ask_all,
     cause_of_failure,
@@ -111,7 +111,7 @@ def service(engine: str, zoo: Zoo, bad: dict[str, Bad], without_pythonpath: None
 
 
 @pytest.fixture
-def good(engine: str, client: Client, zoo: Zoo, bare: Bare) -> Iterator[None]:
+def good(engine: str, client: Client, zoo: Zoo, bare: BareEngine) -> Iterator[None]:
     """After the test, the good model in the same daemon serves."""
     yield
     ask_all(client, "good", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
@@ -148,7 +148,7 @@ def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
     assert started(service.log, case) <= MOST_PROCESSES
 
 
-def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zoo, bare: Bare, tmp_path: Path) -> None:
+def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w2*")
     with Service({"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}) as service:
@@ -161,7 +161,7 @@ def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zo
 
 
 def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_says_so(
-    engine: str, zoo: Zoo, bare: Bare, tmp_path: Path
+    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w[2-9]*|*.w1[0-9]*")

@@ -19,8 +19,8 @@ from weightd.client import FailedPrecondition, RequestError, Unavailable
 
 from .support import (
     ONE_ENGINE,
-    Bare,
-    Place,
+    BareEngine,
+    DaemonPaths,
     Weightd,
     Zoo,
     ask_all,
@@ -78,7 +78,7 @@ def service(zoo: Zoo, bad_paths: dict[str, Path]) -> Iterator[Service]:
 @ONE_ENGINE
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
-    name: str, engine: str, service: Service, bad_paths: dict[str, Path], zoo: Zoo, bare: Bare
+    name: str, engine: str, service: Service, bad_paths: dict[str, Path], zoo: Zoo, bare: BareEngine
 ) -> None:
     if name not in bad_paths:
         pytest.skip(mindir.HOW_TO_GET_IT)
@@ -100,7 +100,7 @@ def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
 
 @ONE_ENGINE
 def test_run_ends_with_status_1_and_the_cause_when_the_model_cannot_be_served(
-    engine: str, bad_paths: dict[str, Path], place: Place, tmp_path: Path
+    engine: str, bad_paths: dict[str, Path], place: DaemonPaths, tmp_path: Path
 ) -> None:
     options = ("--python", interpreter(engine), "--socket", place.address, "--cache-dir", place.cache)
     with Weightd(tmp_path / "log", "run", bad_paths[FOREIGN], *options) as daemon:
@@ -134,7 +134,7 @@ def test_a_model_is_served_once_the_cause_of_its_failure_is_gone(mlp: Path, tmp_
 # --- while it serves --------------------------------------------------------------------------------------------
 
 
-def test_a_model_whose_files_change_is_served_on_as_it_was_even_by_new_workers(bare: Bare, tmp_path: Path) -> None:
+def test_a_model_whose_files_change_is_served_on_as_it_was_even_by_new_workers(bare: BareEngine, tmp_path: Path) -> None:
     path = models.with_external_data(tmp_path / "model.onnx")
     random = np.random.default_rng(1)
     questions = bare.questions(path, [{"x": random.standard_normal((2, 64), dtype=np.float32)}])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from testkit.service import Service
 from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound
 
-from .support import ONE_ENGINE, Arrays, Bare, Zoo, ask_all, embeddings, interpreter, model_status, pairs, ready_workers
+from .support import ONE_ENGINE, Arrays, BareEngine, Zoo, ask_all, embeddings, interpreter, model_status, pairs, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -61,7 +61,7 @@ def client(service: Service) -> Iterator[Client]:
 
 
 @pytest.fixture
-def good(engine: str, client: Client, zoo: Zoo, bare: Bare) -> Iterator[None]:
+def good(engine: str, client: Client, zoo: Zoo, bare: BareEngine) -> Iterator[None]:
     """After the test, good requests of the same client work."""
     yield
     ask_all(client, "two_inputs", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
@@ -106,7 +106,7 @@ def test_no_bad_request_reached_a_worker(service: Service) -> None:
 
 
 def test_what_comes_while_a_model_loads_is_checked_when_it_is_known_what_it_takes(
-    engine: str, zoo: Zoo, bare: Bare, tmp_path: Path
+    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
     go, python = tmp_path / "go", tmp_path / "python"

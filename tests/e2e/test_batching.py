@@ -19,9 +19,9 @@ from weightd.client import Client, DeadlineExceeded, Internal, InvalidArgument, 
 from .support import (
     ONE_ENGINE,
     Arrays,
-    Bare,
+    BareEngine,
     Load,
-    Question,
+    SampleRequest,
     Zoo,
     ask_all,
     assert_same,
@@ -43,7 +43,7 @@ def texts(lengths: tuple[int, ...]) -> list[Arrays]:
     return [{"x": random.standard_normal((1 + at % 3, length), np.float32)} for at, length in enumerate(lengths)]
 
 
-def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: str, zoo: Zoo, bare: Bare) -> None:
+def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: str, zoo: Zoo, bare: BareEngine) -> None:
     mlp, lengths = zoo.path("mlp", engine), zoo.path("lengths", engine)
     # Of two models, side by side; and of many forms: more rows than may be together, too, and other lengths.
     asked = bare.questions(mlp, mlp_inputs((1, 2, 1, 3, 7, 1, 16, 1, 5, 17, 1)))
@@ -63,7 +63,7 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
             assert status.generations[0].batching_note == "requests share a predict of up to 16 rows, tested bit-equal"
 
 
-def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo, bare: Bare, tmp_path: Path) -> None:
+def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
     path = zoo.path("embedding", engine)
     random = np.random.default_rng(12)
     rows = [{"x": random.integers(0, 12, (1 + at % 3, 9)).astype(np.float32)} for at in range(8)]
@@ -85,7 +85,7 @@ def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo
 
 
 @ONE_ENGINE
-def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questions: list[Question]) -> None:
+def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questions: list[SampleRequest]) -> None:
     with Service({"mlp": {"path": mlp, "workers": 2, "batching": {"max_rows": 64}}}) as service:
         service.ready()
         with Load(service.address, "mlp", questions, in_flight=IN_FLIGHT // 2) as load:

@@ -13,7 +13,7 @@ import pytest
 
 from weightd.protocol.version import VERSION
 
-from .support import ONE_ENGINE, Bare, Place, Weightd, Zoo, ask_all, interpreter, pairs, weightd
+from .support import ONE_ENGINE, BareEngine, DaemonPaths, Weightd, Zoo, ask_all, interpreter, pairs, weightd
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -37,7 +37,7 @@ def test_serve_refuses_a_wrong_configuration_and_names_file_key_and_expectation(
     assert [each for each in ("models.m.workers: ", "models.m.path: ") if each not in done.stderr] == [], lines
 
 
-def test_check_loads_each_model_and_leaves_nothing(zoo: Zoo, place: Place, tmp_path: Path) -> None:
+def test_check_loads_each_model_and_leaves_nothing(zoo: Zoo, place: DaemonPaths, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", "onnxruntime")
     bad = tmp_path / path.name
     # What is a model for the daemon, and none for the engine.
@@ -70,7 +70,7 @@ def test_check_names_the_sockets_of_the_unit_that_serves_the_file(
     assert done.stdout.splitlines()[-1] == f"{config}: good for weightd@card0.service; clients connect to {where}"
 
 
-def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: Place) -> None:
+def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: DaemonPaths) -> None:
     config = place.config({"m": {"path": zoo.path("two_inputs", "onnxruntime")}})
     with config.open("a", encoding="utf-8") as file:
         file.write('\n[tenants.research]\nuids = ["root"]\nmodels = ["m", "gone"]\n')
@@ -81,7 +81,7 @@ def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: Place) -> None:
 
 
 def test_run_serves_one_model_without_a_configuration(
-    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+    engine: str, zoo: Zoo, bare: BareEngine, place: DaemonPaths, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
     socket = place.address

@@ -17,7 +17,7 @@ from testkit.waiting import until
 from weightd.protocol.messages.status import ProcessStatus
 from weightd.shared.cores import format_cpulist
 
-from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Load, Question, model_status, ready_workers
+from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Load, SampleRequest, model_status, ready_workers
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 SETS = {f"cpu:{number}": str(core) for number, core in enumerate(CORES)}
@@ -61,7 +61,7 @@ def kill_one(service: Service) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
-    mlp: Path, questions: list[Question], threads: int
+    mlp: Path, questions: list[SampleRequest], threads: int
 ) -> None:
     with serve(mlp, Service, threads=threads) as service:
         service.ready()
@@ -80,7 +80,7 @@ def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
 
 
 @ONE_ENGINE
-def test_the_next_daemon_knows_who_is_where(mlp: Path, questions: list[Question]) -> None:
+def test_the_next_daemon_knows_who_is_where(mlp: Path, questions: list[SampleRequest]) -> None:
     with serve(mlp, ManagedService) as service:
         service.ready()
         before = [(each.pid, each.device) for each in ready_workers(service, "mlp")]
@@ -92,7 +92,7 @@ def test_the_next_daemon_knows_who_is_where(mlp: Path, questions: list[Question]
 
 
 @ONE_ENGINE
-def test_each_has_a_copy_of_its_own_that_its_holder_has_made_there(mlp: Path, questions: list[Question]) -> None:
+def test_each_has_a_copy_of_its_own_that_its_holder_has_made_there(mlp: Path, questions: list[SampleRequest]) -> None:
     with serve(mlp, Service, workers=2, copies="each") as service, Load(service.address, "mlp", questions) as load:
         service.ready()
         load.wait_for(20)

@@ -24,7 +24,7 @@ from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS
 from weightd.daemon.doctor.verdicts.trial import ATTACH, BUILD, HOLDER_EXIT, MEMORY
 from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import Device
+from weightd.daemon.engines.ranktable import RankDevice
 
 from .support import LIMIT_S, children_of
 
@@ -173,7 +173,7 @@ def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Ca
     (tmp_path / "libhccl.so").touch()
     two["LD_LIBRARY_PATH"] = str(tmp_path)
     table = tmp_path / "table.json"
-    table.write_text(ranktable.generate([Device(0), Device(1)]))
+    table.write_text(ranktable.generate([RankDevice(0), RankDevice(1)]))
     done = doctor(two, "--ranks", "--rank-table", table)
     assert done.status == 0, done
     # Where this machine has no /etc/hccn.conf, no addresses are known.

@@ -20,9 +20,9 @@ from weightd.protocol.errors import Cancelled, DeadlineExceeded, Internal, Reque
 
 from .support import (
     ONE_ENGINE,
-    Bare,
+    BareEngine,
     Load,
-    Question,
+    SampleRequest,
     Zoo,
     ask_all,
     core_dump_of,
@@ -141,7 +141,7 @@ def test_an_endless_predict_is_ended_with_its_stacks_in_the_log_and_not_begun_a_
         assert model_status(service, "loop").quarantined >= 1
 
 
-def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(service: Service, questions: list[Question]) -> None:
+def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(service: Service, questions: list[SampleRequest]) -> None:
     victim = ready_workers(service, "mlp")[0].pid
     before = model_status(service, "mlp")
     endings: list[str] = []
@@ -162,7 +162,7 @@ def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(service: Servic
 
 
 def test_when_no_worker_answers_health_says_so_and_they_are_replaced(
-    service: Service, questions: list[Question]
+    service: Service, questions: list[SampleRequest]
 ) -> None:
     stopped = pids(service)
     failed = model_status(service, "mlp").failed
@@ -182,7 +182,7 @@ def test_when_no_worker_answers_health_says_so_and_they_are_replaced(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])
-def test_a_damaged_store_costs_time_but_no_answer(service: Service, questions: list[Question], damage: str) -> None:
+def test_a_damaged_store_costs_time_but_no_answer(service: Service, questions: list[SampleRequest], damage: str) -> None:
     [store] = service.cache.glob("*/mlp.*/pages")
     before, failed = pids(service), model_status(service, "mlp").failed
     with Load(service.address, "mlp", questions) as load:
@@ -203,7 +203,7 @@ def test_a_damaged_store_costs_time_but_no_answer(service: Service, questions: l
 # --- the daemon -------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_learns_at_once_that_the_daemon_is_dead(service: Service, questions: list[Question]) -> None:
+def test_a_client_learns_at_once_that_the_daemon_is_dead(service: Service, questions: list[SampleRequest]) -> None:
     """The last one: nobody serves any more."""
     with service.client() as client:
         ask_all(client, "mlp", questions)
@@ -230,7 +230,7 @@ def ending(pending: Pending) -> str:
 
 
 def test_a_cache_that_vanishes_costs_no_answer_and_another_model_is_not_loaded_for_it(
-    zoo: Zoo, bare: Bare, tmp_path: Path
+    zoo: Zoo, bare: BareEngine, tmp_path: Path
 ) -> None:
     good, path = zoo.path("two_inputs", "onnxruntime"), tmp_path / "model.onnx"
     shutil.copyfile(good, path)

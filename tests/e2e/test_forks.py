@@ -16,7 +16,7 @@ from weightd.protocol.messages.status import ForkServerStatus, ProcessStatus
 from .support import (
     ONE_ENGINE,
     Load,
-    Question,
+    SampleRequest,
     ask_all,
     kill_a_worker,
     model_status,
@@ -61,7 +61,7 @@ def test_each_process_tells_how_it_came_to_be(service: Service, engine: str) -> 
         assert Path(f"/proc/{each.pid}/cmdline").read_text().rstrip("\0").split("\0")[1:] == words
 
 
-def test_what_is_not_to_be_forked_is_spawned_and_tells_why(mlp: Path, questions: list[Question]) -> None:
+def test_what_is_not_to_be_forked_is_spawned_and_tells_why(mlp: Path, questions: list[SampleRequest]) -> None:
     with Service({"mlp": {"path": mlp, "workers": WORKERS, "start": "spawn"}}) as service:
         service.ready()
         assert origins(service)["worker"] == {"spawned"}
@@ -72,7 +72,7 @@ def test_what_is_not_to_be_forked_is_spawned_and_tells_why(mlp: Path, questions:
 
 
 def test_what_was_forked_outlives_its_fork_server_which_is_followed_by_another(
-    service: Service, questions: list[Question]
+    service: Service, questions: list[SampleRequest]
 ) -> None:
     before, names = fork_server(service), {each.name for each in ready_workers(service, "mlp")}
     os.kill(before.pid, signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_what_was_forked_outlives_its_fork_server_which_is_followed_by_another(
 
 @pytest.mark.engines("mindspore_lite")
 def test_a_fork_server_that_hangs_is_ended_and_what_it_was_asked_for_is_spawned(
-    service: Service, questions: list[Question]
+    service: Service, questions: list[SampleRequest]
 ) -> None:
     os.kill(fork_server(service).pid, signal.SIGSTOP)
     with Load(service.address, "mlp", questions) as load:
@@ -100,7 +100,7 @@ def test_a_fork_server_that_hangs_is_ended_and_what_it_was_asked_for_is_spawned(
 @ONE_ENGINE
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_another(
-    service: Service, questions: list[Question], number: signal.Signals
+    service: Service, questions: list[SampleRequest], number: signal.Signals
 ) -> None:
     [holder] = processes(service, "mlp", "holder")
     with Load(service.address, "mlp", questions) as load:

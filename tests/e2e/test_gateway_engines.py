@@ -13,7 +13,7 @@ import tritonclient.http
 from testkit.gatewayprocess import GatewayProcess
 from testkit.service import Service
 
-from .support import Question, assert_same
+from .support import SampleRequest, assert_same
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +30,7 @@ def gateway(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gat
 
 @pytest.mark.parametrize("protocol", CLIENTS)
 def test_answers_are_those_of_the_engine(
-    engine: str, gateway: GatewayProcess, questions: Sequence[Question], protocol: str
+    engine: str, gateway: GatewayProcess, questions: Sequence[SampleRequest], protocol: str
 ) -> None:
     library: Any = CLIENTS[protocol]
     with library.InferenceServerClient(f"127.0.0.1:{gateway.port(protocol)}") as client:

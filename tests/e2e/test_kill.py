@@ -15,7 +15,7 @@ from testkit.waiting import until
 from .support import (
     ONE_ENGINE,
     Load,
-    Question,
+    SampleRequest,
     Watched,
     Weightd,
     ask_all,
@@ -44,7 +44,7 @@ def names(service: Service) -> set[str]:
     return {each.name for each in ready_workers(service, "mlp")}
 
 
-def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, questions: list[Question]) -> None:
+def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, questions: list[SampleRequest]) -> None:
     service.ready()
     workers = [each.pid for each in ready_workers(service, "mlp")]
     for pid in workers:
@@ -59,7 +59,7 @@ def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, q
     service.ready()
 
 
-def test_nobody_notices_when_the_holder_is_killed(service: Service, questions: list[Question]) -> None:
+def test_nobody_notices_when_the_holder_is_killed(service: Service, questions: list[SampleRequest]) -> None:
     [holder] = processes(service, "mlp", "holder")
     before = names(service)
     with Load(service.address, "mlp", questions) as load:
@@ -73,7 +73,7 @@ def test_nobody_notices_when_the_holder_is_killed(service: Service, questions: l
 
 @pytest.mark.parametrize("loads", [False, True], ids=["serves", "loads"])
 def test_no_child_survives_a_killed_daemon_and_the_next_one_cleans_up(
-    loads: bool, mlp: Path, questions: list[Question], tmp_path: Path
+    loads: bool, mlp: Path, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
     # Where workers are forked of the holder there are none before that has built.
     with Service({"mlp": {"path": mlp, "workers": WORKERS, "start": "spawn" if loads else "fork"}}) as service:

@@ -25,9 +25,9 @@ from .support import (
     MLP_WEIGHT_BYTES,
     MLP_WIDTH,
     Arrays,
-    Bare,
+    BareEngine,
     Load,
-    Question,
+    SampleRequest,
     Zoo,
     ask_all,
     assert_same,
@@ -72,7 +72,7 @@ def inputs_of(name: str, engine: str) -> list[Arrays]:
 
 @pytest.mark.parametrize("name", ["mlp", "two_inputs", "integers"])
 def test_every_worker_answers_as_the_engine_does_bit_for_bit(
-    name: str, engine: str, service: Service, client: Client, zoo: Zoo, bare: Bare
+    name: str, engine: str, service: Service, client: Client, zoo: Zoo, bare: BareEngine
 ) -> None:
     questions = bare.questions(zoo.path(name, engine), inputs_of(name, engine))
 
@@ -83,14 +83,14 @@ def test_every_worker_answers_as_the_engine_does_bit_for_bit(
     until(all_have_served, f"each worker of {name} has served")
 
 
-def test_clients_in_threads_get_their_own_answers(service: Service, questions: list[Question]) -> None:
+def test_clients_in_threads_get_their_own_answers(service: Service, questions: list[SampleRequest]) -> None:
     with Load(service.address, "mlp", questions, clients=4) as load:
         load.wait_for(100)
 
 
 @pytest.mark.parametrize("over", ["unix", "ipc"])
 def test_one_client_is_used_by_many_threads_and_one_by_many_tasks(
-    over: str, service: Service, questions: list[Question]
+    over: str, service: Service, questions: list[SampleRequest]
 ) -> None:
     address = f"{over}://{service.address}"
 
@@ -105,7 +105,7 @@ def test_one_client_is_used_by_many_threads_and_one_by_many_tasks(
         assert_same(got, question.answer)
 
 
-def test_an_answer_is_not_overwritten_by_later_ones(client: Client, questions: list[Question]) -> None:
+def test_an_answer_is_not_overwritten_by_later_ones(client: Client, questions: list[SampleRequest]) -> None:
     outputs = [client.infer("mlp", each.inputs) for each in questions]
     ask_all(client, "mlp", questions * 3)
     for got, question in zip(outputs, questions, strict=True):
@@ -113,7 +113,7 @@ def test_an_answer_is_not_overwritten_by_later_ones(client: Client, questions: l
 
 
 def test_large_answers_on_their_way_are_not_overwritten_by_the_next_predict(
-    engine: str, client: Client, zoo: Zoo, bare: Bare
+    engine: str, client: Client, zoo: Zoo, bare: BareEngine
 ) -> None:
     """Megabytes take longer to send than to compute here, so that a worker has the next request meanwhile."""
     questions = bare.questions(zoo.path("two_inputs", engine), pairs((200_000,) * 3))
@@ -130,7 +130,7 @@ def test_every_process_shares_the_weights(service: Service) -> None:
 
 
 def test_a_worker_needs_far_less_memory_than_a_plain_process(
-    engine: str, service: Service, client: Client, zoo: Zoo, bare: Bare
+    engine: str, service: Service, client: Client, zoo: Zoo, bare: BareEngine
 ) -> None:
     path = zoo.path("large", engine)
     ask_all(client, "large", bare.questions(path, mlp_inputs((1, 2), LARGE_WIDTH)) * 10)
@@ -180,7 +180,7 @@ def limits(memory: MemoryLimit | None) -> tuple[int | None, int | None] | None:
 
 
 def test_status_tells_the_truth(
-    engine: str, service: Service, client: Client, mlp: Path, questions: list[Question]
+    engine: str, service: Service, client: Client, mlp: Path, questions: list[SampleRequest]
 ) -> None:
     before = model_status(service, "mlp")
     ask_all(client, "mlp", questions)
@@ -204,7 +204,7 @@ def test_status_tells_the_truth(
         assert not any(name in command for name in (b"mlp", each.name.encode(), bytes(service.cache)))
 
 
-def test_no_request_is_lost_when_a_worker_is_killed(service: Service, questions: list[Question]) -> None:
+def test_no_request_is_lost_when_a_worker_is_killed(service: Service, questions: list[SampleRequest]) -> None:
     with Load(service.address, "mlp", questions, in_flight=6) as load:
         load.wait_for(50)
         kill_a_worker(service, load)

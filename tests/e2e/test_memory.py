@@ -19,10 +19,10 @@ from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd.client import Client, DeadlineExceeded, Unavailable
 from weightd.protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd.shared import memfd
 
-from .support import MLP_WIDTH, ONE_ENGINE, Bare, Question, assert_same, mlp_inputs, ready_workers
+from .support import MLP_WIDTH, ONE_ENGINE, BareEngine, SampleRequest, assert_same, mlp_inputs, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -37,7 +37,7 @@ def service(mlp: Path) -> Iterator[ManagedService]:
 
 
 @pytest.fixture(scope="module")
-def question(mlp: Path, bare: Bare) -> Question:
+def question(mlp: Path, bare: BareEngine) -> SampleRequest:
     """One whose tensors are large."""
     return bare.questions(mlp, mlp_inputs((64,)))[0]
 
@@ -52,7 +52,7 @@ def mapped(service: ManagedService) -> int:
     return sum(len(regions_of(each.pid)) for each in ready_workers(service, "mlp"))
 
 
-def ask(client: Client, question: Question, count: int = 4) -> None:
+def ask(client: Client, question: SampleRequest, count: int = 4) -> None:
     for _ in range(count):
         assert_same(client.infer("mlp", question.inputs), question.answer)
 
@@ -65,7 +65,7 @@ def in_arena(client: Client, arrays: Any) -> dict[str, Any]:
     return made
 
 
-def test_memory_is_shared_by_itself_and_gone_with_its_client(service: ManagedService, question: Question) -> None:
+def test_memory_is_shared_by_itself_and_gone_with_its_client(service: ManagedService, question: SampleRequest) -> None:
     until(lambda: mapped(service) == 0, "nobody shares memory")
     with service.client() as client:
         ask(client, question, 20)
@@ -86,7 +86,7 @@ def test_memory_is_shared_by_itself_and_gone_with_its_client(service: ManagedSer
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_next_daemon_is_told_of_it_by_itself(
-    service: ManagedService, question: Question, number: signal.Signals
+    service: ManagedService, question: SampleRequest, number: signal.Signals
 ) -> None:
     with service.client() as client:
         inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
@@ -108,7 +108,7 @@ def test_the_next_daemon_is_told_of_it_by_itself(
         assert mapped(service)
 
 
-def test_another_worker_reads_it_again_when_one_is_killed(service: ManagedService, question: Question) -> None:
+def test_another_worker_reads_it_again_when_one_is_killed(service: ManagedService, question: SampleRequest) -> None:
     service.ready()
     with service.client() as client:
         inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
@@ -121,7 +121,7 @@ def test_another_worker_reads_it_again_when_one_is_killed(service: ManagedServic
     service.ready()
 
 
-def test_what_is_written_late_lands_nowhere_else(service: ManagedService, question: Question) -> None:
+def test_what_is_written_late_lands_nowhere_else(service: ManagedService, question: SampleRequest) -> None:
     service.ready()
     workers = [each.pid for each in ready_workers(service, "mlp")]
     with service.client() as client:
@@ -142,7 +142,7 @@ def test_what_is_written_late_lands_nowhere_else(service: ManagedService, questi
         assert all((array == 7).all() for array in arrays)
 
 
-def test_who_scribbles_spoils_its_own_answers_only(service: ManagedService, question: Question) -> None:
+def test_who_scribbles_spoils_its_own_answers_only(service: ManagedService, question: SampleRequest) -> None:
     workers = {each.pid for each in ready_workers(service, "mlp")}
     stop = threading.Event()
     with service.client() as client, service.client() as other:
@@ -182,7 +182,7 @@ sys.stdin.read()
 
 
 def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
-    service: ManagedService, question: Question
+    service: ManagedService, question: SampleRequest
 ) -> None:
     with service.client() as client:
         ask(client, question)
@@ -200,7 +200,7 @@ def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
 
 
 def test_workers_allocate_no_page_of_memory_that_the_client_has_not_written_to(
-    service: ManagedService, question: Question
+    service: ManagedService, question: SampleRequest
 ) -> None:
     service.ready()
     nbytes = question.inputs["x"].nbytes
@@ -209,7 +209,7 @@ def test_workers_allocate_no_page_of_memory_that_the_client_has_not_written_to(
     try:
         with SharedMemoryPeer(f"{service.address}.unix") as peer:
             region = peer.register(descriptor)
-            places = Regions((InputPlace(0, region, 0),), (OutputPlace(0, region, nbytes, answer.nbytes),))
+            places = Regions((InputLocation(0, region, 0),), (OutputLocation(0, region, nbytes, answer.nbytes),))
             description = RequestDescription("mlp", (TensorSpec("x", "FP32", question.inputs["x"].shape),))
             for number in range(2 * WORKERS):
                 response = peer.ask(Infer(str(number), description, Parameters(regions=places)))

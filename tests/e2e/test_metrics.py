@@ -25,7 +25,7 @@ from testkit.waiting import until
 from weightd.client import ResourceExhausted
 from weightd.shared.exposition import FAMILIES
 
-from .support import ONE_ENGINE, Place, Weightd
+from .support import ONE_ENGINE, DaemonPaths, Weightd
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -200,7 +200,7 @@ def test_strangers_are_in_nobodys_way(world: World) -> None:
         client.infer("tiny", {"x": ROW})
 
 
-def test_counters_and_histograms_go_on_after_a_restart(place: Place, tmp_path: Path) -> None:
+def test_counters_and_histograms_go_on_after_a_restart(place: DaemonPaths, tmp_path: Path) -> None:
     """Without any tenant."""
     config = place.config({"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}})
     command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "metrics"]

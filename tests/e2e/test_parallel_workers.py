@@ -14,9 +14,9 @@ from testkit.waiting import until
 from weightd.client import Internal
 
 from .support import (
-    Bare,
+    BareEngine,
     Load,
-    Question,
+    SampleRequest,
     Zoo,
     assert_same,
     kill_a_worker,
@@ -40,7 +40,7 @@ def service(mlp: Path) -> Iterator[Service]:
         yield service
 
 
-def test_answers_are_a_models_while_several_run_at_once(service: Service, questions: list[Question]) -> None:
+def test_answers_are_a_models_while_several_run_at_once(service: Service, questions: list[SampleRequest]) -> None:
     with Load(service.address, "mlp", questions, clients=2 * WORKERS * PARALLEL) as load:
         load.wait_for(200)
     workers = processes(service, "mlp", "worker")
@@ -48,7 +48,7 @@ def test_answers_are_a_models_while_several_run_at_once(service: Service, questi
     assert all(each.served for each in workers)
 
 
-def test_each_has_as_many_at_once(service: Service, questions: list[Question]) -> None:
+def test_each_has_as_many_at_once(service: Service, questions: list[SampleRequest]) -> None:
     workers = ready_workers(service, "mlp")
     for each in workers:
         os.kill(each.pid, signal.SIGSTOP)
@@ -69,7 +69,7 @@ def test_each_has_as_many_at_once(service: Service, questions: list[Question]) -
             os.kill(each.pid, signal.SIGCONT)
 
 
-def test_one_that_fails_costs_no_other_its_right_answer(zoo: Zoo, bare: Bare) -> None:
+def test_one_that_fails_costs_no_other_its_right_answer(zoo: Zoo, bare: BareEngine) -> None:
     """The library would answer later ones with what was asked before it."""
     path = zoo.path("two_batches", "mindspore_lite")
     questions = bare.questions(path, pairs((1, 2, 3, 5)))
@@ -83,7 +83,7 @@ def test_one_that_fails_costs_no_other_its_right_answer(zoo: Zoo, bare: Bare) ->
             load.wait_for(50)
 
 
-def test_no_request_is_lost_with_a_worker_that_is_killed(service: Service, questions: list[Question]) -> None:
+def test_no_request_is_lost_with_a_worker_that_is_killed(service: Service, questions: list[SampleRequest]) -> None:
     service.ready()
     with Load(service.address, "mlp", questions, clients=2 * WORKERS * PARALLEL) as load:
         load.wait_for(20)

@@ -16,7 +16,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Internal, InvalidArgument, RequestError
 
-from .support import Arrays, Bare, Load, Question, Zoo, ask_all, model_status, pairs, ready_workers
+from .support import Arrays, BareEngine, Load, SampleRequest, Zoo, ask_all, model_status, pairs, ready_workers
 
 pytestmark = pytest.mark.e2e
 
@@ -26,7 +26,7 @@ ERROR: dict[str, type[RequestError]] = {"onnxruntime": InvalidArgument, "mindspo
 
 
 @pytest.fixture(scope="module")
-def questions(engine: str, zoo: Zoo, bare: Bare) -> list[Question]:
+def questions(engine: str, zoo: Zoo, bare: BareEngine) -> list[SampleRequest]:
     """Of the shapes that the failing request has, and of others."""
     return bare.questions(zoo.path("two_batches", engine), pairs((2, 3, 1, 2, 3, 8)))
 
@@ -38,7 +38,7 @@ def service(engine: str, zoo: Zoo) -> Iterator[Service]:
         yield service
 
 
-def test_after_a_failed_predict_every_answer_is_right(engine: str, service: Service, questions: list[Question]) -> None:
+def test_after_a_failed_predict_every_answer_is_right(engine: str, service: Service, questions: list[SampleRequest]) -> None:
     with service.client() as client:
         with pytest.raises(ERROR[engine], match=r"(?i)broadcast|shape|dim"):
             client.infer("two_batches", POISON)
@@ -46,7 +46,7 @@ def test_after_a_failed_predict_every_answer_is_right(engine: str, service: Serv
 
 
 def test_other_clients_have_right_answers_while_predicts_fail(
-    engine: str, service: Service, questions: list[Question]
+    engine: str, service: Service, questions: list[SampleRequest]
 ) -> None:
     before = model_status(service, "two_batches").failed
     with Load(service.address, "two_batches", questions, in_flight=8) as load:
@@ -101,7 +101,7 @@ def test_a_client_whose_failing_requests_make_workers_leave_is_refused(engine: s
 def test_a_client_whose_requests_kill_workers_is_refused_and_the_others_are_answered(tmp_path: Path) -> None:
     path = models.negated(tmp_path / "negated.onnx")
     numbers = [np.array([number, -number], np.int64) for number in range(50)]
-    questions = [Question({"a": each}, {"y": -each}) for each in numbers]
+    questions = [SampleRequest({"a": each}, {"y": -each}) for each in numbers]
     with Service({"negated": {"path": path, "workers": 2}}) as service:
         service.ready()
         with Load(service.address, "negated", questions) as load:

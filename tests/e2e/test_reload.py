@@ -15,7 +15,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import InvalidArgument
 
-from .support import ONE_ENGINE, Load, Question, Zoo, ask_all, model_status, ready_workers
+from .support import ONE_ENGINE, Load, SampleRequest, Zoo, ask_all, model_status, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -73,7 +73,7 @@ def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) 
 
 
 def test_a_change_that_cannot_be_loaded_leaves_what_serves(
-    service: Service, text: str, questions: list[Question]
+    service: Service, text: str, questions: list[SampleRequest]
 ) -> None:
     bad = service.config.with_name("bad.onnx")
     bad.write_bytes(b"not a model")
@@ -91,7 +91,7 @@ def test_a_change_that_cannot_be_loaded_leaves_what_serves(
         ask_all(client, "mlp", questions)
 
 
-def test_a_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[Question], text: str) -> None:
+def test_a_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[SampleRequest], text: str) -> None:
     before = pids(service)
     other = f'[models.other]\npath = "{zoo.path("two_inputs", "onnxruntime")}"\n'
     service.config.write_text(text.replace("predict_timeout = 2.0", "predict_timeout = 3.0\nthreads = 2") + other)

@@ -19,8 +19,8 @@ from weightd.client import Client, RequestError, Unavailable
 
 from .support import (
     ONE_ENGINE,
-    Bare,
-    Question,
+    BareEngine,
+    SampleRequest,
     Watched,
     Zoo,
     ask_all,
@@ -54,7 +54,7 @@ def who(service: ManagedService) -> dict[str, int]:
 class Customers:
     """Threads that ask all the time, and note how it ends; a wrong answer is worse than none."""
 
-    def __init__(self, address: str, questions: list[Question]) -> None:
+    def __init__(self, address: str, questions: list[SampleRequest]) -> None:
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._stop = threading.Event()
@@ -74,7 +74,7 @@ class Customers:
         enough = self.ends["OK"] + 30
         until(lambda: self.ends["OK"] >= enough or self.wrong, "they are answered")
 
-    def _ask(self, address: str, questions: list[Question]) -> None:
+    def _ask(self, address: str, questions: list[SampleRequest]) -> None:
         while not self._stop.is_set():
             try:
                 with Client(address, timeout=30) as client:
@@ -108,7 +108,7 @@ def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
-    service: ManagedService, questions: list[Question], number: signal.Signals
+    service: ManagedService, questions: list[SampleRequest], number: signal.Signals
 ) -> None:
     before = who(service)
     with Customers(service.address, questions) as customers:
@@ -122,7 +122,7 @@ def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
     assert who(service) == before
 
 
-def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, questions: list[Question]) -> None:
+def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, questions: list[SampleRequest]) -> None:
     before = who(service)
     hung = ready_workers(service, "mlp")[0]
     os.kill(hung.pid, signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, q
 
 
 def test_workers_that_speak_another_protocol_are_loaded_anew(
-    service: ManagedService, questions: list[Question]
+    service: ManagedService, questions: list[SampleRequest]
 ) -> None:
     before = who(service)
     os.kill(service.pid, signal.SIGTERM)
@@ -153,7 +153,7 @@ def test_workers_that_speak_another_protocol_are_loaded_anew(
 
 
 def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
-    service: ManagedService, questions: list[Question]
+    service: ManagedService, questions: list[SampleRequest]
 ) -> None:
     before = who(service)
     (keeper,) = census.shims(service.cache)
@@ -174,7 +174,7 @@ def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
     service.ready()
 
 
-def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: Bare, mlp: Path) -> None:
+def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: BareEngine, mlp: Path) -> None:
     other = zoo.path("other_mlp", "onnxruntime")
     questions = bare.questions(other, mlp_inputs((1, 3)))
     with service.client() as client:

@@ -23,7 +23,7 @@ from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
 from weightd.shared.paths import unix_path
 
-from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, Place, Question, Weightd, ask_all, assert_same
+from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, DaemonPaths, SampleRequest, Weightd, ask_all, assert_same
 
 pytestmark = [
     pytest.mark.e2e,
@@ -35,7 +35,7 @@ MODEL_MIB = MLP_WEIGHT_BYTES // 2**20 + 1
 
 
 @contextlib.contextmanager
-def disk(place: Place, mib: int, *options: str) -> Generator[None, None, None]:
+def disk(place: DaemonPaths, mib: int, *options: str) -> Generator[None, None, None]:
     """Have a disk of so many MiB where the daemon has its cache."""
     more = ",".join([f"size={mib}m", *options])
     subprocess.run(["mount", "-t", "tmpfs", "-o", more, "tmpfs", str(place.cache)], check=True)
@@ -49,7 +49,7 @@ def model(client: Client) -> ModelStatus:
     return client.status().models[0]
 
 
-def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Path, place: Place) -> None:
+def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Path, place: DaemonPaths) -> None:
     with disk(place, MODEL_MIB - 2), place.serve({"mlp": {"path": mlp}}) as daemon:
         with daemon.client(place.address) as client:
             until(lambda: model(client).state == "failed", "it fails")
@@ -63,7 +63,7 @@ def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Pat
 
 
 def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
-    mlp: Path, questions: list[Question], place: Place
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     with disk(place, MODEL_MIB + 1), place.serve({"mlp": {"path": mlp, "workers": 2, "threads": 2}}) as daemon:
         with daemon.client(place.address) as client:
@@ -79,7 +79,7 @@ def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
 
 
 def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
-    mlp: Path, questions: list[Question], place: Place
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     with (
         disk(place, 3 * MODEL_MIB),
@@ -98,7 +98,7 @@ def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
         assert model(client).failed == 0
 
 
-def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: Place) -> None:
+def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: DaemonPaths) -> None:
     with disk(place, 1, "ro"), place.serve({"mlp": {"path": mlp}}) as daemon:
         assert daemon.wait() == 73
         assert f"cannot make the directory {place.cache}" in daemon.log
@@ -106,7 +106,7 @@ def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: 
 
 
 def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
-    mlp: Path, questions: list[Question], place: Place
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     with place.serve({"mlp": {"path": mlp}}) as daemon, daemon.client(place.address) as client:
         ask_all(client, "mlp", questions)
@@ -127,7 +127,7 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
 
 
 def test_descriptors_in_flight_beyond_the_limit_of_a_gate_have_new_clients_wait(
-    mlp: Path, questions: list[Question], place: Place
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     with (
         place.serve({"mlp": {"path": mlp}}) as daemon,
@@ -156,7 +156,7 @@ def closed(descriptor: int) -> None:
 
 @pytest.mark.skipif(not fuse.is_available(), reason="there is no FUSE here")
 def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
-    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path
 ) -> None:
     table = {"path": mlp, "workers": 1, "start": "spawn"}
     with (
@@ -190,7 +190,7 @@ def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
             threading.Thread(target=closed, args=(descriptor,)).start()
 
 
-def test_it_does_without_dev_shm(mlp: Path, questions: list[Question], place: Place, tmp_path: Path) -> None:
+def test_it_does_without_dev_shm(mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
@@ -226,7 +226,7 @@ def limit_processes(most: int, pids: list[int]) -> None:
         )
 
 
-def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, place: Place, tmp_path: Path) -> None:
+def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, place: DaemonPaths, tmp_path: Path) -> None:
     config = place.config({"mlp": {"path": mlp}})
     with Weightd(tmp_path / "log", "serve", config, under=[*AS_A_USER, "prlimit", "--nproc=1"]) as daemon:
         assert daemon.wait() == 73
@@ -237,7 +237,7 @@ def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, plac
 
 
 def test_a_limit_of_processes_that_lets_no_worker_start_is_named_and_waited_for(
-    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path
 ) -> None:
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     for path in (place.runtime, place.cache, config):

@@ -14,7 +14,7 @@ import pytest
 from testkit.service import Service
 from weightd.client import Client, PermissionDenied, Unavailable
 
-from .support import Bare, Place, Question, Zoo, ask_all, left_behind, pairs, weightd
+from .support import BareEngine, DaemonPaths, SampleRequest, Zoo, ask_all, left_behind, pairs, weightd
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,7 @@ def table(zoo: Zoo) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture
-def questions(zoo: Zoo, bare: Bare) -> list[Question]:
+def questions(zoo: Zoo, bare: BareEngine) -> list[SampleRequest]:
     return bare.questions(zoo.path("two_inputs", ENGINE), pairs((2, 1)))
 
 
@@ -48,7 +48,7 @@ def client(service: Service) -> Iterator[Client]:
 
 
 def test_a_second_daemon_on_the_same_socket_names_the_first_and_does_it_no_harm(
-    service: Service, client: Client, questions: list[Question]
+    service: Service, client: Client, questions: list[SampleRequest]
 ) -> None:
     before = left_behind(service.config.parent, service.cache)
     second = weightd("serve", service.config)
@@ -60,7 +60,7 @@ def test_a_second_daemon_on_the_same_socket_names_the_first_and_does_it_no_harm(
         ask_all(newcomer, "two_inputs", questions)
 
 
-def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, object]], place: Place) -> None:
+def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, object]], place: DaemonPaths) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         done = weightd("serve", place.config(table, {"lan": address}))
@@ -70,7 +70,7 @@ def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, 
 
 
 def test_a_socket_path_that_leaves_room_for_the_suffix_of_the_unix_socket_works(
-    table: dict[str, dict[str, object]], place: Place, questions: list[Question]
+    table: dict[str, dict[str, object]], place: DaemonPaths, questions: list[SampleRequest]
 ) -> None:
     path = place.runtime / ("x" * (107 - len(".unix") - len(str(place.runtime)) - 1))
     assert len(f"{path}.unix") == 107
@@ -84,7 +84,7 @@ def test_a_socket_path_that_leaves_room_for_the_suffix_of_the_unix_socket_works(
 
 
 def test_clients_connect_wherever_a_listener_is_and_not_at_the_daemons_socket(
-    table: dict[str, dict[str, object]], place: Place, questions: list[Question]
+    table: dict[str, dict[str, object]], place: DaemonPaths, questions: list[SampleRequest]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -119,7 +119,7 @@ def as_nobody(address: str) -> str:
 @pytest.mark.parametrize("scheme", ["ipc://", "unix://", ""])
 @pytest.mark.parametrize("barrier", ["socket", "directory"])
 def test_a_client_without_permission_says_so_at_once(
-    barrier: str, scheme: str, service: Service, client: Client, questions: list[Question]
+    barrier: str, scheme: str, service: Service, client: Client, questions: list[SampleRequest]
 ) -> None:
     path = Path(service.address)
     sockets = (path, Path(f"{path}.unix"))
@@ -140,7 +140,7 @@ def test_a_client_without_permission_says_so_at_once(
 
 
 def test_a_client_goes_by_zeromq_where_the_unix_socket_cannot_be_used(
-    service: Service, questions: list[Question]
+    service: Service, questions: list[SampleRequest]
 ) -> None:
     path = Path(service.address)
     unix = Path(f"{path}.unix")
@@ -167,7 +167,7 @@ def test_operating_goes_by_the_unix_socket_alone(service: Service, zoo: Zoo) -> 
 
 
 def test_a_unix_socket_that_another_program_has_ends_the_start(
-    table: dict[str, dict[str, object]], place: Place
+    table: dict[str, dict[str, object]], place: DaemonPaths
 ) -> None:
     path = f"{place.address}.unix"
     with socket.create_server(path, family=socket.AF_UNIX):

@@ -17,8 +17,8 @@ from weightd.client import Client, DeadlineExceeded, InvalidArgument, Pending
 
 from .support import (
     ONE_ENGINE,
-    Bare,
-    Question,
+    BareEngine,
+    SampleRequest,
     ask_all,
     assert_same,
     mlp_inputs,
@@ -43,7 +43,7 @@ def service(mlp: Path) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module")
-def asked(mlp: Path, bare: Bare) -> list[Question]:
+def asked(mlp: Path, bare: BareEngine) -> list[SampleRequest]:
     """No remainder, one, less than there are devices or than a part has, and what may run with others."""
     return bare.questions(mlp, mlp_inputs((64, 61, 1, 8, 9, 2, 16)))
 
@@ -57,7 +57,7 @@ class Stopped:
         self.pid = next(each.pid for each in ready_workers(service, "mlp") if each.device == "cpu:1")
         os.kill(self.pid, signal.SIGSTOP)
 
-    def submit(self, question: Question, timeout: float = 60.0) -> Pending:
+    def submit(self, question: SampleRequest, timeout: float = 60.0) -> Pending:
         """Ask; return when the other device has nothing left to do."""
         pending = self._client.submit("mlp", question.inputs, timeout=timeout)
 
@@ -69,7 +69,7 @@ class Stopped:
         return pending
 
 
-def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Question]) -> None:
+def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[SampleRequest]) -> None:
     with service.client() as client:
         ask_all(client, "mlp", asked * 3)
         with pytest.raises(InvalidArgument, match=r"input x: expected at most 64 rows \(split.max_rows of the model"):
@@ -81,7 +81,7 @@ def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Que
     assert status.generations[0].batching_note.endswith("requests of more than 8 rows run in parts, tested bit-equal")
 
 
-def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[Question]) -> None:
+def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[SampleRequest]) -> None:
     with service.client() as client:
         stopped = Stopped(service, client)
         pending = stopped.submit(asked[1])
@@ -93,7 +93,7 @@ def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[
 
 
 @ONE_ENGINE
-def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, asked: list[Question]) -> None:
+def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, asked: list[SampleRequest]) -> None:
     with service.client() as client:
         stopped = Stopped(service, client)
         stopped.submit(asked[1]).cancel()

@@ -20,9 +20,9 @@ from weightd.client import Client, Pending, RequestError, Unavailable
 from .support import (
     LIMIT_S,
     ONE_ENGINE,
-    Bare,
-    Place,
-    Question,
+    BareEngine,
+    DaemonPaths,
+    SampleRequest,
     Watched,
     Weightd,
     assert_same,
@@ -36,13 +36,13 @@ WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def question(mlp: Path, bare: Bare) -> Question:
+def question(mlp: Path, bare: BareEngine) -> SampleRequest:
     """One that keeps a worker busy for some milliseconds."""
     return bare.questions(mlp, mlp_inputs((256,)))[0]
 
 
 @pytest.fixture
-def config(mlp: Path, place: Place) -> Path:
+def config(mlp: Path, place: DaemonPaths) -> Path:
     return place.config({"mlp": {"path": mlp, "workers": WORKERS}})
 
 
@@ -53,7 +53,7 @@ def daemon(config: Path, tmp_path: Path) -> Iterator[Weightd]:
         yield daemon
 
 
-def submit(client: Client, question: Question, count: int) -> Sequence[Pending]:
+def submit(client: Client, question: SampleRequest, count: int) -> Sequence[Pending]:
     """Submit so many requests; they have been accepted on return."""
     pending = [client.submit("mlp", question.inputs) for _ in range(count)]
     client.status()
@@ -75,7 +75,7 @@ def _exactly(count: int, pids: set[int]) -> set[int]:
 
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, to_process), (signal.SIGINT, to_group)])
 def test_a_stop_answers_what_was_accepted_and_leaves_nothing(
-    number: int, to: Callable[[int, int], None], daemon: Weightd, question: Question, place: Place
+    number: int, to: Callable[[int, int], None], daemon: Weightd, question: SampleRequest, place: DaemonPaths
 ) -> None:
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
@@ -107,7 +107,7 @@ def assert_workers_left_before_the_holder(log: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["pinning", "building", "attaching"])
-def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd, place: Place) -> None:
+def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd, place: DaemonPaths) -> None:
     daemon.wait_for(f"mlp.1: {moment}")
     with Watched(children_of(place.cache)) as watched:
         assert daemon.end() == 0
@@ -116,7 +116,7 @@ def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd,
     assert place.left == []
 
 
-def test_a_second_signal_kills_at_once(daemon: Weightd, question: Question, place: Place) -> None:
+def test_a_second_signal_kills_at_once(daemon: Weightd, question: SampleRequest, place: DaemonPaths) -> None:
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
         until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")
@@ -135,7 +135,7 @@ def test_a_second_signal_kills_at_once(daemon: Weightd, question: Question, plac
     assert endings <= {"right", "UNAVAILABLE"}
 
 
-def ending_of(pending: Pending, question: Question) -> str:
+def ending_of(pending: Pending, question: SampleRequest) -> str:
     try:
         assert_same(pending.result(), question.answer)
     except RequestError as error:
@@ -144,7 +144,7 @@ def ending_of(pending: Pending, question: Question) -> str:
 
 
 def test_requests_that_take_longer_than_the_drain_are_refused_and_the_stop_goes_on(
-    mlp: Path, place: Place, question: Question
+    mlp: Path, place: DaemonPaths, question: SampleRequest
 ) -> None:
     tables = {"mlp": {"path": mlp}}
     with place.serve(tables, drain_timeout=0.2) as daemon, daemon.client(place.address) as client:
@@ -211,7 +211,7 @@ class InTerminal:
 
 
 def test_what_runs_in_the_foreground_ends_with_its_terminal(
-    mlp: Path, place: Place, config: Path, tmp_path: Path
+    mlp: Path, place: DaemonPaths, config: Path, tmp_path: Path
 ) -> None:
     gateway = tmp_path / "gateway.toml"
     gateway.write_text("[gateway]\nhttp = ['127.0.0.1:0']\ngrpc = []\nanonymous = '-'\n", "utf-8")
@@ -232,7 +232,7 @@ def test_what_runs_in_the_foreground_ends_with_its_terminal(
 
 
 def test_nohup_keeps_a_daemon_which_reloads_on_sighup(
-    mlp: Path, place: Place, config: Path, question: Question
+    mlp: Path, place: DaemonPaths, config: Path, question: SampleRequest
 ) -> None:
     run = ("run", mlp, "--workers", 1, "--cache-dir", place.cache, "--socket", f"{place.runtime}/run.sock")
     with contextlib.ExitStack() as stack:

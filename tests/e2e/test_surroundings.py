@@ -23,8 +23,8 @@ from .support import (
     LIMIT_S,
     ONE_ENGINE,
     Load,
-    Place,
-    Question,
+    DaemonPaths,
+    SampleRequest,
     Watched,
     Weightd,
     assert_same,
@@ -60,7 +60,7 @@ def zombies(pids: Sequence[int]) -> list[int]:
     return found
 
 
-def serves_and_replaces(daemon: Weightd, place: Place, question: Question) -> None:
+def serves_and_replaces(daemon: Weightd, place: DaemonPaths, question: SampleRequest) -> None:
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
         workers = functools.partial(_workers, client)
@@ -85,7 +85,7 @@ def _workers(client: Client) -> dict[str, int]:
 
 @pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS", "EPERM"])
 def test_a_daemon_serves_and_stops(
-    how: str, mlp: Path, place: Place, questions: list[Question], tmp_path: Path
+    how: str, mlp: Path, place: DaemonPaths, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with Weightd(tmp_path / "log", "--verbose", "serve", config, under=surroundings.command(how)) as daemon:
@@ -97,7 +97,7 @@ def test_a_daemon_serves_and_stops(
     assert place.left == []
 
 
-def test_a_check_loads_and_says_good_of_what_can_be_served(mlp: Path, place: Place, tmp_path: Path) -> None:
+def test_a_check_loads_and_says_good_of_what_can_be_served(mlp: Path, place: DaemonPaths, tmp_path: Path) -> None:
     config = place.config({"mlp": {"path": mlp}})
     with Weightd(tmp_path / "log", "check", "--load", config, under=surroundings.command("ENOSYS")) as check:
         assert check.wait() == 0
@@ -115,7 +115,7 @@ class Surrounded(ManagedService):
         return super()._popen([*surroundings.command(self._how), *command])
 
 
-def test_processes_outlive_a_daemon_and_are_watched_by_the_next_one(mlp: Path, questions: list[Question]) -> None:
+def test_processes_outlive_a_daemon_and_are_watched_by_the_next_one(mlp: Path, questions: list[SampleRequest]) -> None:
     how = "ignored,blocked,ENOSYS"
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(Surrounded(how, {"mlp": {"path": mlp, "workers": 2}}, verbose=True))
@@ -147,7 +147,7 @@ def _adopting(how: str, seconds: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["subreaper", "PID 1"])
 def test_a_process_that_adopts_orphans_reaps_them(
-    how: str, mlp: Path, place: Place, questions: list[Question], tmp_path: Path
+    how: str, mlp: Path, place: DaemonPaths, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
     """In a container nobody else does."""
     # It is known by its argument: in another namespace it has another pid.
@@ -206,7 +206,7 @@ def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_
                 assert inherited == ["A_LIBRARY_HOME", "ASCEND_HOME_PATH"], roles[pid]
 
 
-def test_weightctl_ends_as_it_is_told(mlp: Path, place: Place) -> None:
+def test_weightctl_ends_as_it_is_told(mlp: Path, place: DaemonPaths) -> None:
     with place.serve({"mlp": {"path": mlp, "workers": 1}}) as daemon:
         daemon.wait_for("listens on")
         command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "events", "--follow"]

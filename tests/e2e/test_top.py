@@ -17,7 +17,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from .support import LIMIT_S, ONE_ENGINE, Place, Question, Zoo, ask_all
+from .support import LIMIT_S, ONE_ENGINE, DaemonPaths, SampleRequest, Zoo, ask_all
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -113,7 +113,7 @@ def has(*words: str) -> Callable[[list[str]], bool]:
 
 
 def test_top_shows_a_daemon_at_work_keeps_the_picture_of_one_that_is_gone_and_finds_the_next(
-    mlp: Path, questions: list[Question], place: Place
+    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     daemon = place.serve({"mlp": {"path": mlp, "workers": 2}})
     command = ("--socket", place.address, "top", "-d", "0.2")
@@ -143,7 +143,7 @@ def test_top_shows_a_daemon_at_work_keeps_the_picture_of_one_that_is_gone_and_fi
         assert top.is_as_it_was
 
 
-def test_a_terminal_that_can_little_will_do_and_pictures_are_counted(zoo: Zoo, place: Place) -> None:
+def test_a_terminal_that_can_little_will_do_and_pictures_are_counted(zoo: Zoo, place: DaemonPaths) -> None:
     path = zoo.path("two_inputs", "onnxruntime")
     command = ("--socket", place.address, "top", "-d", "0.2", "-n", "3")
     with place.serve({"sums": {"path": path}}) as daemon:

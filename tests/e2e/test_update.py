@@ -16,10 +16,10 @@ from weightd.client import PermissionDenied
 from .support import (
     MLP_WEIGHT_BYTES,
     ONE_ENGINE,
-    Bare,
+    BareEngine,
     Load,
-    Place,
-    Question,
+    DaemonPaths,
+    SampleRequest,
     Zoo,
     ask_all,
     model_status,
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 
 @ONE_ENGINE
 def test_the_same_model_takes_over_from_itself_without_a_lost_request(
-    mlp: Path, questions: list[Question], tmp_path: Path
+    mlp: Path, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
     copy = Path(shutil.copyfile(mlp, tmp_path / mlp.name))
     with Service({"mlp": {"path": mlp, "workers": 1, "spares": 1}}) as service, service.client() as client:
@@ -53,7 +53,7 @@ def test_the_same_model_takes_over_from_itself_without_a_lost_request(
         assert len(list(service.cache.rglob("model/*"))) == 1
 
 
-def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: Bare, place: Place) -> None:
+def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: BareEngine, place: DaemonPaths) -> None:
     path = zoo.path("fixed", "onnxruntime")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

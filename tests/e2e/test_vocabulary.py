@@ -25,7 +25,7 @@ from weightd.ctl.command import parser as ctl_parser
 from weightd.daemon.command import parser
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import Incoming
+from weightd.protocol.framing import FrameReader
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.control import (
     ModelMetadata,
@@ -146,7 +146,7 @@ def test_every_message_of_a_client_and_every_answer(service: Service, names: dic
     assert {answer for _, answer, _ in MESSAGES} == {*TO_CLIENT.values()} - {Registered, Released}
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as peer:
         peer.connect(unix_path(service.zmq_address))
-        stream = Stream(peer, Incoming(limits.MAX_STATUS_BYTES))
+        stream = Stream(peer, FrameReader(limits.MAX_STATUS_BYTES))
         for sent, kind, words in MESSAGES:
             for message in sent:
                 tensors = [ROW] if isinstance(message, Infer) else []

@@ -15,9 +15,9 @@ from targets import decoder
 from targets.decoder import TABLES, Refusal
 from weightd.daemon.config import load as product_config
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.gate.zmtp import Connection
+from weightd.daemon.gate.zmtp import ZmtpConnection
 from weightd.protocol import codec
-from weightd.protocol.framing import Incoming, Message
+from weightd.protocol.framing import FrameReader, Message
 from weightd.protocol.messages.data import RequestDescription
 from weightd.worker.pagesharing import store as product_store
 from weightd.worker.pagesharing.store import OpenStore
@@ -87,7 +87,7 @@ def short(self: OpenStore) -> Any:
     return HONEST_HASHES(self)[1:]
 
 
-def skipping(self: Incoming, data: bytes, position: int, messages: list[Message]) -> int:
+def skipping(self: FrameReader, data: bytes, position: int, messages: list[Message]) -> int:
     return HONEST_FILL(self, b"?" + data[1:], position, messages)
 
 
@@ -95,14 +95,14 @@ def incomplete(name: str, config: ModelConfig, *_: object) -> ModelConfig:
     return config
 
 
-HONEST_FILL = Incoming._fill_frames  # pyright: ignore[reportPrivateUsage]
+HONEST_FILL = FrameReader._fill_frames  # pyright: ignore[reportPrivateUsage]
 HONEST_HASHES = OpenStore.read_hashes
 
 DEFECTS = [
-    ("framing", Incoming, "_next", broken, KeyError),
-    ("framing", Incoming, "_fill", skipping, AssertionError),
-    ("zmtp", Connection, "_take", broken, KeyError),
-    ("zmtp", Connection, "_admits", anything, AssertionError),
+    ("framing", FrameReader, "_next", broken, KeyError),
+    ("framing", FrameReader, "_fill", skipping, AssertionError),
+    ("zmtp", ZmtpConnection, "_take", broken, KeyError),
+    ("zmtp", ZmtpConnection, "_admits", anything, AssertionError),
     ("decoder", codec, "_unpack", broken, KeyError),
     ("store", product_store, "decode_header", broken, KeyError),
     ("config", product_config, "complete_model", broken, KeyError),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.gateway.callers import Caller, Identities, parse_bearer, token_digest
+from weightd.gateway.callers import Caller, Authenticator, parse_bearer, token_digest
 from weightd.protocol.errors import Unauthenticated
 
 TOKEN = Caller("research", "a token")
@@ -12,7 +12,7 @@ CERTIFICATE = Caller("sales", "a certificate")
 USER = Caller(None, "a user")
 ANYBODY = Caller("guests", "anonymous")
 
-KNOWN = Identities({token_digest("secret"): TOKEN}, {"shop": CERTIFICATE}, {1000: USER})
+KNOWN = Authenticator({token_digest("secret"): TOKEN}, {"shop": CERTIFICATE}, {1000: USER})
 
 
 def test_a_token_goes_before_a_certificate_and_that_before_a_user() -> None:
@@ -29,7 +29,7 @@ def test_who_is_nobody_is_refused_and_told_how_to_be_somebody() -> None:
 
 
 def test_a_wrong_token_is_refused_whoever_sends_it() -> None:
-    guests = Identities(KNOWN.tokens, KNOWN.certificates, KNOWN.users, ANYBODY)
+    guests = Authenticator(KNOWN.tokens, KNOWN.certificates, KNOWN.users, ANYBODY)
     with pytest.raises(Unauthenticated):
         guests.authenticate(token="guess", common_name="shop", uid=1000)
     assert guests.authenticate() == ANYBODY

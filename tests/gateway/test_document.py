@@ -14,9 +14,9 @@ from weightd.gateway.codes import STATUSES
 from weightd.gateway.config.load import parse
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.rest import api, form
-from weightd.gateway.rest.routes import Verb, parse_route
+from weightd.gateway.rest.routes import Operation, parse_route
 from weightd.shared import tables
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +37,7 @@ def test_each_path_is_there_and_is_answered() -> None:
     told = {
         parse_route(path.replace("{model}", "m").replace("{region}", "r")).methods[method] for method, path, _ in rows("HTTP")
     }
-    assert told == {*Verb} - {Verb.CHANGE_SETTING, Verb.CUDA_REGISTER}
+    assert told == {*Operation} - {Operation.CHANGE_SETTING, Operation.CUDA_REGISTER}
 
 
 def test_each_code_is_there_with_its_status() -> None:
@@ -67,7 +67,7 @@ def test_so_are_those_of_no_configuration() -> None:
 def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", mock.Mock(return_value=True))
     monkeypatch.setattr("weightd.gateway.config.load._user_id", hash)
-    problems = Problems()
+    problems = ErrorCollector()
     parse(tomllib.loads(block), Path("/"), problems)
     assert problems.errors == []
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from weightd.gateway.heap import GROWTH_BYTES, Growth
+from weightd.gateway.heap import GROWTH_BYTES, HeapGrowth
 
 SMALL = 50 * 1024 * 1024
 LARGE = SMALL + GROWTH_BYTES + 1
 
 
 def test_memory_is_returned_while_the_process_is_much_larger_than_it_was() -> None:
-    growth = Growth()
+    growth = HeapGrowth()
     assert not growth.is_due(SMALL)
     assert not growth.is_due(SMALL + GROWTH_BYTES)
     for _ in range(3):
@@ -20,7 +20,7 @@ def test_memory_is_returned_while_the_process_is_much_larger_than_it_was() -> No
 
 
 def test_where_the_memory_is_in_use_attempts_are_made_less_often() -> None:
-    growth = Growth()
+    growth = HeapGrowth()
     growth.is_due(SMALL)
     attempts = 0
     for _ in range(1000):
@@ -34,7 +34,7 @@ def test_where_the_memory_is_in_use_attempts_are_made_less_often() -> None:
 
 
 def test_the_least_is_that_of_the_whole_life() -> None:
-    growth = Growth()
+    growth = HeapGrowth()
     assert not growth.is_due(LARGE)
     assert not growth.is_due(SMALL)
     assert growth.is_due(LARGE)

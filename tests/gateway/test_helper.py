@@ -16,7 +16,7 @@ import pytest
 
 from weightd.gateway import helper
 from weightd.gateway.callers import Caller
-from weightd.gateway.helper import SMALL_BYTES, Helper, Helpers
+from weightd.gateway.helper import SMALL_BYTES, ParserProcess, Helpers
 from weightd.gateway.rest import form
 from weightd.protocol.errors import Internal, InvalidArgument, Unavailable
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 A, B, C = Caller("a", "token a"), Caller("b", "token b"), Caller(None, "token c")
 
 
-def with_helper(use: Callable[[Helper], Awaitable[T]]) -> T:
+def with_helper(use: Callable[[ParserProcess], Awaitable[T]]) -> T:
     """Return what is made with a helper, within its loop."""
 
     async def run() -> T:
-        made = Helper(0)
+        made = ParserProcess(0)
         try:
             return await use(made)
         finally:
@@ -39,7 +39,7 @@ def with_helper(use: Callable[[Helper], Awaitable[T]]) -> T:
 
 
 def test_a_function_runs_in_a_child_that_starts_when_it_is_needed() -> None:
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         before = helper.pid
         pid = await helper.run(A, os.getpid)
         assert (before, helper.pid) == (None, pid)
@@ -52,7 +52,7 @@ def test_a_function_runs_in_a_child_that_starts_when_it_is_needed() -> None:
 
 
 def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         with pytest.raises(InvalidArgument, match="expected a map in JSON"):
             await helper.run(A, form.parse_map, b"[")
@@ -64,10 +64,10 @@ def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
 
 
 def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
-    async def failing(helper: Helper, array: np.ndarray[Any, Any]) -> None:
+    async def failing(helper: ParserProcess, array: np.ndarray[Any, Any]) -> None:
         await helper.run(A, divmod, array, "text")
 
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         array = np.zeros(1000)
         kept = weakref.ref(array)
         job = failing(helper, array)
@@ -87,7 +87,7 @@ def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
 
 
 def test_a_caller_that_has_used_more_seconds_waits_for_the_others() -> None:
-    async def use(helper: Helper) -> list[int]:
+    async def use(helper: ParserProcess) -> list[int]:
         done: list[int] = []
 
         async def job(caller: Caller, number: int, seconds: float = 0.0) -> None:
@@ -132,7 +132,7 @@ def test_the_event_loop_has_more_of_the_processor_than_small_jobs_and_these_than
 def test_a_job_that_takes_too_long_fails_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def use(made: Helper) -> None:
+    async def use(made: ParserProcess) -> None:
         pid = await made.run(A, os.getpid)
         end = made._kill_child
 
@@ -154,7 +154,7 @@ def test_a_job_that_takes_too_long_fails_alone(
 
 
 def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         with pytest.raises(Unavailable, match="helper process died"):
             await helper.run(A, os.kill, pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:
 
 
 def test_a_stop_of_the_service_ends_no_job() -> None:
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         for number in (signal.SIGTERM, signal.SIGINT):
             await helper.run(A, os.kill, pid, number)
@@ -174,7 +174,7 @@ def test_a_stop_of_the_service_ends_no_job() -> None:
 
 
 def test_a_job_that_nobody_waits_for_is_left_out() -> None:
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         first = asyncio.create_task(helper.run(A, os.getpid))
         second = asyncio.create_task(helper.run(A, os._exit, 1))
         await asyncio.sleep(0)
@@ -187,7 +187,7 @@ def test_a_job_that_nobody_waits_for_is_left_out() -> None:
 def test_the_child_exits_when_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper, "IDLE_S", 0.0)
 
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         while helper.pid is not None:
             await asyncio.sleep(0.01)
@@ -200,7 +200,7 @@ def test_the_child_exits_when_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("starts", [False, True])
 def test_jobs_end_when_the_gateway_stops(*, starts: bool) -> None:
-    async def use(helper: Helper) -> None:
+    async def use(helper: ParserProcess) -> None:
         if starts:
             await helper.run(A, os.getpid)
         jobs = [asyncio.create_task(helper.run(caller, signal.pause)) for caller in (A, B)]

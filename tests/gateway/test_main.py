@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weightd.gateway.__main__ import main
-from weightd.gateway.server import Server
+from weightd.gateway.server import GatewayServer
 
 ANYBODY = "[gateway]\nanonymous = '-'\n"
 
@@ -46,10 +46,10 @@ def test_an_extra_that_is_missing(
     config = tmp_path / "gateway.toml"
     config.write_text(ANYBODY)
 
-    def run(self: Server) -> None:
+    def run(self: GatewayServer) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setattr(GatewayServer, "run", run)
     monkeypatch.setitem(sys.modules, "weightd.gateway.rest.front", None)
     assert main([str(config)]) == 78
     assert "pip install 'weightd[gateway]'" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightd.gateway.callers import Caller
-from weightd.gateway.regions import MAX_REGIONS_PER_CALLER, Regions
+from weightd.gateway.regions import MAX_REGIONS_PER_CALLER, RegisteredRegions
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 
 ANN = Caller("a", "ann")
@@ -22,15 +22,15 @@ def shm(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def regions(shm: Path) -> Regions:
-    return Regions(enabled=True, directory=shm)
+def regions(shm: Path) -> RegisteredRegions:
+    return RegisteredRegions(enabled=True, directory=shm)
 
 
 def descriptors_of_this_process() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-def test_what_a_caller_registers_it_can_read_and_write(shm: Path, regions: Regions) -> None:
+def test_what_a_caller_registers_it_can_read_and_write(shm: Path, regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "/input", 10, 50)
     assert regions.status(ANN) == [{"name": "in", "key": "/input", "offset": 10, "byte_size": 50}]
     region, offset, nbytes = regions.resolve(ANN, "in", 5, 3)
@@ -41,7 +41,7 @@ def test_what_a_caller_registers_it_can_read_and_write(shm: Path, regions: Regio
     assert (shm / "input").read_bytes()[14:19] == b"\x0eabc\x12"
 
 
-def test_nobody_finds_another_s(regions: Regions) -> None:
+def test_nobody_finds_another_s(regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "input", 0, 100)
     regions.register(BEN, "in", "input", 0, 1)
     assert regions.status(BEN, "in")[0]["byte_size"] == 1
@@ -53,7 +53,7 @@ def test_nobody_finds_another_s(regions: Regions) -> None:
             regions.resolve(BEN, name, 0, 1)
 
 
-def test_one_of_several_is_unregistered_or_all(regions: Regions) -> None:
+def test_one_of_several_is_unregistered_or_all(regions: RegisteredRegions) -> None:
     for name in "abc":
         regions.register(ANN, name, "input", 0, 1)
     regions.unregister(ANN, "b")
@@ -86,7 +86,7 @@ def test_one_of_several_is_unregistered_or_all(regions: Regions) -> None:
     ],
 )
 def test_what_cannot_be_registered(
-    shm: Path, regions: Regions, key: object, offset: object, nbytes: object, problem: str
+    shm: Path, regions: RegisteredRegions, key: object, offset: object, nbytes: object, problem: str
 ) -> None:
     (shm / "link").symlink_to(shm / "input")
     (shm / "directory").mkdir()
@@ -99,13 +99,13 @@ def test_what_cannot_be_registered(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's file")
-def test_a_file_of_another_user_is_none(shm: Path, regions: Regions) -> None:
+def test_a_file_of_another_user_is_none(shm: Path, regions: RegisteredRegions) -> None:
     os.chown(shm / "input", 1000, 1000)
     with pytest.raises(InvalidArgument, match="expected a file of the user that the gateway runs as"):
         regions.register(ANN, "in", "input", 0, 1)
 
 
-def test_a_tensor_is_within_its_region(regions: Regions) -> None:
+def test_a_tensor_is_within_its_region(regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "input", 90, 10)
     regions.resolve(ANN, "in", 9, 1)
     regions.resolve(ANN, "in", 10, 0)
@@ -114,7 +114,7 @@ def test_a_tensor_is_within_its_region(regions: Regions) -> None:
             regions.resolve(ANN, "in", offset, nbytes)
 
 
-def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: Regions) -> None:
+def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "input", 0, 100)
     region = regions.resolve(ANN, "in", 0, 100).region
     os.truncate(shm / "input", 10)
@@ -125,7 +125,7 @@ def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: Regions) -> Non
     assert (shm / "input").stat().st_size == 10
 
 
-def test_a_region_that_is_in_use_stays_until_it_is_not(regions: Regions) -> None:
+def test_a_region_that_is_in_use_stays_until_it_is_not(regions: RegisteredRegions) -> None:
     descriptors = descriptors_of_this_process()
     regions.register(ANN, "in", "input", 0, 100)
     place = regions.resolve(ANN, "in", 0, 100)
@@ -136,7 +136,7 @@ def test_a_region_that_is_in_use_stays_until_it_is_not(regions: Regions) -> None
     assert descriptors_of_this_process() == descriptors
 
 
-def test_a_caller_has_so_many_and_no_two_of_a_name(regions: Regions) -> None:
+def test_a_caller_has_so_many_and_no_two_of_a_name(regions: RegisteredRegions) -> None:
     for index in range(MAX_REGIONS_PER_CALLER):
         regions.register(ANN, str(index), "input", 0, 1)
     with pytest.raises(ResourceExhausted):
@@ -149,7 +149,7 @@ def test_a_caller_has_so_many_and_no_two_of_a_name(regions: Regions) -> None:
 
 
 def test_where_it_is_off_nobody_has_any(shm: Path) -> None:
-    regions = Regions(enabled=False, directory=shm)
+    regions = RegisteredRegions(enabled=False, directory=shm)
     for ask in (
         lambda: regions.register(ANN, "in", "input", 0, 1),
         lambda: regions.unregister(ANN),

@@ -6,14 +6,14 @@ import pytest
 
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.seats import Seats
+from weightd.gateway.seats import AdmissionControl
 from weightd.protocol.errors import ResourceExhausted
 
 ALICE, BOB = Caller("a", "alice"), Caller("b", "bob")
 
 
 def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -> None:
-    seats = Seats(2, 100)
+    seats = AdmissionControl(2, 100)
     with seats.admit(ALICE):
         with seats.admit(BOB):
             with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, seats.admit(None):
@@ -26,14 +26,14 @@ def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -
 
 
 def test_a_seat_is_given_back_whatever_happens() -> None:
-    seats = Seats(1, 100)
+    seats = AdmissionControl(1, 100)
     with pytest.raises(ValueError, match="x"), seats.admit(ALICE):
         raise ValueError("x")
     assert seats.in_flight == 0
 
 
 def test_bytes_are_kept_until_the_end_of_their_request() -> None:
-    seats = Seats(2, 100)
+    seats = AdmissionControl(2, 100)
     with seats.admit(ALICE) as one:
         one.reserve(60)
         with seats.admit(BOB) as other:
@@ -47,7 +47,7 @@ def test_bytes_are_kept_until_the_end_of_their_request() -> None:
 
 
 def test_one_request_may_have_all_that_there_is_and_is_told_if_it_wants_more() -> None:
-    seats = Seats(8, 100)
+    seats = AdmissionControl(8, 100)
     with seats.admit(ALICE) as one:
         for _ in range(4):
             one.reserve(25)
@@ -61,7 +61,7 @@ def test_one_request_may_have_all_that_there_is_and_is_told_if_it_wants_more() -
 
 
 def test_an_answer_is_kept_until_it_has_been_sent() -> None:
-    seats = Seats(1, 100)
+    seats = AdmissionControl(1, 100)
     sent = seats.reserve_response(ALICE, 60)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
         seats.reserve_response(BOB, 41)

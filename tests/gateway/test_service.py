@@ -12,9 +12,9 @@ import pytest
 
 from testkit.fakedaemon import FakeDaemon, directory, silent
 from weightd.gateway.callers import Caller
-from weightd.gateway.question import Question
-from weightd.gateway.seats import Seats
-from weightd.gateway.service import Service
+from weightd.gateway.question import InferenceRequest
+from weightd.gateway.seats import AdmissionControl
+from weightd.gateway.service import DaemonClient
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from weightd.protocol.messages.data import Cancel
@@ -34,12 +34,12 @@ def fake(directory: Path) -> Iterator[FakeDaemon]:
     fake.stop()
 
 
-Told = Callable[[Service], Coroutine[Any, Any, Any]]
+Told = Callable[[DaemonClient], Coroutine[Any, Any, Any]]
 
 
 def asked(fake: FakeDaemon, what: Told, timeout: float = 30.0) -> Any:
     async def ask() -> Any:
-        service = Service(fake.address, timeout, Seats(10, 2**20))
+        service = DaemonClient(fake.address, timeout, AdmissionControl(10, 2**20))
         try:
             return await what(service)
         finally:
@@ -49,7 +49,7 @@ def asked(fake: FakeDaemon, what: Told, timeout: float = 30.0) -> Any:
 
 
 def test_each_question_says_for_whom_it_is(fake: FakeDaemon) -> None:
-    async def each(service: Service) -> None:
+    async def each(service: DaemonClient) -> None:
         for caller in (ANN, BEN, ITSELF, ANN):
             await service.server(caller)
 
@@ -58,7 +58,7 @@ def test_each_question_says_for_whom_it_is(fake: FakeDaemon) -> None:
 
 
 def test_a_status_is_asked_for_once_a_second_for_each_tenant_however_many_want_it(fake: FakeDaemon) -> None:
-    async def many(service: Service) -> None:
+    async def many(service: DaemonClient) -> None:
         both = [service.status(caller) for caller in (ANN, BEN) for _ in range(50)]
         await asyncio.gather(*both)
         await service.status(ANN)
@@ -71,7 +71,7 @@ def test_a_status_is_asked_for_once_a_second_for_each_tenant_however_many_want_i
 def test_who_does_not_wait_for_a_status_any_more_keeps_nobody_from_it(fake: FakeDaemon) -> None:
     fake.handle = silent
 
-    async def two(service: Service) -> StatusResponse:
+    async def two(service: DaemonClient) -> StatusResponse:
         first = asyncio.create_task(service.status(ANN))
         second = asyncio.create_task(service.status(ANN))
         await asyncio.to_thread(fake.next)
@@ -87,20 +87,20 @@ def test_who_does_not_wait_for_a_status_any_more_keeps_nobody_from_it(fake: Fake
 def test_an_answer_is_the_arrays_that_were_asked_with(fake: FakeDaemon) -> None:
     array = np.arange(100_000.0)
 
-    async def infer(service: Service) -> Any:
+    async def infer(service: DaemonClient) -> Any:
         room = service.allocate(ANN, array.nbytes)
         room[:] = array.view(np.uint8)
-        return await service.infer(ANN, Question("m", {"x": np.ndarray(array.shape, array.dtype, memoryview(room))}))
+        return await service.infer(ANN, InferenceRequest("m", {"x": np.ndarray(array.shape, array.dtype, memoryview(room))}))
 
     assert asked(fake, infer)["x"].tobytes() == array.tobytes()
 
 
 NOTHING_TO_SEND: list[Told] = [
     lambda service: service.metadata(ITSELF, "m" * 300),
-    lambda service: service.infer(ITSELF, Question("m", {"x": np.array(["text"])})),
-    lambda service: service.infer(ITSELF, Question("m", {"x" * 300: np.zeros(1)})),
-    lambda service: service.infer(ITSELF, Question("m", {}, timeout=-1.0)),
-    lambda service: service.infer(ITSELF, Question("m", {}, priority=99)),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {"x": np.array(["text"])})),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {"x" * 300: np.zeros(1)})),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {}, timeout=-1.0)),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {}, priority=99)),
 ]
 
 
@@ -123,8 +123,8 @@ def test_a_daemon_that_does_not_answer_or_is_not_there(fake: FakeDaemon) -> None
 def test_a_task_that_is_cancelled_takes_its_request_back(fake: FakeDaemon) -> None:
     fake.handle = silent
 
-    async def cancel(service: Service) -> None:
-        task = asyncio.create_task(service.infer(ANN, Question("m", {"x": np.zeros(1)})))
+    async def cancel(service: DaemonClient) -> None:
+        task = asyncio.create_task(service.infer(ANN, InferenceRequest("m", {"x": np.zeros(1)})))
         infer, _ = await asyncio.to_thread(fake.next)
         task.cancel()
         message, _ = await asyncio.to_thread(fake.next)

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.gateway.callers import Caller
-from weightd.gateway.shares import Shares
+from weightd.gateway.shares import FairLimit
 
 ALICE, BOB, EVE = Caller("a", "alice"), Caller("b", "bob"), Caller("e", "eve")
 
 
 def test_who_is_alone_has_three_quarters_and_leaves_the_rest_to_who_comes() -> None:
-    shares = Shares(256)
+    shares = FairLimit(256)
     assert sum(shares.take(EVE) for _ in range(1000)) == 192
     assert sum(shares.take(ALICE) for _ in range(1000)) == 48
     assert sum(shares.take(BOB) for _ in range(1000)) == 12
@@ -23,20 +23,20 @@ def test_who_is_alone_has_three_quarters_and_leaves_the_rest_to_who_comes() -> N
 
 
 def test_callers_of_one_tenant_are_one_and_those_of_none_are_told_apart() -> None:
-    shares = Shares(8)
+    shares = FairLimit(8)
     assert sum(shares.take(Caller("e", f"token {number}")) for number in range(9)) == 6
     assert [shares.take(Caller(None, f"token {number}")) for number in range(3)] == [True, True, False]
 
 
 def test_whoever_asks_has_no_share() -> None:
-    shares = Shares(4)
+    shares = FairLimit(4)
     assert [shares.take(None) for _ in range(5)] == [True] * 4 + [False]
     shares.release(None)
     assert shares.take(ALICE)
 
 
 def test_the_first_of_a_caller_may_be_all_there_is() -> None:
-    shares = Shares(100)
+    shares = FairLimit(100)
     assert shares.take(ALICE, 100)
     assert not shares.take(BOB)
     shares.release(ALICE, 100)
@@ -45,7 +45,7 @@ def test_the_first_of_a_caller_may_be_all_there_is() -> None:
 
 @given(st.integers(1, 300), st.lists(st.tuples(st.sampled_from([ALICE, BOB, EVE]), st.integers(-40, 40))))
 def test_the_last_place_is_for_who_has_none(most: int, steps: list[tuple[Caller, int]]) -> None:
-    shares, has = Shares(most), dict.fromkeys((ALICE, BOB, EVE), 0)
+    shares, has = FairLimit(most), dict.fromkeys((ALICE, BOB, EVE), 0)
     for who, count in steps:
         if count < 0:
             given_back = min(-count, has[who])

@@ -6,7 +6,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.turns import PIPELINE_PASSES, CHUNK_S, SLICE_S, Piece, Turns
+from weightd.gateway.turns import PIPELINE_PASSES, CHUNK_S, SLICE_S, ParseChunk, FairRunner
 
 
 class World:
@@ -16,7 +16,7 @@ class World:
         self.now = 0.0
         self.next: list[Callable[[], None]] = []
         self.done: list[str] = []
-        self.turns = Turns(self.next.append, lambda: self.now)
+        self.turns = FairRunner(self.next.append, lambda: self.now)
 
     def want(self, key: str, seconds: float) -> None:
         def work() -> None:
@@ -94,12 +94,12 @@ def test_of_requests_that_were_sent_ahead_one_begins_in_some_passes() -> None:
 
 
 def test_pieces_are_as_large_as_a_their_time_allows() -> None:
-    piece = Piece()
+    piece = ParseChunk()
     for _ in range(20):
         piece.on_parsed(piece.size_bytes, 2 * CHUNK_S)
-    assert piece.size_bytes == Piece.MIN_BYTES
+    assert piece.size_bytes == ParseChunk.MIN_BYTES
     piece.on_parsed(piece.size_bytes - 1, 0.0)
-    assert piece.size_bytes == Piece.MIN_BYTES, "a piece that was not full says nothing"
+    assert piece.size_bytes == ParseChunk.MIN_BYTES, "a piece that was not full says nothing"
     for _ in range(20):
         piece.on_parsed(piece.size_bytes, 0.0)
-    assert piece.size_bytes == Piece.MAX_BYTES
+    assert piece.size_bytes == ParseChunk.MAX_BYTES

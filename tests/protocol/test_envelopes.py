@@ -22,11 +22,11 @@ from weightd.protocol.messages.data import (
     TensorSpec,
 )
 from weightd.protocol.messages.regions import (
-    InputPlace,
+    InputLocation,
     MappedInput,
     MappedOutput,
     MappedRegions,
-    OutputPlace,
+    OutputLocation,
     Regions,
 )
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
@@ -35,7 +35,7 @@ from weightd.protocol.schema import FieldError, plain
 REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())
 X = TensorSpec("x", "UINT8", (0,))
 TWO, THREE = RequestDescription("m", (X, X)), ResponseDescription("m", (X, X, X))
-PLACES = Regions((InputPlace(1, "r", 7),), (OutputPlace(0, "r", 7, 8),))
+PLACES = Regions((InputLocation(1, "r", 7),), (OutputLocation(0, "r", 7, 8),))
 MAPPED = MappedRegions((MappedInput(1, 2**40, 7),), (MappedOutput(0, 2**40, 7, 8),))
 TAGS = {Infer: "infer", InferResponse: "infer_response", Predict: "predict", Result: "result"}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightd.protocol import framing, limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, Incoming, Message, Outgoing, message_prefix
+from weightd.protocol.framing import LARGE_BYTES, FrameReader, Message, FrameWriter, message_prefix
 
 HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
 
@@ -34,7 +34,7 @@ def written(shapes: List[List[int]]) -> Tuple[List[List[bytes]], bytes]:
     return sent, b"".join(message_prefix(frames) + b"".join(frames) for frames in sent)
 
 
-def read(incoming: Incoming, stream: bytes, cuts: List[int], *, targets: bool = True) -> List[Message]:
+def read(incoming: FrameReader, stream: bytes, cuts: List[int], *, targets: bool = True) -> List[Message]:
     """The messages of a stream that comes in pieces, the lengths of which come again and again."""
     messages: List[Message] = []
     position = turn = 0
@@ -69,7 +69,7 @@ def test_any_messages_cut_anywhere_arrive_in_order(
         return nbytes not in refused
 
     bound = data.draw(st.sampled_from([HEADER_BYTES, LARGE_HEADER]))
-    incoming = Incoming(bound, LIMIT, admit, data.draw(st.sampled_from([1, MOST])))
+    incoming = FrameReader(bound, LIMIT, admit, data.draw(st.sampled_from([1, MOST])))
     messages = read(incoming, stream, cuts, targets=data.draw(st.booleans()))
     assert [list(message.lengths) for message in messages] == shapes
     for message, frames in zip(messages, sent):
@@ -94,7 +94,7 @@ def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject)
     sent, stream = written(shapes)
     size = len(message_prefix(sent[-1])) + sum(shapes[-1])
     came = data.draw(st.integers(1, size - 1))
-    incoming = Incoming(LIMIT, LIMIT)
+    incoming = FrameReader(LIMIT, LIMIT)
     assert len(read(incoming, stream[: len(stream) - size + came], [4 * LARGE_BYTES])) == len(shapes) - 1
     assert not incoming.is_idle
     assert incoming.admitted_bytes == (sum(shapes[-1]) if came >= len(message_prefix(sent[-1])) else 0)
@@ -103,7 +103,7 @@ def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject)
 def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "_MAPPED_BYTES", LARGE_BYTES)
     sent, stream = written([[3, 3, 3 * LARGE_BYTES, 5], [2]])
-    messages = read(Incoming(), stream, [LARGE_BYTES + 1])
+    messages = read(FrameReader(), stream, [LARGE_BYTES + 1])
     assert [[bytes(frame) for frame in message.frames] for message in messages] == sent
     assert type(messages[0].frames[2]) is not bytes
 
@@ -112,18 +112,18 @@ def test_what_one_stream_takes_another_with_other_bounds_drops() -> None:
     """How a message is taken apart is remembered for all of them."""
     data = message_prefix([bytes(100)]) + bytes(100)
     for _ in range(2):
-        assert Incoming().receive(data)[0].is_complete
-    assert not Incoming(max_header_bytes=99).receive(data)[0].is_complete
+        assert FrameReader().receive(data)[0].is_complete
+    assert not FrameReader(max_header_bytes=99).receive(data)[0].is_complete
 
 
 def test_what_is_remembered_of_messages_is_bounded() -> None:
     for size in range(1, 1200):
-        Incoming().receive(message_prefix([bytes(size)]) + bytes(size))
+        FrameReader().receive(message_prefix([bytes(size)]) + bytes(size))
     assert len(framing._KNOWN_LAYOUTS) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
 def test_what_is_not_kept_needs_no_memory() -> None:
-    incoming = Incoming(admit=lambda nbytes: False)
+    incoming = FrameReader(admit=lambda nbytes: False)
     incoming.receive(struct.pack("<4I", 3, 1, 1, limits.MAX_FRAME_BYTES) + b"ab")
     target = incoming.read_buffer()
     assert len(target) <= 2**20
@@ -143,7 +143,7 @@ BROKEN = {
 @pytest.mark.parametrize("before", [b"", b"".join(written([[3, 2]])[1:])])
 def test_a_broken_framing_is_told(name: str, before: bytes) -> None:
     broken, text = BROKEN[name]
-    incoming = Incoming(2 * LIMIT, LIMIT)
+    incoming = FrameReader(2 * LIMIT, LIMIT)
     with pytest.raises(RemoteProtocolError, match=text):
         incoming.receive(before + broken)
 
@@ -151,7 +151,7 @@ def test_a_broken_framing_is_told(name: str, before: bytes) -> None:
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.booleans())), st.data())
 def test_what_is_written_in_parts_is_what_was_put(puts: List[Tuple[List[int], bool]], data: st.DataObject) -> None:
     """And descriptors go with the first byte of what they were put with."""
-    outgoing = Outgoing()
+    outgoing = FrameWriter()
     stream, expected, descriptors = b"", {}, 0
     for sizes, wanted in puts:
         pieces: List[Any] = [bytes([size]) * size for size in sizes]
@@ -175,13 +175,13 @@ def test_what_is_written_in_parts_is_what_was_put(puts: List[Tuple[List[int], bo
 
 
 def test_no_more_pieces_are_written_at_once_than_the_kernel_takes() -> None:
-    outgoing = Outgoing()
+    outgoing = FrameWriter()
     outgoing.put([b"x"] * 2000)
     assert len(outgoing.next_chunks()[0]) <= 1024
 
 
 def test_descriptors_that_were_not_sent_come_back() -> None:
-    outgoing = Outgoing()
+    outgoing = FrameWriter()
     outgoing.put([b"ab"], [3])
     outgoing.put([b"cd"], [4, 5])
     outgoing.on_written(1)

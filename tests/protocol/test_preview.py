@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from weightd.protocol import limits, preview, schema
 from weightd.protocol.codec import decode, encode, heading, max_request_items
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import FROM_CHILD, Built, Probing
+from weightd.protocol.messages.children import FROM_CHILD, Built, TryingSelfTest
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
 from weightd.protocol.messages.findings import SelfTestCases
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd.protocol.messages.types import FROM_CLIENT
 
 SCALARS: Any = (
@@ -73,8 +73,8 @@ def test_an_extension_type_is_refused(size: int) -> None:
 SPECS = tuple(TensorSpec(f"{number:02}" + "n" * 254, "FP32", (1,) * 16) for number in range(64))
 SIGNATURES = tuple(TensorSignature(each.name, each.datatype, each.shape) for each in SPECS)
 REGIONS = Regions(
-    tuple(InputPlace(number, "r" * 32, 2**62) for number in range(64)),
-    tuple(OutputPlace(number, "r" * 32, 2**62, 2**62) for number in range(64)),
+    tuple(InputLocation(number, "r" * 32, 2**62) for number in range(64)),
+    tuple(OutputLocation(number, "r" * 32, 2**62, 2**62) for number in range(64)),
 )
 DESCRIPTION = RequestDescription("m" * 256, SPECS, tuple("o" * 256 for _ in range(64)))
 CASES: SelfTestCases = tuple({each.name: each.shape for each in SPECS} for _ in range(16))
@@ -84,7 +84,7 @@ CASES: SelfTestCases = tuple({each.name: each.shape for each in SPECS} for _ in 
     ("message", "table"),
     [
         (Infer("i" * 128, DESCRIPTION, Parameters(1, REGIONS, 1, "t" * 256)), FROM_CLIENT),
-        (Probing(CASES[:4], CASES), FROM_CHILD),
+        (TryingSelfTest(CASES[:4], CASES), FROM_CHILD),
         (Built("", SIGNATURES, SIGNATURES, CASES[:4], "", 0, gears=((1,) * 4,) * 100), FROM_CHILD),
     ],
     ids=lambda each: type(each).__name__,

@@ -16,7 +16,7 @@ from testkit.waiting import until
 from weightd.client import Client, FailedPrecondition
 from weightd.protocol.messages.status import GenerationStatus
 
-from ..e2e.support import Load, Question, ask_all
+from ..e2e.support import Load, SampleRequest, ask_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -42,11 +42,11 @@ def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def questions(slices: Slices) -> list[Question]:
+def questions(slices: Slices) -> list[SampleRequest]:
     """Requests of several sizes, with what the same group answers that is called directly."""
     asked = [inputs(rows, seed=rows) for rows in SIZES]
     with Group(slices.paths, plain=True) as bare:
-        return [Question(each, bare.ask("predict", each)[-1]) for each in asked]
+        return [SampleRequest(each, bare.ask("predict", each)[-1]) for each in asked]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def serving(service: Service) -> GenerationStatus:
 
 
 def test_every_batch_is_answered_as_by_the_same_group_called_directly(
-    client: Client, questions: Sequence[Question]
+    client: Client, questions: Sequence[SampleRequest]
 ) -> None:
     ask_all(client, MODEL, [*questions] * 3)
 
@@ -81,7 +81,7 @@ def test_status_tells_which_rank_is_where_and_which_slice_it_has(service: Servic
     assert [each.name.rpartition(".")[2] for each in ranks] == ["rank0", "rank1"]
 
 
-def test_a_group_goes_on_when_the_daemon_is_restarted(service: ManagedService, questions: Sequence[Question]) -> None:
+def test_a_group_goes_on_when_the_daemon_is_restarted(service: ManagedService, questions: Sequence[SampleRequest]) -> None:
     before = serving(service)
     pids = {each.pid for each in before.processes}
     with service.client() as client:
@@ -97,7 +97,7 @@ def test_a_group_goes_on_when_the_daemon_is_restarted(service: ManagedService, q
     ("who", "number"), [("rank0", signal.SIGKILL), ("rank1", signal.SIGSTOP), ("broker", signal.SIGKILL)]
 )
 def test_who_is_lost_takes_the_group_along_and_no_request(
-    service: Service, questions: Sequence[Question], who: str, number: signal.Signals
+    service: Service, questions: Sequence[SampleRequest], who: str, number: signal.Signals
 ) -> None:
     before = serving(service)
     victim = next(each for each in before.processes if each.name.endswith(f".{who}"))
@@ -135,7 +135,7 @@ def test_a_slice_of_another_network_is_refused_by_the_canary(python: Path, slice
         client.infer(MODEL, inputs(1))
 
 
-def test_two_groups_share_the_queue(python: Path, slices: Slices, questions: Sequence[Question]) -> None:
+def test_two_groups_share_the_queue(python: Path, slices: Slices, questions: Sequence[SampleRequest]) -> None:
     groups = [["cpu", "cpu"], ["cpu", "cpu"]]
     with Service({MODEL: table(python, slices, ranks={"devices": groups})}) as service:
         service.ready(START_S)

@@ -65,7 +65,7 @@ def output(body: bytes) -> NDArray[Any]:
     return np.array(y["data"], np.float32).reshape(y["shape"])
 
 
-class Questions:
+class SampleRequests:
     """Inputs, and what each of several models answers: bit for bit, by the engine itself."""
 
     def __init__(self, plain: Mapping[str, PlainProcess]) -> None:
@@ -79,7 +79,7 @@ class Questions:
         return next((name for name, each in self.answers.items() if np.array_equal(each[index], y)), "")
 
 
-class Books:
+class RequestOutcomes:
     """What came of all requests.
 
     Attributes:
@@ -112,7 +112,7 @@ class Books:
         assert sum(self.outcomes.values()) == self.sent, (self.sent, self.outcomes)
 
 
-class Crowd:
+class LoadClients:
     """Clients that ask one thing after another, within a block.
 
     Args:
@@ -126,17 +126,17 @@ class Crowd:
         allowed: the models that may answer, now.
     """
 
-    def __init__(self, port: int, path: str, questions: Questions, count: int = 8) -> None:
+    def __init__(self, port: int, path: str, questions: SampleRequests, count: int = 8) -> None:
         self._port = port
         self._path = path
         self._questions = questions
         self._ends = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(i,), daemon=True) for i in range(count)]
-        self.books = Books()
+        self.books = RequestOutcomes()
         self.allowed: Collection[str] = ("a",)
         self.right = 0
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> LoadClients:
         for each in self._threads:
             each.start()
         return self

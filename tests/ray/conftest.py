@@ -11,7 +11,7 @@ from testkit import models
 from testkit.plain import PlainProcess
 from testkit.raynodes import Nodes, nodes
 
-from .asking import Questions
+from .asking import SampleRequests
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +24,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def questions(zoo: Path) -> Questions:
+def questions(zoo: Path) -> SampleRequests:
     """Questions with the right answers of both, from the engine itself."""
     with PlainProcess(zoo / "a.onnx", "onnxruntime") as a, PlainProcess(zoo / "b.onnx", "onnxruntime") as b:
-        return Questions({"a": a, "b": b})
+        return SampleRequests({"a": a, "b": b})
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from testkit.raynodes import Nodes, nodes
 from testkit.waiting import until
 
-from .asking import Crowd, Questions
+from .asking import LoadClients, SampleRequests
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -23,12 +23,12 @@ def three() -> Iterator[Nodes]:
 
 
 def test_each_request_is_answered_once_and_right_whatever_happens_to_nodes(
-    three: Nodes, zoo: Path, questions: Questions
+    three: Nodes, zoo: Path, questions: SampleRequests
 ) -> None:
     a = {"model": str(zoo / "a.onnx"), "workers": 1}
     b = {**a, "model": str(zoo / "b.onnx"), "name": "a"}
     three.run(three.application("m", a, num_replicas=1))
-    with Crowd(three.http, "/m/v2/models/a/infer", questions) as crowd:
+    with LoadClients(three.http, "/m/v2/models/a/infer", questions) as crowd:
         crowd.wait(100)
 
         three.run(three.application("m", a, num_replicas=3))
@@ -58,17 +58,17 @@ def test_each_request_is_answered_once_and_right_whatever_happens_to_nodes(
     crowd.books.check()
 
 
-def test_replicas_come_and_go_with_the_load(three: Nodes, zoo: Path, questions: Questions) -> None:
+def test_replicas_come_and_go_with_the_load(three: Nodes, zoo: Path, questions: SampleRequests) -> None:
     scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 1.5, "upscale_delay_s": 0.5}
     patience = {"downscale_delay_s": 2.0, "metrics_interval_s": 0.5, "look_back_period_s": 1.0}
     a = {"model": str(zoo / "a.onnx"), "workers": 1}
     three.run(three.application("m", a, autoscaling_config={**scaling, **patience}))
     path = "/m/v2/models/a/infer"
-    with Crowd(three.http, path, questions, count=16) as many:
+    with LoadClients(three.http, path, questions, count=16) as many:
         until(lambda: three.running("m") == 3, "each node has a replica", 120)
         many.wait(100)
     # One client has one request at most, fewer than a replica is meant to have: those that go answer what they have.
-    with Crowd(three.http, path, questions, count=1) as few:
+    with LoadClients(three.http, path, questions, count=1) as few:
         until(lambda: three.running("m") == 1, "the load is that of one replica", 120)
         until(lambda: len(three.pids("weightd.ray.guard")) == 1, "the others leave nothing")
         few.wait(20)

@@ -22,7 +22,7 @@ from weightd.protocol.errors import NotFound, Unavailable
 from weightd.ray import publish, publishing, unpublish
 from weightd.shared.modelfile import ModelFileError, digest
 
-from .asking import Questions, ask, output
+from .asking import SampleRequests, ask, output
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,7 +41,7 @@ def kept(one: Nodes) -> list[Path]:
 
 
 def test_a_replica_serves_what_was_published_and_its_host_has_one_copy(
-    one: Nodes, zoo: Path, published: str, questions: Questions
+    one: Nodes, zoo: Path, published: str, questions: SampleRequests
 ) -> None:
     assert published == "sha256:" + hashlib.sha256((zoo / "a.onnx").read_bytes()).hexdigest()
     a = {"model": published, "name": "a"}

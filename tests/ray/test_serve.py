@@ -29,7 +29,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
 
-from .asking import Questions, ask, inference, output
+from .asking import SampleRequests, ask, inference, output
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
@@ -44,7 +44,7 @@ def app(one: Nodes, zoo: Path) -> Iterator[Nodes]:
     one.delete("m")
 
 
-def test_over_http_it_is_the_gateway(app: Nodes, questions: Questions) -> None:
+def test_over_http_it_is_the_gateway(app: Nodes, questions: SampleRequests) -> None:
     reply = ask(app.http, "/m/v2/models/a/infer", questions.bodies[0], traceparent=TRACE)
     assert reply.status == 200
     assert questions.model_of(0, output(reply.body)) == "a"
@@ -73,7 +73,7 @@ def test_an_error_over_http_is_the_gateways(
     assert text in reply.body
 
 
-def test_a_handle_takes_arrays_and_references_to_arrays(app: Nodes, questions: Questions) -> None:
+def test_a_handle_takes_arrays_and_references_to_arrays(app: Nodes, questions: SampleRequests) -> None:
     handle = serve.get_app_handle("m")
     x = questions.inputs[1]
     for given in (x, ray.put(x)):
@@ -82,7 +82,7 @@ def test_a_handle_takes_arrays_and_references_to_arrays(app: Nodes, questions: Q
     assert handle.metadata.remote().result()["name"] == "a"
 
 
-def test_an_error_by_a_handle_is_what_it_is(app: Nodes, questions: Questions) -> None:
+def test_an_error_by_a_handle_is_what_it_is(app: Nodes, questions: SampleRequests) -> None:
     handle = serve.get_app_handle("m")
     with pytest.raises(InvalidArgument, match="z is not an input"):
         handle.infer.remote({"z": questions.inputs[0]}).result()
@@ -182,7 +182,7 @@ def test_a_caller_that_hangs_up_takes_its_request_back(slow: Nodes) -> None:
     until(lambda: cancelled(slow) != before, "it is taken back")
 
 
-def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, questions: Questions) -> None:
+def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, questions: SampleRequests) -> None:
     (guard,) = app.supervisors("m")
     pid = daemon_of(guard)
     os.kill(pid, signal.SIGKILL)
@@ -220,7 +220,7 @@ def test_arguments_that_are_wrong_are_told_by_serve(one: Nodes) -> None:
     one.delete("wrong")
 
 
-def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path, questions: Questions) -> None:
+def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path, questions: SampleRequests) -> None:
     with Service({"a": {"path": zoo / "a.onnx", "workers": 1}}) as service:
         one.run(one.application("host", {"address": service.address, "name": "a"}))
         reply = ask(one.http, "/host/v2/models/a/infer", questions.bodies[3])
@@ -229,7 +229,7 @@ def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path
         assert Path(f"/proc/{service.pid}").exists()
 
 
-def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: Questions) -> None:
+def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: SampleRequests) -> None:
     (guard,) = app.supervisors("m")
     room = room_of(app, guard)
     (replica,) = app.replicas("m")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightd.protocol import limits
 from weightd.shared import mindir
-from weightd.shared.mindir import MindIr, Tensor
+from weightd.shared.mindir import MindIr, MindIrTensor
 from weightd.shared.protobuf import Malformed
 
 Value = Union[int, bytes, str]
@@ -77,13 +77,13 @@ MODEL = model(
 
 def test_inputs_are_called_as_the_arguments_and_outputs_are_numbered() -> None:
     assert read(MODEL) == MindIr(
-        (Tensor("x", "FP32", (-1, 16)), Tensor("mask", "FP16", (4,))), (Tensor("output_0", "FP32", (-1, 8)),), True
+        (MindIrTensor("x", "FP32", (-1, 16)), MindIrTensor("mask", "FP16", (4,))), (MindIrTensor("output_0", "FP32", (-1, 8)),), True
     )
 
 
 def test_what_another_program_has_written_keeps_its_names() -> None:
     data = model((5, described("a:0", 6)), (6, described("sum", 6)), producer="MindSpore Lite")
-    assert read(data) == MindIr((Tensor("a:0", "INT32", ()),), (Tensor("sum", "INT32", ()),), False)
+    assert read(data) == MindIr((MindIrTensor("a:0", "INT32", ()),), (MindIrTensor("sum", "INT32", ()),), False)
 
 
 def test_each_tensor_of_tuples_is_an_output() -> None:
@@ -91,7 +91,7 @@ def test_each_tensor_of_tuples_is_an_output() -> None:
     data = model((6, several("f:CNode_3:1", leaf(6, FREE), inner, leaf(11, 1, 2))))
     names = ["output_0", "output_1", "output_2", "output_3"]
     kinds = [("INT32", (-1,)), ("INT64", (2,)), ("BOOL", ()), ("FP64", (1, 2))]
-    assert read(data).outputs == tuple(Tensor(name, *kind) for name, kind in zip(names, kinds))
+    assert read(data).outputs == tuple(MindIrTensor(name, *kind) for name, kind in zip(names, kinds))
 
 
 def test_packed_dimensions_are_read_as_the_others() -> None:
@@ -106,19 +106,19 @@ def test_one_dimension_of_minus_two_is_any_rank() -> None:
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        ([Tensor("x", "FP32", (-1,))], ""),
-        ([Tensor("x", "FP32", None)], ""),
-        ([Tensor("x", "bfloat16", ())], "bfloat16 has no datatype on the wire"),
-        ([Tensor("x", "datatype 99", ())], "datatype 99 has no datatype"),
-        ([Tensor("x", "FP32", ()), Tensor("x", "FP32", ())], "two of this name"),
-        ([Tensor("", "FP32", ())], "expected a name of 1 to 256 bytes"),
-        ([Tensor("x" * 257, "FP32", ())], "expected a name of 1 to 256 bytes"),
-        ([Tensor("x", "FP32", (1,) * 17)], "expected at most 16 dimensions"),
-        ([Tensor("x", "FP32", (2**41,))], "expected at most 1099511627776"),
-        ([Tensor(f"x{n}", "FP32", ()) for n in range(65)], "expected at most 64 inputs"),
+        ([MindIrTensor("x", "FP32", (-1,))], ""),
+        ([MindIrTensor("x", "FP32", None)], ""),
+        ([MindIrTensor("x", "bfloat16", ())], "bfloat16 has no datatype on the wire"),
+        ([MindIrTensor("x", "datatype 99", ())], "datatype 99 has no datatype"),
+        ([MindIrTensor("x", "FP32", ()), MindIrTensor("x", "FP32", ())], "two of this name"),
+        ([MindIrTensor("", "FP32", ())], "expected a name of 1 to 256 bytes"),
+        ([MindIrTensor("x" * 257, "FP32", ())], "expected a name of 1 to 256 bytes"),
+        ([MindIrTensor("x", "FP32", (1,) * 17)], "expected at most 16 dimensions"),
+        ([MindIrTensor("x", "FP32", (2**41,))], "expected at most 1099511627776"),
+        ([MindIrTensor(f"x{n}", "FP32", ()) for n in range(65)], "expected at most 64 inputs"),
     ],
 )
-def test_what_could_not_be_sent_is_told(tensors: List[Tensor], problem: str) -> None:
+def test_what_could_not_be_sent_is_told(tensors: List[MindIrTensor], problem: str) -> None:
     found = list(mindir.find_problems("input", tensors))
     assert (problem in found[0]) if problem else not found
 
@@ -161,7 +161,7 @@ def test_weights_are_skipped(tmp_path: Path) -> None:
         file.seek(size, io.SEEK_CUR)
         file.write(graph)
     with path.open("rb") as file:
-        assert mindir.read(file).outputs == (Tensor("output_0", "FP32", (3,)),)
+        assert mindir.read(file).outputs == (MindIrTensor("output_0", "FP32", (3,)),)
 
 
 def survives(data: bytes) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.shared.modelfile import (
-    Model,
+    OpenModel,
     ModelFileError,
     check_locations,
     digest,
@@ -390,7 +390,7 @@ def test_a_file_is_not_another_one_when_it_is_read(tmp_path: Path, replaced: boo
     (tmp_path / "w.bin").write_bytes(b"x")
     path = model(tmp_path, "w.bin")
     content = path.read_bytes()
-    with Model(path) as opened:
+    with OpenModel(path) as opened:
         (tmp_path / "w.bin").unlink()
         path.unlink()
         if replaced:

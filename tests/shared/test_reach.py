@@ -12,8 +12,8 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 
-from weightd.shared.modelfile import Model, ModelFileError, digest, open_file
-from weightd.shared.reach import OPERATOR, Grant, NotTheirs, Reach, _has_right
+from weightd.shared.modelfile import OpenModel, ModelFileError, digest, open_file
+from weightd.shared.reach import OPERATOR, Grant, AccessDenied, SafePathWalker, _has_right
 
 from .test_modelfile import mindir, model
 
@@ -55,12 +55,12 @@ def alice_is_staff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path, *, trusting: bool = False) -> bytes:
-    with Reach(is_trusting=trusting) as walk, walk.open_file(walk.root(), str(path))[0] as file:
+    with SafePathWalker(is_trusting=trusting) as walk, walk.open_file(walk.root(), str(path))[0] as file:
         return file.read()
 
 
 def read_by(grant: Grant, path: Path) -> bytes:
-    with Reach(grant=grant) as walk, walk.open_file(*walk.starting_directory(str(path)))[0] as file:
+    with SafePathWalker(grant=grant) as walk, walk.open_file(*walk.starting_directory(str(path)))[0] as file:
         return file.read()
 
 
@@ -95,7 +95,7 @@ def test_a_link_leads_where_its_owner_may_read(
     if allowed:
         assert read(link) == b"secret"
     else:
-        with pytest.raises(NotTheirs) as caught:
+        with pytest.raises(AccessDenied) as caught:
             read(link)
         owner, mode, gid = secret
         whose = f"uid {owner}, gid {gid}, mode {mode:04o}"
@@ -115,7 +115,7 @@ def test_a_directory_behind_a_link_is_open_to_who_made_the_link(tmp_path: Path, 
     own(link, ALICE)
     assert read(link) == b"secret"
     own(closed, BOB, 0o700)
-    with pytest.raises(NotTheirs, match=f"uid {ALICE}, .* may not enter closed "):
+    with pytest.raises(AccessDenied, match=f"uid {ALICE}, .* may not enter closed "):
         read(link)
     assert read(closed / "secret") == b"secret"
 
@@ -128,7 +128,7 @@ def test_every_link_on_the_way_counts(tmp_path: Path, own: Own) -> None:
     assert read(tmp_path / "current" / "link") == b"secret"
     own(tmp_path / "current", ALICE)
     for name in ("link", "secret"):
-        with pytest.raises(NotTheirs, match=f"uid {ALICE}, "):
+        with pytest.raises(AccessDenied, match=f"uid {ALICE}, "):
             read(tmp_path / "current" / name)
 
 
@@ -198,7 +198,7 @@ def test_a_path_leads_where_the_user_that_names_it_may_read(
     if allowed:
         assert read_by(Grant(ALICE, gids), path) == b"secret"
     else:
-        with pytest.raises(NotTheirs, match=f"uid {ALICE}, .* may not read secret .* model_dirs of its tenant"):
+        with pytest.raises(AccessDenied, match=f"uid {ALICE}, .* may not read secret .* model_dirs of its tenant"):
             read_by(Grant(ALICE, gids), path)
     assert read_by(OPERATOR, path) == b"secret"
 
@@ -210,7 +210,7 @@ def test_who_may_not_search_a_directory_does_not_learn_what_is_in_it(tmp_path: P
     own(closed, BOB, 0o710)
     texts = []
     for name in ("there", "missing"):
-        with pytest.raises(NotTheirs) as caught:
+        with pytest.raises(AccessDenied) as caught:
             read_by(Grant(ALICE), closed / name)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
@@ -253,7 +253,7 @@ def test_an_access_control_list_counts_as_in_the_kernel(
     if allowed:
         assert read_by(Grant(ALICE, gids), path) == b"secret"
     else:
-        with pytest.raises(NotTheirs):
+        with pytest.raises(AccessDenied):
             read_by(Grant(ALICE, gids), path)
 
 
@@ -294,11 +294,11 @@ def test_below_the_directories_of_a_grant_every_file_is_read_and_no_other(tmp_pa
     # By its text it lies in the directory; whoever owns a link, here the operator, it leads nowhere else.
     for target in ("../secret", str(tmp_path / "secret")):
         (given / "link").symlink_to(target)
-        with pytest.raises(NotTheirs, match=f"a link leads out of {given}; .*model_dirs"):
+        with pytest.raises(AccessDenied, match=f"a link leads out of {given}; .*model_dirs"):
             read_by(grant, given / "link")
         (given / "link").unlink()
     for path in (given / ".." / "secret", tmp_path / "secret", given.with_name("given2") / ".." / "secret"):
-        with pytest.raises((NotTheirs, FileNotFoundError)):
+        with pytest.raises((AccessDenied, FileNotFoundError)):
             read_by(grant, path)
 
 
@@ -342,7 +342,7 @@ def test_a_model_names_what_its_owner_may_read(tmp_path: Path, own: Own, kind: K
     with pytest.raises(ModelFileError, match=expected):
         digest(path)
     # The daemon's own copy is read all the same.
-    with Model(path, is_own_copy=True) as copy:
+    with OpenModel(path, is_own_copy=True) as copy:
         assert len(copy.files) == 2
     own(external, ALICE, 0o600)
     assert digest(path)
@@ -379,16 +379,16 @@ def test_each_file_of_a_model_is_one_that_the_user_may_read_who_names_the_model(
     own(external, BOB, 0o640, STAFF)
     # The model file itself is the operator's, and for everybody.
     with pytest.raises(ModelFileError, match=f"^{external}: uid {ALICE}, .* may not read {external.name} "):
-        Model(path, grant=Grant(ALICE))
+        OpenModel(path, grant=Grant(ALICE))
     for grant in (OPERATOR, Grant(ALICE, (STAFF,)), Grant(ALICE, (), (str(tmp_path),))):
-        with Model(path, grant=grant) as read:
+        with OpenModel(path, grant=grant) as read:
             read.check_unchanged()
             assert len(read.files) == 2
             with read.open(read.files[1]) as file:
                 assert file.read() == b"x"
     own(path, BOB, 0o600)
     with pytest.raises(ModelFileError, match=f"^{path}: uid {ALICE}, .* may not read {path.name} "):
-        Model(path, grant=Grant(ALICE))
+        OpenModel(path, grant=Grant(ALICE))
 
 
 def test_weights_are_read_for_who_has_chosen_them(tmp_path: Path, own: Own) -> None:

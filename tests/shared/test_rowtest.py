@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.rowtest.bits import differing_rows
-from weightd.shared.rowtest.rows import SPECIALS, Special, TestRows, rows_with_special_values
+from weightd.shared.rowtest.rows import SPECIALS, SpecialFloats, TestRows, rows_with_special_values
 
 DTYPES = {"FP16": ("<f2", 10), "FP32": ("<f4", 23), "FP64": ("<f8", 52)}
 
@@ -21,10 +21,10 @@ def kind_of(bits: int, nbytes: int, mantissa: int) -> Any:
     sign = 1 << (8 * nbytes - 1)
     exponent, rest = (bits & ~sign) >> mantissa, bits & ((1 << mantissa) - 1)
     if exponent == (sign >> mantissa) - 1:
-        return Special.NAN if rest else Special.INFINITY
+        return SpecialFloats.NAN if rest else SpecialFloats.INFINITY
     if exponent:
         return None
-    return Special.SUBNORMAL if rest else Special.NEGATIVE_ZERO if bits & sign else None
+    return SpecialFloats.SUBNORMAL if rest else SpecialFloats.NEGATIVE_ZERO if bits & sign else None
 
 
 @pytest.mark.parametrize("datatype", DTYPES)
@@ -56,7 +56,7 @@ def test_every_other_row_has_special_values_and_all_kinds_are_there(datatype: st
     # The others, and what the test has used before, stay as they were.
     before = rows.select([*range(16)])
     assert found["x"][1::2].tobytes() == before["x"][1::2].tobytes()
-    assert not rows_with_special_values(before, ["x"], [Special.NAN, Special.INFINITY]).any()
+    assert not rows_with_special_values(before, ["x"], [SpecialFloats.NAN, SpecialFloats.INFINITY]).any()
     assert not TestRows(inputs[1:], {"i": (1, 2)}).has_floats
 
 

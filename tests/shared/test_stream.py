@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Tuple, cast
 import pytest
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming, Message, message_prefix
+from weightd.protocol.framing import FrameReader, Message, message_prefix
 from weightd.shared.stream import Stream
 
 FRAMES = [b"envelope", b"", b"tensor" * 100]
@@ -174,7 +174,7 @@ def test_a_broken_framing_is_told() -> None:
     with first, second:
         first.send(struct.pack("<2I", 1, 65))
         with pytest.raises(RemoteProtocolError, match="at most 64 bytes"):
-            Stream(second, Incoming(max_frame_bytes=64)).receive()
+            Stream(second, FrameReader(max_frame_bytes=64)).receive()
 
 
 # --- descriptors ----------------------------------------------------------------------------------------------------

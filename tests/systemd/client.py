@@ -47,7 +47,7 @@ def load(address: str, file: str) -> Report:
     """Keep asking; whatever happens is counted."""
     questions = _questions(file)
     ended = _end_of_input()
-    tally = _Tally()
+    tally = _Outcomes()
     while not ended.is_set():
         try:
             with Client(address, timeout=TIMEOUT_S) as client:
@@ -60,7 +60,7 @@ def load(address: str, file: str) -> Report:
     return tally.report()
 
 
-def _round(client: Client, questions: Questions, tally: _Tally) -> None:
+def _round(client: Client, questions: Questions, tally: _Outcomes) -> None:
     """Ask some questions at once; each of them ends in something that is counted."""
     pending = [(client.submit("mlp", {"x": x}), y) for x, y in questions]
     for each, y in pending:
@@ -70,7 +70,7 @@ def _round(client: Client, questions: Questions, tally: _Tally) -> None:
             tally.error(error)
 
 
-class _Tally:
+class _Outcomes:
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()

@@ -33,11 +33,11 @@ import zmq
 
 from testkit import mindir
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Predict, Probe, Probing, Result, Stop
+from weightd.protocol.messages.children import FROM_CHILD, Predict, ContinueSelfTest, TryingSelfTest, Result, Stop
 from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.engine import Engine, BuildSettings
 
 M = TypeVar("M")
 
@@ -74,7 +74,7 @@ def model(onnx: Path) -> Callable[[str], Path]:
 @pytest.fixture
 def engine() -> Engine:
     """This interpreter's engine, not built yet."""
-    return ENGINES[ENGINE](Settings(1, "cpu"))
+    return ENGINES[ENGINE](BuildSettings(1, "cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +83,7 @@ def built(model: Callable[[str], Path]) -> Callable[[str], Engine]:
 
     @functools.lru_cache(maxsize=None)
     def build(name: str) -> Engine:
-        made = ENGINES[ENGINE](Settings(1, "cpu"))
+        made = ENGINES[ENGINE](BuildSettings(1, "cpu"))
         made.build(str(model(name)))
         return made
 
@@ -189,9 +189,9 @@ class Daemon:
         """Wait for the next message, which has to be of this kind and from this child."""
         peer, *frames = self.socket.recv_multipart()
         message = decode(frames, FROM_CHILD)
-        if isinstance(message, Probing):
+        if isinstance(message, TryingSelfTest):
             if message.cases:
-                self.tell(name, Probe())
+                self.tell(name, ContinueSelfTest())
             return self.hear(name, kind)
         assert (peer.decode(), type(message)) == (name, kind), message
         assert isinstance(message, kind)

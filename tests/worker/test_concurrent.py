@@ -19,18 +19,18 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import (
     FROM_CHILD,
-    Back,
+    Reconnected,
     Failed,
     Hello,
     Ping,
     Pong,
     Predict,
     Result,
-    Skip,
-    Skipped,
+    CancelPredict,
+    PredictCancelled,
     Stop,
-    Together,
-    Unmap,
+    BeginBatch,
+    UnmapRegion,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
 from weightd.protocol.tensors import frame_of, spec_of
@@ -38,8 +38,8 @@ from weightd.worker import exits
 from weightd.worker.batching import trials
 from weightd.worker.concurrent import ConcurrentSession
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import Doubtful, Spoilt
-from weightd.worker.session import Files
+from weightd.worker.engines.errors import MaybeCorrupted, ModelCorrupted
+from weightd.worker.session import ChildFiles
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 1)),), (TensorSignature("y", "FP32", (-1, 1)),))
 SIZE = 3
@@ -98,7 +98,7 @@ class Script:
         self._orders = list(orders)
         self._choose = choose
         self._late = late
-        self.session: Any = cast(Any, ConcurrentSession)(self, engine, Files("/m", "/s"))
+        self.session: Any = cast(Any, ConcurrentSession)(self, engine, ChildFiles("/m", "/s"))
         self.session._predictor.regions.unmap = self._unmap
 
     def run(self) -> int:
@@ -159,7 +159,7 @@ def predict(number: int) -> Frames:
 
 def told(script: Script) -> List[Any]:
     """What was answered, in its order: the number of a request, or its error."""
-    kinds = (Result, Failed, Skipped, Pong, Back)
+    kinds = (Result, Failed, PredictCancelled, Pong, Reconnected)
     return [each.request if isinstance(each, Result) else each for each in script.sent if isinstance(each, kinds)]
 
 
@@ -185,14 +185,14 @@ def asked(draw: st.DrawFn) -> Tuple[List[str], List[Frames], Dict[float, BaseExc
     count = 0
     for kind in kinds:
         if kind == "together":
-            orders.append(encode(Together(REQUESTS[kind], 0)))
+            orders.append(encode(BeginBatch(REQUESTS[kind], 0)))
         orders += map(predict, range(count, count + REQUESTS.get(kind, 0)))
         if kind in REQUESTS and draw(st.booleans()):
             fails[count] = InvalidArgument("not this one")
         elif kind == "skip":
-            orders.append(encode(Skip(draw(st.integers(0, max(0, count - 1))))))
+            orders.append(encode(CancelPredict(draw(st.integers(0, max(0, count - 1))))))
         elif kind not in REQUESTS:
-            orders.append(PING if kind == "ping" else encode(Unmap(7)))
+            orders.append(PING if kind == "ping" else encode(UnmapRegion(7)))
         count += REQUESTS.get(kind, 0)
     return kinds, orders, fails
 
@@ -209,7 +209,7 @@ def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, dat
 
     script = Script(engine, [*frames, STOP], choose, lambda: data.draw(st.booleans()))
     assert script.run() == exits.OK
-    answers = [each for each in script.sent if isinstance(each, (Result, Failed, Skipped))]
+    answers = [each for each in script.sent if isinstance(each, (Result, Failed, PredictCancelled))]
     assert sorted(each.request for each in answers) == [*range(sum(REQUESTS.get(kind, 0) for kind in kinds))]
     assert all(values == [2.0 * number] for number, values in script.values.items())
     assert {each.request for each in answers if isinstance(each, Failed)} == engine.outcomes.keys() & set(engine.begun)
@@ -219,9 +219,9 @@ def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, dat
     pongs = [index for index, each in enumerate(script.sent) if isinstance(each, Pong)]
     for ping, pong in zip(pings, pongs):
         count = sum(REQUESTS.get(kind, 0) for kind in kinds[:ping])
-        before = [each for each in script.sent[:pong] if isinstance(each, (Result, Failed, Skipped))]
+        before = [each for each in script.sent[:pong] if isinstance(each, (Result, Failed, PredictCancelled))]
         assert {each.request for each in before} >= set(range(count))
-        assert all(each.request < count or isinstance(each, Skipped) for each in before)
+        assert all(each.request < count or isinstance(each, PredictCancelled) for each in before)
 
 
 def test_each_is_answered_when_it_has_ended() -> None:
@@ -232,7 +232,7 @@ def test_each_is_answered_when_it_has_ended() -> None:
 
 def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_after_it() -> None:
     engine = Engine()
-    engine.outcomes = {2: Spoilt("gone"), 3: Doubtful("perhaps")}
+    engine.outcomes = {2: ModelCorrupted("gone"), 3: MaybeCorrupted("perhaps")}
     orders = [predict(1), predict(2), predict(3), predict(4), STOP]
     script = Script(engine, orders, one_after_another(None, None, None, 2, 3, 1))
     assert script.run() == exits.MODEL_CORRUPTED
@@ -243,7 +243,7 @@ def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_a
 
 def test_of_two_that_spoil_it_each_is_told() -> None:
     engine = Engine()
-    engine.outcomes = {1: Spoilt("one"), 2: RuntimeError("two")}
+    engine.outcomes = {1: ModelCorrupted("one"), 2: RuntimeError("two")}
     script = Script(engine, [predict(1), predict(2), predict(3), STOP], one_after_another(None, None, 2, 1, 3))
     assert script.run() == exits.MODEL_CORRUPTED
     assert told(script) == [
@@ -259,14 +259,14 @@ def test_another_daemon_gets_no_answer_that_it_has_not_asked_for() -> None:
     orders: List[Optional[Frames]] = [*map(predict, range(1, 6)), PING, None, predict(9), STOP]
     script = Script(engine, orders, one_after_another(*[None] * 6, None, 9))
     assert script.run() == exits.OK
-    assert told(script) == [Back(), Pong(), 9]
+    assert told(script) == [Reconnected(), Pong(), 9]
     assert engine.begun[SIZE:] == [9]
 
 
 @pytest.mark.parametrize("ends_before", [False, True])
 def test_one_that_has_spoilt_it_when_another_daemon_comes_ends_unheard(ends_before: bool) -> None:
     engine = Engine()
-    engine.outcomes = {1: Spoilt("gone")}
+    engine.outcomes = {1: ModelCorrupted("gone")}
     chosen = one_after_another(None, 1, None) if ends_before else one_after_another(None, None)
     script = Script(engine, [predict(1), predict(2), None], chosen)
     assert script.run() == exits.MODEL_CORRUPTED
@@ -291,7 +291,7 @@ class Two(FakeEngine):
 def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_SELDOM", 1)
     engine = Two(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
-    job = [encode(Together(2)), predict(1), predict(2)]
+    job = [encode(BeginBatch(2)), predict(1), predict(2)]
     orders: List[List[Frames]] = [job, job, [], [STOP]]
 
     class Quiet(Script):

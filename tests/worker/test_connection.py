@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage, Forked
+from weightd.protocol.messages.children import FROM_CHILD, Reconnected, ChildMessage, Forked
 from weightd.shared import monitor
 from weightd.shared.stream import Stream
-from weightd.worker.connection import Connection
+from weightd.worker.connection import WorkerConnection
 
 LIMIT_MS = 20_000
 
@@ -36,7 +36,7 @@ class Ends:
         self.lane: Optional[Stream] = None
         self.worker = context.socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, b"w1")
-        self.connection = Connection(self.worker, self._address)
+        self.connection = WorkerConnection(self.worker, self._address)
 
     def replace(self, *, has_lane: bool = False) -> None:
         """Put another daemon in the place of the one before; wait until the worker is connected to it."""
@@ -55,7 +55,7 @@ class Ends:
 
     def accept(self) -> Stream:
         """Hear that the worker is back; return the lane that it has connected before: the last one."""
-        assert self.hear() == Back()
+        assert self.hear() == Reconnected()
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -103,7 +103,7 @@ class Ends:
             while len(self._received) < count:
                 messages = self.connection.receive()
                 if messages is None:
-                    self.connection.send(encode(Back()))
+                    self.connection.send(encode(Reconnected()))
                 else:
                     self._received += [bytes(frames[0]) for frames in messages]
 
@@ -158,7 +158,7 @@ def test_it_hears_once_of_each_daemon_that_follows(ends: Ends) -> None:
     for number in (b"0", b"1", b"2"):
         with ends.waiting(number):
             ends.replace()
-            assert ends.hear() == Back()
+            assert ends.hear() == Reconnected()
             ends.tell(number)
         with ends.waiting(b"more"):
             ends.tell(b"more")
@@ -172,7 +172,7 @@ def test_what_is_there_is_read_first(ends: Ends) -> None:
     with ends.waiting(b"two"):
         pass
     with ends.waiting(b"three"):
-        assert ends.hear() == Back()
+        assert ends.hear() == Reconnected()
         ends.tell(b"three")
 
 
@@ -180,7 +180,7 @@ def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(ends
     ends.replace()
     ends.replace()
     with ends.waiting(b"two"):
-        assert [ends.hear(), ends.hear()] == [Back(), Back()]
+        assert [ends.hear(), ends.hear()] == [Reconnected(), Reconnected()]
         ends.tell(b"two")
     assert ends.silent()
 
@@ -207,7 +207,7 @@ def test_what_has_come_by_the_lane_comes_first(ends: Ends) -> None:
     ends.tell(b"stop")
     assert ends.worker.poll(LIMIT_MS)
     # Whoever sends hears what has come, instead of who waits.
-    ends.connection.send(encode(Back()))
+    ends.connection.send(encode(Reconnected()))
     with ends.waiting(b"predict", b"stop"):
         pass
     assert ends.connection.receive(0) == ends.connection.receive(0.01) == []
@@ -223,8 +223,8 @@ def test_what_lies_behind_a_large_request_is_read_with_it(ends: Ends) -> None:
 def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:
     with ends.waiting(b"predict"):
         ends.tell(b"predict")
-    ends.connection.reply(encode(Back()))
-    assert ends.hear() == Back()
+    ends.connection.reply(encode(Reconnected()))
+    assert ends.hear() == Reconnected()
 
 
 def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:

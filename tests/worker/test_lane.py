@@ -15,7 +15,7 @@ import pytest
 
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.shared.stream import Stream
-from weightd.worker.lane import LaneConnection
+from weightd.worker.lane import ChannelConnection
 
 LIMIT_S = 20
 
@@ -28,7 +28,7 @@ class Daemons:
         self._listener: Optional[socket.socket] = None
         self.lane: Optional[Stream] = None
         self.listen()
-        self.connection = LaneConnection(f"ipc://{directory}/children")
+        self.connection = ChannelConnection(f"ipc://{directory}/children")
         self.let_in()
 
     def listen(self) -> None:

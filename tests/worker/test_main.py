@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from weightd.protocol.messages.children import Attach, Attached, Broken, Build, Built, Hello, Settle
+from weightd.protocol.messages.children import Attach, Attached, ProcessFailed, Build, Built, Hello, TrimStore
 from weightd.protocol.version import VERSION
 from weightd.worker import exits
 
@@ -74,7 +74,7 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     assert built.shared_bytes >= attached.shared_bytes >= 4 * MIB - 64 * 1024
     # A store that cannot be settled costs a warning.
     (daemon.directory / "store").unlink()
-    daemon.tell("h", Settle())
+    daemon.tell("h", TrimStore())
 
     i, j = np.ogrid[:1024, :1024]
     weights = ((i + 3 * j) % 5 - 2).astype(np.float32)
@@ -140,7 +140,7 @@ def test_a_store_that_cannot_be_written_or_read_costs_only_memory(daemon: Daemon
 
 def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path / "none.onnx")
-    broken, _ = daemon.hear("h", Broken)
+    broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{tmp_path}/none.onnx: ")
     assert daemon.stop("h") == exits.CANNOT_BUILD
 
@@ -148,7 +148,7 @@ def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_p
 @pytest.mark.skipif(importlib.util.find_spec(OTHER) is not None, reason="this interpreter has both engines")
 def test_an_engine_that_this_interpreter_has_not_is_told_with_a_hint(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path, engine=OTHER)
-    broken, _ = daemon.hear("h", Broken)
+    broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
     assert daemon.stop("h") == exits.NO_ENGINE
     assert "Traceback" not in daemon.log("h")
@@ -160,7 +160,7 @@ def test_an_engine_whose_import_fails_in_any_way_is_told(
     (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     daemon.start("h", tmp_path)
-    broken, _ = daemon.hear("h", Broken)
+    broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason == f"{sys.executable}: numpy.ndarray size changed"
     assert daemon.stop("h") == exits.NO_ENGINE
     assert "Traceback" in daemon.log("h")

@@ -14,14 +14,14 @@ from ascendsim import Host, environment, ledger, models
 from testkit.fakeengine import FakeEngine, sequence
 from testkit.script import Script
 from weightd.protocol.codec import encode
-from weightd.protocol.messages.children import Back, Broken, Failed, Hello, Ping, Pong, Predict, Result, Stop
+from weightd.protocol.messages.children import Reconnected, ProcessFailed, Failed, Hello, Ping, Pong, Predict, Result, Stop
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.ranks import Enter, Entered, Warm, Warmed
+from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RunSelfTest, SelfTestDone
 from weightd.protocol.tensors import frame_of, spec_of
-from weightd.shared.members import Member, Members, joint_digest
+from weightd.shared.members import GroupMember, GroupMembers, joint_digest
 from weightd.worker import exits
 from weightd.worker.engines.engine import ModelSignature
-from weightd.worker.members import MembersSession
+from weightd.worker.members import MultiModelSession
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -38,7 +38,7 @@ class House:
         self.paths = [models.mlp(directory / f"m{seed}.mindir", batch=2, seed=seed) for seed in (1, 2)]
 
     def begin(self, share: str = "workspace", *, device: str = "ascend:0", samples: Sequence[str] = ("", "")) -> None:
-        told = Members(share, tuple(Member(str(path), sample=each) for path, each in zip(self.paths, samples)))
+        told = GroupMembers(share, tuple(GroupMember(str(path), sample=each) for path, each in zip(self.paths, samples)))
         arguments = ["--role", "rank", "--members", told.json()]
         variables = environment(self.host)
         self.daemon.start("g", Path(), *arguments, engine="mindspore_lite", device=device, variables=variables)
@@ -47,12 +47,12 @@ class House:
         self.begin(share, **settings)
         return self.daemon.hear("g", Hello)[0]
 
-    def enter(self, share: str = "workspace", **settings: Any) -> Warmed:
+    def enter(self, share: str = "workspace", **settings: Any) -> SelfTestDone:
         self.start(share, **settings)
-        self.daemon.tell("g", Enter())
-        self.daemon.hear("g", Entered)
-        self.daemon.tell("g", Warm())
-        return self.daemon.hear("g", Warmed)[0]
+        self.daemon.tell("g", JoinGroup())
+        self.daemon.hear("g", JoinedGroup)
+        self.daemon.tell("g", RunSelfTest())
+        return self.daemon.hear("g", SelfTestDone)[0]
 
     def ask(self, member: int, x: Any, step: int = 0) -> None:
         order = Predict(7, RequestDescription("m", (spec_of("x", x),)), model_index=member, step=step)
@@ -65,7 +65,7 @@ class House:
 
     def broken(self, order: object) -> str:
         self.daemon.tell("g", order)
-        broken, _ = self.daemon.hear("g", Broken)
+        broken, _ = self.daemon.hear("g", ProcessFailed)
         assert self.daemon.stop("g") == exits.CANNOT_BUILD
         return broken.reason
 
@@ -86,12 +86,12 @@ def test_each_model_answers_as_it_does_alone(house: House, share: str) -> None:
     hello = house.start(share)
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in house.paths]
     assert hello.sha256 == joint_digest(digests)
-    house.daemon.tell("g", Enter())
-    entered, _ = house.daemon.hear("g", Entered)
+    house.daemon.tell("g", JoinGroup())
+    entered, _ = house.daemon.hear("g", JoinedGroup)
     assert [each.inputs for each in entered.members] == [(TensorSignature("x", "FP32", (2, 64)),)] * 2
     assert (entered.inputs, entered.outputs) == ((), ())
-    house.daemon.tell("g", Warm())
-    warmed, _ = house.daemon.hear("g", Warmed)
+    house.daemon.tell("g", RunSelfTest())
+    warmed, _ = house.daemon.hear("g", SelfTestDone)
     assert [each.selftest_cases for each in warmed.members] == [({"x": (2, 64)},)] * 2
     assert len({each.selftest_digest for each in warmed.members}) == 2
     for member in (0, 1, 1, 0):
@@ -125,7 +125,7 @@ def test_they_have_one_workspace_or_one_copy_of_the_weights_of_one_file(house: H
 def test_what_cannot_be_is_told(house: House, tmp_path: Path) -> None:
     house.paths[1] = models.mlp(tmp_path / "exported.mindir", exported=True)
     house.start()
-    assert "Model build failed, path: " in house.broken(Enter())
+    assert "Model build failed, path: " in house.broken(JoinGroup())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_told(house: House, tmp_path: Path) -> None:
 )
 def test_a_group_that_cannot_be_is_told(house: House, share: str, device: str, problem: str) -> None:
     house.begin(share, device=device)
-    broken, _ = house.daemon.hear("g", Broken)
+    broken, _ = house.daemon.hear("g", ProcessFailed)
     assert broken.reason == problem
     assert house.daemon.stop("g") == exits.CANNOT_BUILD
 
@@ -163,20 +163,20 @@ def play(answers: Sequence[Any], *orders: Optional[Sequence[Any]]) -> Tuple[int,
     fixed = ModelSignature((TensorSignature("x", "FP32", (1,)),), (TensorSignature("y", "FP32", (1,)),))
     engines = [FakeEngine(lambda inputs: {"y": inputs["x"]}, fixed), FakeEngine(sequence(*answers), fixed)]
     script, group = Script(*orders), SimpleNamespace(engines=engines, build=lambda: None)
-    told: Any = [Member("/m/0"), Member("/m/1")]
-    return MembersSession(cast(Any, script), cast(Any, group), told).run("ab" * 32), script
+    told: Any = [GroupMember("/m/0"), GroupMember("/m/1")]
+    return MultiModelSession(cast(Any, script), cast(Any, group), told).run("ab" * 32), script
 
 
 def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    status, script = play([zero, one], encode(Enter()), encode(Warm()), encode(Stop()))
+    status, script = play([zero, one], encode(JoinGroup()), encode(RunSelfTest()), encode(Stop()))
     assert status == exits.CANNOT_BUILD
-    assert script.sent[-1] == Broken("/m/1: the canary's answer changed when the other models of the group had run")
+    assert script.sent[-1] == ProcessFailed("/m/1: the canary's answer changed when the other models of the group had run")
 
 
 def test_another_daemon_is_told_the_last_step() -> None:
     x = np.zeros(1, np.float32)
     order = [*encode(Predict(1, RequestDescription("m", (spec_of("x", x),)), model_index=1, step=5)), bytes(frame_of(x))]
-    status, script = play([x] * 3, encode(Enter()), encode(Warm()), order, None, encode(Stop()))
+    status, script = play([x] * 3, encode(JoinGroup()), encode(RunSelfTest()), order, None, encode(Stop()))
     assert status == exits.OK
-    assert script.sent[-1] == Back(5)
+    assert script.sent[-1] == Reconnected(5)

@@ -25,30 +25,30 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     Build,
     Built,
     Failed,
     Fork,
     Forked,
     Hello,
-    Map,
+    MapRegion,
     Ping,
     Pong,
     Predict,
-    Probing,
+    TryingSelfTest,
     Result,
-    Settle,
-    Skip,
-    Skipped,
+    TrimStore,
+    CancelPredict,
+    PredictCancelled,
     Stop,
-    Together,
-    Unequal,
-    Unmap,
+    BeginBatch,
+    BatchMismatch,
+    UnmapRegion,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory, Rows
+from weightd.protocol.messages.findings import DeviceMemory, RowSupport
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
@@ -58,15 +58,15 @@ from weightd.worker import session as session_module
 from weightd.worker.batching import trials
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, NotRun, Spoilt
-from weightd.worker.engines.sharing import Shared
-from weightd.worker.forking.forker import Made, ReportForked
-from weightd.worker.session import Files, Heirs, Origin, Session
+from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory, AttachRefused, NotRun, ModelCorrupted
+from weightd.worker.engines.sharing import SharedWeights
+from weightd.worker.forking.forker import InheritedModel, ReportForked
+from weightd.worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
 
 M = TypeVar("M")
 
 SHA256 = "ab" * 32
-FILES = Files("/m/model", "/s/store")
+FILES = ChildFiles("/m/model", "/s/store")
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
 CASES = cases.of(SIGNATURE, 1, 2)
 STOP = encode(Stop())
@@ -102,8 +102,8 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
     return done
 
 
-def session(connection: Any, engine: Engine, files: Files = FILES, **settings: Any) -> Session:
-    return Session(connection, engine, files, **settings)
+def session(connection: Any, engine: Engine, files: ChildFiles = FILES, **settings: Any) -> WorkerSession:
+    return WorkerSession(connection, engine, files, **settings)
 
 
 def twice(inputs: Arrays) -> Arrays:
@@ -133,7 +133,7 @@ def play(
     *orders: Optional[Sequence[Any]],
     ahead: int = 0,
     late: int = 0,
-    files: Files = FILES,
+    files: ChildFiles = FILES,
     **settings: Any,
 ) -> Tuple[int, Script]:
     """Run a session over the orders, to its end: `ahead` come with the first one, `late` while that is obeyed."""
@@ -211,7 +211,7 @@ def test_a_model_without_a_canary_says_so() -> None:
 
 
 def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
-    engine = fake(sequence(ZEROS, ZEROS, Spoilt("2"), ZEROS))
+    engine = fake(sequence(ZEROS, ZEROS, ModelCorrupted("2"), ZEROS))
     status, socket = play(engine, BUILD, STOP)
     assert status == exits.OK
     assert only(Built, socket).selftest_cases == CASES[:1]
@@ -227,14 +227,14 @@ def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
 
     engine, socket = fake(), Deaf(BUILD, STOP)
     assert session(socket, engine).run(SHA256) == exits.CANNOT_BUILD
-    assert [type(each) for each in socket.sent] == [Hello, Probing, Broken]
+    assert [type(each) for each in socket.sent] == [Hello, TryingSelfTest, ProcessFailed]
     assert "predict" not in engine.done
 
 
 def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path: Path) -> None:
     def played(order: Sequence[Any], factor: float, tolerance: float) -> Script:
         engine = fake(lambda inputs: {"y": inputs["x"] * np.float32(factor)})
-        files = Files("/m/model", str(tmp_path / "store"))
+        files = ChildFiles("/m/model", str(tmp_path / "store"))
         return play(engine, order, encode(Ping(run_selftest=True)), STOP, files=files, tolerance=tolerance)[1]
 
     canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).selftest_digest
@@ -254,11 +254,11 @@ def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Pa
         return {"y": y}
 
     class Looking(FakeEngine):
-        def export(self, store: str) -> Shared:
+        def export(self, store: str) -> SharedWeights:
             assert [each() for each in answers] == [None] * 4
             return super().export(store)
 
-    files = Files("/m/model", str(tmp_path / "store"))
+    files = ChildFiles("/m/model", str(tmp_path / "store"))
     _, socket = play(Looking(answer, SIGNATURE), BUILD, STOP, files=files, tolerance=tolerance)
     assert only(Built, socket).selftest_digest
 
@@ -266,8 +266,8 @@ def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Pa
 def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:
     status, socket = play(fake(sequence(*[ZEROS] * 5, ONES)), BUILD, STOP)
     assert status == exits.CANNOT_BUILD
-    assert [type(each) for each in socket.sent] == [Hello, Broken]
-    assert only(Broken, socket).reason == "the canary's answer changed when the weights were shared"
+    assert [type(each) for each in socket.sent] == [Hello, ProcessFailed]
+    assert only(ProcessFailed, socket).reason == "the canary's answer changed when the weights were shared"
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None
     ("error", "cause", "expected", "no_room"),
     [
         (BuildError("no such op"), "no such op", exits.CANNOT_BUILD, False),
-        (NoRoom("the card is full"), "the card is full", exits.CANNOT_BUILD, True),
-        (Spoilt("the canary died"), "the canary died", exits.CANNOT_BUILD, False),
+        (OutOfDeviceMemory("the card is full"), "the card is full", exits.CANNOT_BUILD, True),
+        (ModelCorrupted("the canary died"), "the canary died", exits.CANNOT_BUILD, False),
         (MemoryError(), "MemoryError: ", exits.FAILED, False),
         # What is longer than the wire takes is clipped.
         (BuildError("x" * 10_000), clip("x" * 10_000), exits.CANNOT_BUILD, False),
@@ -289,7 +289,7 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
 ) -> None:
     status, socket = play(fake(fails={step: error}), order, predict(1), ATTACH, STOP)
     assert status == expected
-    assert socket.sent[1:] == [Broken(cause, no_room, is_transient=isinstance(error, MemoryError))]
+    assert socket.sent[1:] == [ProcessFailed(cause, no_room, is_transient=isinstance(error, MemoryError))]
 
 
 @pytest.mark.parametrize(
@@ -305,19 +305,19 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
 def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: ModelSignature, cause: str) -> None:
     status, socket = play(FakeEngine(lambda _: {}, signature), BUILD, STOP)
     assert status == exits.CANNOT_BUILD
-    assert cause in only(Broken, socket).reason
+    assert cause in only(ProcessFailed, socket).reason
 
 
 def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
     engine = fake()
-    play(engine, encode(Settle()), BUILD, encode(Settle()), STOP)
+    play(engine, encode(TrimStore()), BUILD, encode(TrimStore()), STOP)
     assert [each for each in engine.done if "settle" in each] == ["settle 7"]
 
 
 @pytest.mark.parametrize("refusal", ["", "the list is full" * 1000])
 def test_further_processes_are_let_in_or_the_reason_is_told(refusal: str) -> None:
-    engine = fake(fails={"allow": NotAllowed(refusal)} if refusal else None)
-    status, socket = play(engine, BUILD, encode(Allow(("13", "14"))), encode(Settle()), STOP)
+    engine = fake(fails={"allow": AttachRefused(refusal)} if refusal else None)
+    status, socket = play(engine, BUILD, encode(Allow(("13", "14"))), encode(TrimStore()), STOP)
     assert (status, engine.done[-2:]) == (exits.OK, ["allow 13,14", "settle 7"])
     assert only(Allowed, socket).error == clip(refusal)
 
@@ -336,7 +336,7 @@ def test_weights_are_changed_after_each_build_and_before_the_canary(
     assert engine.done[:3] == [build, "update a,b", "predict"]
     assert engine.done.count("update a,b") == engine.done.count(after) == 1
     if order is BUILD:
-        engine = fake(sequence(Spoilt("1"), *[np.zeros((2, 3), np.float32)] * 8))
+        engine = fake(sequence(ModelCorrupted("1"), *[np.zeros((2, 3), np.float32)] * 8))
         play(engine, order, STOP, files=files)
         assert engine.done[:5] == [build, "update a,b", "predict", build, "update a,b"]
 
@@ -357,7 +357,7 @@ class FakeForker:
     def settle(self) -> None:
         self.settled += 1
 
-    def fork(self, order: Fork, tell: ReportForked, made: Optional[Made] = None) -> None:
+    def fork(self, order: Fork, tell: ReportForked, made: Optional[InheritedModel] = None) -> None:
         self.given.append(made)
         assert tell(Forked(order.name, 11))
 
@@ -371,13 +371,13 @@ def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     grows(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
-    status, socket = play(engine, FORK, BUILD, FORK, STOP, heirs=Heirs(2, cast(Any, forker)))
+    status, socket = play(engine, FORK, BUILD, FORK, STOP, heirs=ForkTargets(2, cast(Any, forker)))
     assert status == exits.OK
     built = only(Built, socket)
     assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
     assert built.selftest_digest == canary.run(engine, CASES).digest
     assert engine.done.count("export /s/store") == 0
-    assert (forker.settled, forker.given) == (1, [Made(engine, SHA256, 32 << 20)])
+    assert (forker.settled, forker.given) == (1, [InheritedModel(engine, SHA256, 32 << 20)])
     forked = [each for each in socket.sent if isinstance(each, Forked)]
     assert forked == [Forked("w", 0, "this process is no template"), Forked("w", 11)]
 
@@ -398,7 +398,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
     monkeypatch.setattr(FakeEngine, "draws", draws)
     forker = FakeForker(refusal)
-    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, heirs=Heirs(2, cast(Any, forker)))
+    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, heirs=ForkTargets(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
     assert handle or built.note.startswith("weights are not shared: 31 MiB, by 2 processes, are less than the 32 MiB")
@@ -407,12 +407,12 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
 def test_a_holder_that_may_be_one_takes_no_request() -> None:
     with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
-        play(fake(), predict(1), STOP, heirs=Heirs(2, cast(Any, FakeForker())))
+        play(fake(), predict(1), STOP, heirs=ForkTargets(2, cast(Any, FakeForker())))
 
 
 def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
     engine = fake()
-    origin = Origin("template", "", Made(engine, SHA256, 1234))
+    origin = SpawnInfo("template", "", InheritedModel(engine, SHA256, 1234))
     _, socket = play(engine, ATTACH, predict(1), STOP, origin=origin)
     hello = only(Hello, socket)
     assert (hello.origin, hello.origin_note, hello.sha256) == ("template", "", SHA256)
@@ -422,7 +422,7 @@ def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
 
 def test_it_is_held_to_the_canary_as_every_other() -> None:
     engine = fake(sequence(ZEROS, ZEROS, ONES, ONES))
-    origin = Origin("template", "", Made(engine, SHA256, 1234))
+    origin = SpawnInfo("template", "", InheritedModel(engine, SHA256, 1234))
     _, socket = play(engine, ATTACH, encode(Ping(run_selftest=True)), STOP, origin=origin)
     assert only(Pong, socket).selftest_digest != only(Attached, socket).selftest_digest
 
@@ -536,7 +536,7 @@ def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> No
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (Spoilt("predict failed!: InferShape fail!"), "predict failed!: InferShape fail!"),
+        (ModelCorrupted("predict failed!: InferShape fail!"), "predict failed!: InferShape fail!"),
         (KeyError("x"), "KeyError: 'x'"),
         (MemoryError(), "MemoryError: "),
     ],
@@ -545,13 +545,13 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     error: Exception, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = fake(sequence(error, ZEROS, ZEROS))
-    orders = (predict(2), BUILD, ATTACH, encode(Settle()), predict(3))
+    orders = (predict(2), BUILD, ATTACH, encode(TrimStore()), predict(3))
     status, socket = play(engine, predict(1), *orders, STOP)
     assert status == exits.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, Failed]
     assert only(Failed, socket) == Failed(1, "INTERNAL", text, is_exiting=True)
     assert engine.done == ["predict"]
-    assert ("Traceback" in caplog.text) != isinstance(error, Spoilt)
+    assert ("Traceback" in caplog.text) != isinstance(error, ModelCorrupted)
 
 
 @pytest.mark.parametrize(
@@ -584,7 +584,7 @@ def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> N
 def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
     status, socket = play(fake(), ATTACH, None, None, predict(1), STOP)
     assert status == exits.OK
-    assert [type(each) for each in socket.sent] == [Hello, Attached, Back, Back, Result]
+    assert [type(each) for each in socket.sent] == [Hello, Attached, Reconnected, Reconnected, Result]
 
 
 def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
@@ -609,7 +609,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
 
 
 def skip(number: int) -> List[Any]:
-    return encode(Skip(number))
+    return encode(CancelPredict(number))
 
 
 @pytest.mark.parametrize(
@@ -627,7 +627,7 @@ def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
     engine = fake()
     _, socket = play(engine, *orders, STOP, ahead=ahead, late=late)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == answered
-    assert [each.request for each in socket.sent if isinstance(each, Skipped)] == skipped
+    assert [each.request for each in socket.sent if isinstance(each, PredictCancelled)] == skipped
     assert len(engine.received_inputs) == len(answered)
 
 
@@ -645,11 +645,11 @@ def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for_and_there_is_o
 
 
 def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
-    engine = fake(sequence(*[ZEROS] * 4, Spoilt("predict failed!")))
+    engine = fake(sequence(*[ZEROS] * 4, ModelCorrupted("predict failed!")))
     status, socket = play(engine, ATTACH, encode(Ping(True)), predict(1), STOP)
     assert status == exits.CANNOT_BUILD
-    assert [type(each) for each in socket.sent] == [Hello, Attached, Broken]
-    assert only(Broken, socket).reason == "predict failed!"
+    assert [type(each) for each in socket.sent] == [Hello, Attached, ProcessFailed]
+    assert only(ProcessFailed, socket).reason == "predict failed!"
 
 
 @pytest.mark.parametrize(
@@ -688,12 +688,12 @@ def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monke
     rests: List[bool] = []
     engine = fake()
 
-    def rest(_: Session) -> None:
+    def rest(_: WorkerSession) -> None:
         # What a test of the engine is kept for.
         engine.received_inputs.clear()
         rests.append(there() is not None)
 
-    monkeypatch.setattr(Session, "_rest", rest)
+    monkeypatch.setattr(WorkerSession, "_rest", rest)
     assert session(socket, engine).run(SHA256) == exits.OK
     assert rests == [False]
 
@@ -733,7 +733,7 @@ def test_large_frames_are_not_copied() -> None:
 
 
 def together(*parts: Sequence[Any], rows: int = 0) -> List[Sequence[Any]]:
-    return [encode(Together(len(parts), rows)), *parts]
+    return [encode(BeginBatch(len(parts), rows)), *parts]
 
 
 def of_rows(number: int, *values: float) -> List[Any]:
@@ -748,7 +748,7 @@ def answers(socket: Script) -> Dict[int, List[float]]:
 def one(inputs: Arrays) -> Arrays:
     """Refuses what is negative, and is spoilt by infinity."""
     if np.isinf(inputs["x"]).any():
-        raise Spoilt("infinite")
+        raise ModelCorrupted("infinite")
     if (inputs["x"] < 0).any():
         raise InvalidArgument("negative")
     return twice(inputs)
@@ -784,7 +784,7 @@ def test_one_that_fails_fails_alone(number: int) -> None:
     assert answers(socket) == {each: [2 * value] for each, value in values.items() if each != number}
 
 
-@pytest.mark.parametrize("error", [Spoilt("no"), ValueError("no")])
+@pytest.mark.parametrize("error", [ModelCorrupted("no"), ValueError("no")])
 def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_no_other_answered(
     error: Exception,
 ) -> None:
@@ -807,7 +807,7 @@ def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_
     engine = fake(lambda inputs: {"y": inputs["x"][:1]})
     status, socket = play(engine, *together(predict(1), predict(2)), *together(predict(3), predict(4)), STOP)
     assert status == exits.OK
-    assert only(Unequal, socket).note == "output y has shape [1, 3] for 2 rows"
+    assert only(BatchMismatch, socket).note == "output y has shape [1, 3] for 2 rows"
     assert [*answers(socket)] == [1, 2, 3, 4]
     assert len(engine.received_inputs) == 1 + 2 + 2
 
@@ -830,7 +830,7 @@ def test_a_part_is_taken_back_until_its_job_begins() -> None:
         orders.insert(at, skip(2))
         engine = fake()
         _, socket = play(engine, ATTACH, *orders, STOP, ahead=len(orders))
-        assert (only(Skipped, socket).request, answers(socket)) == (2, {1: [2], 3: [6]})
+        assert (only(PredictCancelled, socket).request, answers(socket)) == (2, {1: [2], 3: [6]})
         # As it comes for the first time, they are also run alone.
         assert [each["x"][:, 0].tolist() for each in engine.received_inputs[-3:]] == [[1, 3], [1], [3]]
     # All of one job, of which one has not come yet; and of another.
@@ -838,7 +838,7 @@ def test_a_part_is_taken_back_until_its_job_begins() -> None:
     orders[2:2] = [skip(1)]
     orders += [skip(2), skip(3), skip(4)]
     _, socket = play(fake(), ATTACH, *orders, encode(Ping(False)), STOP, ahead=len(orders) + 1)
-    assert [type(each) for each in socket.sent[1:]] == [*[Skipped] * 4, Attached, Pong]
+    assert [type(each) for each in socket.sent[1:]] == [*[PredictCancelled] * 4, Attached, Pong]
 
 
 def test_what_comes_by_another_way_waits_for_those_that_are_together() -> None:
@@ -851,7 +851,7 @@ def test_what_comes_by_another_way_waits_for_those_that_are_together() -> None:
 def test_those_of_whom_some_have_not_come_are_forgotten_when_another_daemon_is_there() -> None:
     engine = fake()
     _, socket = play(engine, *together(predict(1), predict(2))[:-1], encode(Ping(False)), None, predict(3), STOP)
-    assert [type(each) for each in socket.sent[1:]] == [Back, Pong, Result]
+    assert [type(each) for each in socket.sent[1:]] == [Reconnected, Pong, Result]
     assert [*answers(socket)] == [3]
 
 
@@ -865,7 +865,7 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     assert rows is not None
     assert (rows.inputs, rows.outputs, rows.is_equal, rows.note) == (("x",), ("y",), True, "")
     # Where answers may differ a little, none is compared.
-    _, near = play(fake(), build, STOP, tolerance=0.1, files=Files("/m", str(tmp_path / "store")))
+    _, near = play(fake(), build, STOP, tolerance=0.1, files=ChildFiles("/m", str(tmp_path / "store")))
     assert only(Built, near).row_support == dataclasses.replace(rows, digest="")
     attach = encode(Attach("7", CASES, 8, row_support=rows))
     unsure = encode(Attach("7", CASES, 8, row_support=dataclasses.replace(rows, digest="")))
@@ -874,7 +874,7 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     def more_of_many(inputs: Arrays) -> Arrays:
         return {"y": inputs["x"] * (2 + (len(inputs["x"]) > 2))}
 
-    same, other = [Attached], [Attached, Unequal]
+    same, other = [Attached], [Attached, BatchMismatch]
     # What the holder has compared is not run alone where it is known that this process answers as that one.
     for order, answer, told, runs in (
         (attach, twice, same, [8, 2]),
@@ -886,7 +886,7 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
         assert [type(each) for each in socket.sent] == [Hello, *told, Result, Result]
         assert [len(each["x"]) for each in engine.received_inputs[4:]] == runs
     # What was forked from a template has been told with it.
-    made = Origin("template", inherited_model=Made(fake(), SHA256, 5))
+    made = SpawnInfo("template", inherited_model=InheritedModel(fake(), SHA256, 5))
     engine = fake()
     play(engine, attach, STOP, origin=made)
     assert len(engine.received_inputs) == 2
@@ -918,14 +918,14 @@ def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> Non
         _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact)), *jobs, STOP)
         expected = {1: [2], 2: [10]} if exact else {1: [3], 2: [11]}
         assert answers(socket) == {**expected, 3: [2], 4: [4]}
-        assert [type(each) for each in socket.sent].count(Unequal) == exact
+        assert [type(each) for each in socket.sent].count(BatchMismatch) == exact
         assert [len(each["x"]) for each in engine.received_inputs[4:]] == ([2, 1, 1, 1, 1, 1, 1] if exact else [2, 2])
 
 
 def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together() -> None:
     def job(first: int, *values: float, parties: Tuple[int, ...]) -> List[Sequence[Any]]:
         parts = [of_rows(first + index, value) for index, value in enumerate(values)]
-        return [encode(Together(len(parts), 0, parties)), *parts]
+        return [encode(BeginBatch(len(parts), 0, parties)), *parts]
 
     def fives(inputs: Arrays) -> Arrays:
         return {"y": inputs["x"] * 2 + (len(inputs["x"]) > 1) * (inputs["x"] == 5)}
@@ -935,7 +935,7 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
     jobs = [*job(1, 1, 5, 2, parties=(7, 8, 9)), *job(4, 1, 5, 2, parties=(7, 8, 9)), *job(7, 1, 2, parties=(7, 9))]
     _, socket = play(engine, attach, *jobs, STOP)
     assert answers(socket) == {1: [2], 2: [10], 3: [4], 4: [2], 5: [10], 6: [4], 7: [2], 8: [4]}
-    told = [each for each in socket.sent if isinstance(each, Unequal)]
+    told = [each for each in socket.sent if isinstance(each, BatchMismatch)]
     # Where a daemon does not know of it, it is told again.
     assert [each.parties for each in told] == [(8,), (8,)]
     # Of the first job: all, each alone, those of 8 without others, then one by one as the answers; of the second one
@@ -947,12 +947,12 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
     engine = fake(fives)
     _, socket = play(engine, attach, *skipped[:2], skip(1), *skipped[2:], *job(4, 1, 2, parties=(8, 7)), STOP, ahead=6)
     assert answers(socket) == {2: [2], 3: [4], 4: [2], 5: [4]}
-    assert not [each for each in socket.sent if isinstance(each, Unequal)]
+    assert not [each for each in socket.sent if isinstance(each, BatchMismatch)]
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_that_they_differ(exact: bool) -> None:
-    rows = Rows(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan", "negative zero"))
+    rows = RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan", "negative zero"))
     engine = fake()
     parts = [of_rows(number, *values) for number, values in enumerate([(1,), (2, np.nan), (np.inf,), (-0.0,)], 1)]
     _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact, row_support=rows)), *together(*parts), STOP)
@@ -964,15 +964,15 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
         assert [[str(value) for value in each] for each in asked] == expected
     else:
         assert len(asked[-1]) == 5
-    assert not [each for each in socket.sent if isinstance(each, Unequal)]
+    assert not [each for each in socket.sent if isinstance(each, BatchMismatch)]
 
 
 def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor, "_MANY_SPECIAL", 2)
-    rows = Rows(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan",))
-    job = [encode(Together(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
+    rows = RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan",))
+    job = [encode(BeginBatch(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
     _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
-    told = only(Unequal, socket)
+    told = only(BatchMismatch, socket)
     assert (told.parties, told.note) == ((7,), "many have values that are run alone (nan)")
     assert [each.request for each in socket.sent if isinstance(each, Result)] == [2, 1] * 2
 
@@ -981,14 +981,14 @@ def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatc
     monkeypatch.setattr(predictor, "_MAX_APART", 1)
     engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})
     parts = of_rows(1, 1), of_rows(2, 2)
-    _, socket = play(engine, ATTACH, encode(Together(2, 0, (7, 8))), *parts, STOP)
-    assert (only(Unequal, socket).parties, answers(socket)) == ((), {1: [2], 2: [3]})
+    _, socket = play(engine, ATTACH, encode(BeginBatch(2, 0, (7, 8))), *parts, STOP)
+    assert (only(BatchMismatch, socket).parties, answers(socket)) == ((), {1: [2], 2: [3]})
 
 
 @pytest.mark.parametrize("parties", [(1,), (1, 2, 3)])
 def test_whose_the_requests_are_is_said_of_each_or_of_none(parties: Tuple[int, ...]) -> None:
     with pytest.raises(RemoteProtocolError, match=f"parties: expected 2, or none, got {len(parties)}"):
-        play(fake(), encode(Together(2, 0, parties)), predict(1), predict(2), STOP)
+        play(fake(), encode(BeginBatch(2, 0, parties)), predict(1), predict(2), STOP)
 
 
 def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1010,7 +1010,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     engine = fake(seldom)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)
     assert status == exits.OK
-    assert [type(each) for each in socket.sent[2:]] == [*[Result] * 6, Unequal, *[Result] * 2]
+    assert [type(each) for each in socket.sent[2:]] == [*[Result] * 6, BatchMismatch, *[Result] * 2]
     sizes = [len(each["x"]) for each in engine.received_inputs[4:]]
     assert sizes == [2, 1, 1, 2, *[1, 1], 2, *[1, 1], *[1, 1]]
     # The engine may fail with it: then it is of no use.
@@ -1019,17 +1019,17 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     def failing(inputs: Arrays) -> Arrays:
         left[0] -= 1
         if left[0] < 0:
-            raise Spoilt("no")
+            raise ModelCorrupted("no")
         return twice(inputs)
 
     engine = fake(failing)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, STOP)
-    assert (status, only(Broken, socket).reason) == (exits.CANNOT_BUILD, "no")
+    assert (status, only(ProcessFailed, socket).reason) == (exits.CANNOT_BUILD, "no")
 
 
 def test_no_job_begins_within_another() -> None:
     with pytest.raises(RemoteProtocolError, match="type: expected predict, 1 more, got together"):
-        play(fake(), encode(Together(1)), encode(Together(1)))
+        play(fake(), encode(BeginBatch(1)), encode(BeginBatch(1)))
 
 
 # --- memory of clients ------------------------------------------------------------------------------------------------
@@ -1052,7 +1052,7 @@ def placed(number: int, offset: int = 0, room: int = 4096, region: int = 7) -> L
 
 
 def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
-    connection = Mapping(encode(Map(7)), placed(1, 16), placed(2, 16, 11), predict(3), STOP)
+    connection = Mapping(encode(MapRegion(7)), placed(1, 16), placed(2, 16, 11), predict(3), STOP)
     os.pwrite(connection.memory, ONES.tobytes(), 16)
     session(connection, fake()).run(SHA256)
     description = describe_response("m", {"y": ONES})
@@ -1062,17 +1062,17 @@ def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
     assert os.pread(connection.memory, len(answer), 64) == answer
 
 
-@pytest.mark.parametrize("gone", [[encode(Unmap(7))], [None]], ids=["taken away", "another daemon"])
+@pytest.mark.parametrize("gone", [[encode(UnmapRegion(7))], [None]], ids=["taken away", "another daemon"])
 def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
-    connection = Mapping(encode(Map(7)), placed(1), *gone, placed(2), predict(3), STOP)
+    connection = Mapping(encode(MapRegion(7)), placed(1), *gone, placed(2), predict(3), STOP)
     assert session(connection, fake()).run(SHA256) == exits.OK
-    assert [type(each) for each in connection.sent if not isinstance(each, Back)] == [Hello, Result, Failed, Result]
+    assert [type(each) for each in connection.sent if not isinstance(each, Reconnected)] == [Hello, Result, Failed, Result]
     failed = next(each for each in connection.sent if isinstance(each, Failed))
     assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", False)
 
 
 def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
-    connection = Mapping(encode(Map(7)), placed(1), encode(Unmap(7)), encode(Map(7)), placed(2), STOP)
+    connection = Mapping(encode(MapRegion(7)), placed(1), encode(UnmapRegion(7)), encode(MapRegion(7)), placed(2), STOP)
     connection.ahead, connection.late = 2, 2
     assert session(connection, fake()).run(SHA256) == exits.OK
     assert [type(each) for each in connection.sent] == [Hello, Result, Result]
@@ -1080,9 +1080,9 @@ def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
 
 def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_one() -> None:
     # The last one's has gone when it is begun with; the first one's is given back in between.
-    parts = [placed(1, 16), encode(Unmap(7)), predict(2), placed(3, 0, region=8)]
+    parts = [placed(1, 16), encode(UnmapRegion(7)), predict(2), placed(3, 0, region=8)]
     for lost in (False, True):
-        orders = [encode(Map(7)), *([] if lost else [encode(Map(8))]), encode(Together(3)), *parts]
+        orders = [encode(MapRegion(7)), *([] if lost else [encode(MapRegion(8))]), encode(BeginBatch(3)), *parts]
         connection = Mapping(*orders, STOP)
         os.pwrite(connection.memory, ONES.tobytes(), 16)
         assert session(connection, fake()).run(SHA256) == exits.OK

@@ -17,9 +17,9 @@ from weightd.daemon.engines import ENGINES
 from weightd.gateway.config.table import GatewayConfig
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, Kind, describe_value, integer, label, mapping, text
+from weightd.protocol.schema import FieldError, FieldType, describe_value, integer, label, mapping, text
 from weightd.shared import tables
-from weightd.shared.tables import Problems, derived
+from weightd.shared.tables import ErrorCollector, derived
 from weightd.shared.userpaths import user_path
 
 if sys.version_info >= (3, 11):
@@ -111,7 +111,7 @@ class Arguments:
 _EMBEDDED_KEYS = ("model", "directory")
 _HOST_KEYS = ("tenant",)
 
-_MODEL_KEYS: Mapping[str, Kind] = {
+_MODEL_KEYS: Mapping[str, FieldType] = {
     each.name: each.metadata["kind"] for each in tables.table_keys(ModelConfig) if each.name != "path"
 }
 
@@ -124,8 +124,8 @@ def parse_arguments(args: Mapping[str, Any]) -> Arguments:
     Raises:
         ArgumentError: they are not usable.
     """
-    problems = Problems()
-    argument_kinds = {each.name: cast("Kind", each.metadata["kind"]) for each in tables.table_keys(Arguments)}
+    problems = ErrorCollector()
+    argument_kinds = {each.name: cast("FieldType", each.metadata["kind"]) for each in tables.table_keys(Arguments)}
     known_kinds = {**argument_kinds, **_MODEL_KEYS}
     values: dict[str, Any] = {}
     for name, value in args.items():
@@ -142,7 +142,7 @@ def parse_arguments(args: Mapping[str, Any]) -> Arguments:
     return arguments
 
 
-def _parse_text(kind: Kind, value: Any) -> Any:
+def _parse_text(kind: FieldType, value: Any) -> Any:
     if type(value) is not str:
         return value
     try:
@@ -156,7 +156,7 @@ def _parse_text(kind: Kind, value: Any) -> Any:
         return read["value"] if len(read) == 1 else value
 
 
-def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
+def _complete(arguments: Arguments, table: Mapping[str, Any], problems: ErrorCollector) -> Arguments:
     problems.add(_check_combinations(arguments, table))
     problems.add(_check_digests(arguments), "model")
     if problems.wrong_keys():
@@ -218,7 +218,7 @@ def _placeholder_file(table: Mapping[str, Any]) -> str:
     return f"published{engine.suffix if engine else '.onnx'}"
 
 
-def _check_model(arguments: Arguments, path: str, problems: Problems) -> ModelConfig:
+def _check_model(arguments: Arguments, path: str, problems: ErrorCollector) -> ModelConfig:
     """Return the daemon's table of the model, as the daemon itself checks it."""
     models = {arguments.name: {"path": path, **arguments.model_table}}
     try:

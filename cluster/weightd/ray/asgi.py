@@ -11,9 +11,9 @@ from urllib.parse import quote, unquote
 from aiohttp import hdrs
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from weightd.gateway.rest.connection import Phase
-from weightd.gateway.rest.reply import Refused, Reply
-from weightd.gateway.rest.request import Content
+from weightd.gateway.rest.connection import ConnectionPhase
+from weightd.gateway.rest.reply import HttpError, HttpReply
+from weightd.gateway.rest.request import HttpContent
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -67,9 +67,9 @@ class Body:
             try:
                 message = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
             except asyncio.TimeoutError:
-                raise Refused(408, _BODY_TIMEOUT) from None
+                raise HttpError(408, _BODY_TIMEOUT) from None
             if message["type"] != "http.request":
-                raise Refused(400, _CALLER_GONE)
+                raise HttpError(400, _CALLER_GONE)
             self._has_more = message.get("more_body", False)
             piece = message.get("body", b"")
             if piece:
@@ -91,10 +91,10 @@ class Proxied:
     uid: int | None = None
     common_name: str | None = None
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: ConnectionPhase) -> None:
         """The connection is the proxy's to look after."""
 
-    def begin_body(self, body: Content) -> None:
+    def begin_body(self, body: HttpContent) -> None:
         """The body has a time limit of its own."""
 
 
@@ -150,7 +150,7 @@ def _parse_length(header: str | None) -> int | None:
     return int(header) if header is not None and header.isascii() and header.isdecimal() else None
 
 
-async def send_reply(reply: Reply, method: str, send: Send) -> None:
+async def send_reply(reply: HttpReply, method: str, send: Send) -> None:
     """Send an answer. Serve copies it into a message of its own: so it is one piece."""
     headers = [("content-type", reply.content_type), ("content-length", str(reply.body_length)), *reply.headers.items()]
     encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]

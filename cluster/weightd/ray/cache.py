@@ -33,7 +33,7 @@ MAX_FILES = 65536
 _MODE = 0o700
 
 
-class File(NamedTuple):
+class PublishedFile(NamedTuple):
     """A file of a published model.
 
     Attributes:
@@ -45,10 +45,10 @@ class File(NamedTuple):
     nbytes: int
 
 
-class Source(Protocol):
+class PublishedModel(Protocol):
     """Where a model is published."""
 
-    def files(self) -> Sequence[File]:
+    def files(self) -> Sequence[PublishedFile]:
         """Return its files, the model's own first.
 
         Raises:
@@ -65,7 +65,7 @@ class Source(Protocol):
         ...
 
 
-class Taken:
+class CachedModel:
     """A model that is used, and stays until it is released, or until this process ends.
 
     Args:
@@ -87,7 +87,7 @@ class Taken:
             self._lock_fd = -1
 
 
-class Cache:
+class ModelCache:
     """The models of a directory.
 
     Args:
@@ -98,7 +98,7 @@ class Cache:
         self._models = base / "models"
         self._staging = self._models / "new"
 
-    def take(self, sha256: str, source: Source) -> Taken:
+    def take(self, sha256: str, source: PublishedModel) -> CachedModel:
         """Return a model of this digest; it is fetched where there is none here, or where that is damaged.
 
         This waits for others on this host that do the same.
@@ -120,9 +120,9 @@ class Cache:
             held = os.open(directory / "here", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(held, fcntl.LOCK_SH)
             self._remove_unused(MAX_UNUSED)
-        return Taken(_model_file(directory), held)
+        return CachedModel(_model_file(directory), held)
 
-    def _fetch(self, sha256: str, source: Source, directory: Path) -> None:
+    def _fetch(self, sha256: str, source: PublishedModel, directory: Path) -> None:
         files = source.files()
         _check_files(files)
         self._free_space(sum(each.nbytes for each in files))
@@ -155,7 +155,7 @@ class Cache:
             shutil.rmtree(each, ignore_errors=True)
 
 
-def _check_files(files: Sequence[File]) -> None:
+def _check_files(files: Sequence[PublishedFile]) -> None:
     """See to it that names stay in the directory, and that there is a model at all.
 
     Raises:

@@ -25,7 +25,7 @@ _STOP_TIMEOUT_S = 15.0
 _MAX_REPORT_BYTES = 64 * 1024
 
 
-class Daemon(Protocol):
+class DaemonEndpoint(Protocol):
     """Where a replica's requests go."""
 
     async def start(self) -> str:
@@ -46,7 +46,7 @@ class Daemon(Protocol):
         ...
 
 
-class Service:
+class HostDaemon:
     """The host's own, which others start and end.
 
     Args:
@@ -66,7 +66,7 @@ class Service:
         """As Daemon."""
 
 
-class Own:
+class EmbeddedDaemon:
     """A daemon that lives as long as this process, and leaves nothing behind.
 
     Args:

@@ -25,7 +25,7 @@ from typing import Any
 from weightd.daemon.host import exitwatch
 from weightd.protocol.errors import InvalidArgument, WeightdError
 from weightd.ray import configuration
-from weightd.ray.rooms import Room, work_dir
+from weightd.ray.rooms import WorkDir, work_dir
 from weightd.shared import signals
 from weightd.shared.parent import die_with_parent
 
@@ -59,7 +59,7 @@ def encode_order(models: Mapping[str, configuration.Table]) -> bytes:
     return json.dumps({"models": models}).encode() + b"\n"
 
 
-class Pauses:
+class Backoff:
     """How long is waited before each start."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Pauses:
         return delay_s
 
 
-class Guard:
+class DaemonSupervisor:
     """Sees to one daemon, until it is told to end.
 
     Args:
@@ -91,7 +91,7 @@ class Guard:
         self._start = start
         self._stop_fds = stop_fds
         self._report = report
-        self._backoff = Pauses()
+        self._backoff = Backoff()
 
     def run(self) -> None:
         """Have a daemon all the time."""
@@ -140,7 +140,7 @@ def main() -> int:
             with work_dir(Path(sys.argv[1])) as found:
                 (found.path / "weightd.toml").write_text(configuration.config_text(found.path, models), "utf-8")
                 _send_report({"address": configuration.client_address(found.path), "pid": os.getpid()})
-                Guard(lambda: _start_daemon(found), [_ORDER_FD, told], _send_report).run()
+                DaemonSupervisor(lambda: _start_daemon(found), [_ORDER_FD, told], _send_report).run()
         except WeightdError as error:
             _send_report({"failed": str(error)})
             return 1
@@ -151,7 +151,7 @@ def main() -> int:
     return 0
 
 
-def _start_daemon(work_dir: Room) -> subprocess.Popen[bytes]:
+def _start_daemon(work_dir: WorkDir) -> subprocess.Popen[bytes]:
     parent = os.getpid()
     return subprocess.Popen(
         [sys.executable, "-m", "weightd.daemon", "serve", str(work_dir.path / "weightd.toml")],

@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 from weightd.protocol.errors import NotFound, Unavailable
 from weightd.ray.arguments import PUBLISHED_PREFIX
-from weightd.ray.cache import Cache, File, Taken
-from weightd.shared.modelfile import Model, ModelFile, digest
+from weightd.ray.cache import ModelCache, PublishedFile, CachedModel
+from weightd.shared.modelfile import OpenModel, ModelFile, digest
 
 # Replicas find them there, whatever application they are of.
 _NAMESPACE = "weightd"
@@ -28,20 +28,20 @@ _CHUNK_TIMEOUT_S = 120.0
 
 Chunk = Any
 
-Content = tuple[Sequence[File], Sequence[Sequence[ray.ObjectRef[Chunk]]]]
+Content = tuple[Sequence[PublishedFile], Sequence[Sequence[ray.ObjectRef[Chunk]]]]
 
 
-class Shelf:
+class ModelStoreActor:
     """Has the pieces of one model, and is their owner: they live as long as this."""
 
     def __init__(self) -> None:
-        self._files: list[File] = []
+        self._files: list[PublishedFile] = []
         self._chunks: list[list[ray.ObjectRef[Chunk]]] = []
         self._is_complete = False
 
     def begin_file(self, name: str, nbytes: int) -> None:
         """The pieces of another file follow."""
-        self._files.append(File(name, nbytes))
+        self._files.append(PublishedFile(name, nbytes))
         self._chunks.append([])
 
     def add_chunk(self, chunk: Chunk) -> None:
@@ -65,12 +65,12 @@ def publish(path: str | os.PathLike[str]) -> str:
         Unavailable: somebody else publishes this model, or has begun to; or there is no room for it.
     """
     _connect()
-    with Model(Path(path)) as model:
+    with OpenModel(Path(path)) as model:
         # Of what is open: at the end it must still be what is at the path.
         sha256 = digest(Path(path))
         options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
         try:
-            store = ray.remote(Shelf).options(**options).remote()
+            store = ray.remote(ModelStoreActor).options(**options).remote()
         except ValueError:
             # That is what Ray says where there is an actor of this name.
             _get_content(sha256)
@@ -98,13 +98,13 @@ def unpublish(model: str) -> None:
     ray.kill(_get_store(model.removeprefix(PUBLISHED_PREFIX)))
 
 
-async def fetch(sha256: str, base: Path) -> Taken:
+async def fetch(sha256: str, base: Path) -> CachedModel:
     """Return a published model as files of this host, in a thread of its own.
 
     Raises:
         RequestError: it cannot be had.
     """
-    return await asyncio.to_thread(Cache(base).take, sha256, _Store(sha256))
+    return await asyncio.to_thread(ModelCache(base).take, sha256, _Store(sha256))
 
 
 class _Store:
@@ -114,7 +114,7 @@ class _Store:
         self._sha256 = sha256
         self._chunks: Sequence[Sequence[ray.ObjectRef[Chunk]]] = ()
 
-    def files(self) -> Sequence[File]:
+    def files(self) -> Sequence[PublishedFile]:
         files, self._chunks = _get_content(self._sha256)
         return files
 
@@ -126,7 +126,7 @@ class _Store:
                 raise _unavailable(self._sha256, error) from None
 
 
-def _put_file(store: Any, model: Model, file: ModelFile) -> None:
+def _put_file(store: Any, model: OpenModel, file: ModelFile) -> None:
     """Put a file there piece by piece: the next is read when one has come."""
     ray.get(store.begin.remote(file.name, file.nbytes))
     with model.open(file) as content:

@@ -10,17 +10,17 @@ from typing import Any, cast
 
 from weightd.client import AsyncClient
 from weightd.gateway import model_view
-from weightd.gateway.callers import Caller, Identities
+from weightd.gateway.callers import Caller, Authenticator
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.question import InferenceResult, Question
-from weightd.gateway.regions import Regions
-from weightd.gateway.rest.api import Api
+from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.regions import RegisteredRegions
+from weightd.gateway.rest.api import HttpApi
 from weightd.gateway.rest.asking import ANY_HOST
-from weightd.gateway.rest.reply import Reply, error_reply
-from weightd.gateway.seats import Seats
-from weightd.gateway.service import Service
+from weightd.gateway.rest.reply import HttpReply, error_reply
+from weightd.gateway.seats import AdmissionControl
+from weightd.gateway.service import DaemonClient
 from weightd.protocol import limits
 from weightd.protocol.errors import (
     DeadlineExceeded,
@@ -34,8 +34,8 @@ from weightd.protocol.schema import label
 from weightd.ray import asgi
 from weightd.ray.arguments import Arguments
 from weightd.ray.asgi import AsgiRequest, Receive, Scope, Send
-from weightd.ray.daemon import Daemon, Own
-from weightd.ray.daemon import Service as HostService
+from weightd.ray.daemon import DaemonEndpoint, EmbeddedDaemon
+from weightd.ray.daemon import HostDaemon as HostService
 
 # Between two looks at a daemon that does not listen yet.
 _POLL_INTERVAL_S = 0.05
@@ -49,7 +49,7 @@ _MIN_TIMEOUT_S = 1e-6
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
 
-class _Known(Service):
+class _CheckedDaemonClient(DaemonClient):
     """A service that answers nothing of a daemon of which nobody knows yet what it has.
 
     Args:
@@ -59,11 +59,11 @@ class _Known(Service):
         seats: likewise.
     """
 
-    def __init__(self, check: Callable[[], None], address: str, timeout: float, admission: Seats) -> None:
+    def __init__(self, check: Callable[[], None], address: str, timeout: float, admission: AdmissionControl) -> None:
         super().__init__(address, timeout, admission)
         self._check = check
 
-    async def infer(self, caller: Caller, request: Question) -> InferenceResult:
+    async def infer(self, caller: Caller, request: InferenceRequest) -> InferenceResult:
         """As Service. The daemon may have been another one when the request came, or be another one by now."""
         self._check()
         result = await super().infer(caller, request)
@@ -88,9 +88,9 @@ class Replica:
         self._verify_task: asyncio.Task[None] | None = None
         self._failure = ""
         self._address = ""
-        self._daemon: Daemon
-        self._daemon_client: Service
-        self._api: Api
+        self._daemon: DaemonEndpoint
+        self._daemon_client: DaemonClient
+        self._api: HttpApi
         # What has to be ended, and in which order.
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -119,17 +119,17 @@ class Replica:
             timeout=arguments.request_timeout,
             page=False,
         )
-        admission = Seats(config.max_in_flight, config.max_memory_bytes)
-        self._daemon_client = _Known(self._check_verified, self._address, config.timeout, admission)
+        admission = AdmissionControl(config.max_in_flight, config.max_memory_bytes)
+        self._daemon_client = _CheckedDaemonClient(self._check_verified, self._address, config.timeout, admission)
         self._exit_stack.push_async_callback(self._daemon_client.close)
-        authenticator = Identities({}, {}, {}, anonymous=self._caller)
+        authenticator = Authenticator({}, {}, {}, anonymous=self._caller)
         parsers = Helpers()
         self._exit_stack.push_async_callback(parsers.close)
-        gateway = Gateway(config, authenticator, self._daemon_client, Regions(enabled=False), parsers)
-        self._api = Api(gateway, frozenset({ANY_HOST}))
+        gateway = Gateway(config, authenticator, self._daemon_client, RegisteredRegions(enabled=False), parsers)
+        self._api = HttpApi(gateway, frozenset({ANY_HOST}))
         await self._wait_verified()
 
-    async def _make_daemon(self) -> Daemon:
+    async def _make_daemon(self) -> DaemonEndpoint:
         arguments = self._arguments
         if arguments.address:
             return HostService(arguments.address)
@@ -141,7 +141,7 @@ class Replica:
             # It stays as long as its daemon may be started again.
             self._exit_stack.callback(cached.release)
             path = str(cached.path)
-        return Own(arguments.base_dir, {arguments.name: {"path": path, **arguments.model_table}}, self.on_daemon_start)
+        return EmbeddedDaemon(arguments.base_dir, {arguments.name: {"path": path, **arguments.model_table}}, self.on_daemon_start)
 
     def on_daemon_start(self) -> None:
         """It starts, or starts again: what it loads has to be looked at, also if it is not the first."""
@@ -231,7 +231,7 @@ class Replica:
         """
         if isinstance(inputs, Mapping):
             inputs, timeout = await self._resolve_references(cast("Mapping[str, Any]", inputs), timeout)
-        request = Question(self._arguments.name, inputs, outputs, timeout, priority)
+        request = InferenceRequest(self._arguments.name, inputs, outputs, timeout, priority)
         return await self._daemon_client.infer(self._caller, request)
 
     async def _resolve_references(self, inputs: Mapping[str, Any], timeout: float | None) -> tuple[Any, float | None]:
@@ -292,7 +292,7 @@ class Replica:
             request = AsgiRequest(scope, receive, self._arguments.request_timeout)
             await asgi.send_reply(await self._handle(request), request.method, send)
 
-    async def _handle(self, request: AsgiRequest) -> Reply:
+    async def _handle(self, request: AsgiRequest) -> HttpReply:
         try:
             self._check_verified()
         except RequestError as error:

@@ -23,7 +23,7 @@ from weightd.daemon.host.directories import make_directory
 _MODE = 0o700
 
 
-class Room(NamedTuple):
+class WorkDir(NamedTuple):
     """A directory that is nobody else's.
 
     Attributes:
@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
 
 @contextlib.contextmanager
-def work_dir(base: Path) -> Generator[Room, None, None]:
+def work_dir(base: Path) -> Generator[WorkDir, None, None]:
     """Have a directory within the block, and leave nothing of it behind; remove what others have left first.
 
     Raises:
@@ -52,7 +52,7 @@ def work_dir(base: Path) -> Generator[Room, None, None]:
         held = _open_lock(path / "here")
         fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        yield Room(path, held)
+        yield WorkDir(path, held)
     finally:
         # Held to the end: nobody else removes it at the same time.
         shutil.rmtree(path, ignore_errors=True)

@@ -17,11 +17,11 @@ from weightd.daemon.config.defaults import default_path, unit_of
 from weightd.daemon.config.load import ConfigError, check_config, parse
 from weightd.daemon.config.tenants import find_warnings
 from weightd.daemon.continuity.config_file import ConfigFile
-from weightd.daemon.continuity.service import Manager
+from weightd.daemon.continuity.service import ServiceManager
 from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.host import environment, logs
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 from weightd.daemon.server import Server
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
         for problem in error.problems:
             logs.print_error(problem)
         return exits.CONFIG
-    except ClaimError as error:
+    except PathInUse as error:
         logs.print_error(str(error))
         return exits.CANNOT_CREATE
     except KeyboardInterrupt:
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
 
 
 def _serve(options: argparse.Namespace) -> int:
-    manager = Manager(os.environ)
+    manager = ServiceManager(os.environ)
     file = ConfigFile((options.config or default_path()).absolute(), manager)
     config = file.load_initial()
     environment.remove_unlisted(os.environ, config.daemon.pass_environment)

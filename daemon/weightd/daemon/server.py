@@ -14,13 +14,13 @@ from pathlib import Path
 import zmq
 
 from weightd.daemon import exits
-from weightd.daemon.children.backend import Backend
-from weightd.daemon.children.meter import Copied
-from weightd.daemon.children.running import Running
-from weightd.daemon.clients.access import Access
+from weightd.daemon.children.backend import ProcessSupervisor
+from weightd.daemon.children.meter import CopyProgress
+from weightd.daemon.children.running import ProcessTable
+from weightd.daemon.clients.access import Authorizer
 from weightd.daemon.clients.connection import proxied_identity
-from weightd.daemon.clients.frontend import Frontend
-from weightd.daemon.clients.gates import Bounds, Gates, Lock
+from weightd.daemon.clients.frontend import RequestRouter
+from weightd.daemon.clients.gates import ProxyLimits, ZmqProxies, ListenerAuth
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import NONE, allowed_keys
 from weightd.daemon.config.load import Config, ConfigError
@@ -29,53 +29,53 @@ from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import lock_instance
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
-from weightd.daemon.continuity.herald import Herald
-from weightd.daemon.continuity.keeping import Keeping
-from weightd.daemon.continuity.ledger import Entry, Ledger
-from weightd.daemon.continuity.listening import Listening, listen
-from weightd.daemon.continuity.reading import ConfigReader, Read
-from weightd.daemon.continuity.service import CLIENTS, SHIM, Manager
+from weightd.daemon.continuity.herald import SystemdNotifier
+from weightd.daemon.continuity.keeping import ShimLauncher
+from weightd.daemon.continuity.ledger import CounterEntry, CounterStore
+from weightd.daemon.continuity.listening import ListenSockets, listen
+from weightd.daemon.continuity.reading import ConfigReader, ReadConfig
+from weightd.daemon.continuity.service import CLIENTS, SHIM, ServiceManager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.host import audit, clock, spawning
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import INTERRUPT
 from weightd.daemon.host.crowding import raise_descriptor_limit
-from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.happened import Happened
+from weightd.daemon.host.directories import PathInUse
+from weightd.daemon.host.happened import EventLog
 from weightd.daemon.host.listening import is_loopback_listener
-from weightd.daemon.host.loop import Loop, watch_signals
+from weightd.daemon.host.loop import EventLoop, watch_signals
 from weightd.daemon.host.memory import MIB, host_memory_bytes
 from weightd.daemon.host.shortage import check_threads, with_limit_hint
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.meters.meters import MeterFigures, Meters
-from weightd.daemon.meters.totals import TotalFigures, Totals
-from weightd.daemon.models.attaching import Attaching
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.fleet import Change, Fleet
-from weightd.daemon.models.household import Households
-from weightd.daemon.models.model import Model
-from weightd.daemon.models.pace import PaceFigures
+from weightd.daemon.meters.meters import ModelCounterRecord, CounterRegistry
+from weightd.daemon.meters.totals import DaemonCounterRecord, DaemonCounters
+from weightd.daemon.models.attaching import LoadLimiter
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.fleet import ConfigDiff, ModelRegistry
+from weightd.daemon.models.household import ModelFactory
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.models.pace import LoadSpeedRecord
 from weightd.daemon.models.records import DeviceRecord
-from weightd.daemon.models.sources import Numbers
-from weightd.daemon.observe.accounting import Accounting
-from weightd.daemon.observe.loading import Loading
-from weightd.daemon.observe.memory import Copy, Found, Memory, memory_subjects
-from weightd.daemon.observe.metrics import Counted, Moment, build_metrics
+from weightd.daemon.models.sources import IdSequence
+from weightd.daemon.observe.accounting import UsageReporter
+from weightd.daemon.observe.loading import LoadMonitor
+from weightd.daemon.observe.memory import MemorySubject, MemoryReport, MemorySampler, memory_subjects
+from weightd.daemon.observe.metrics import MetricsInputs, MetricsTime, build_metrics
 from weightd.daemon.observe.own import build_tenant_status
 from weightd.daemon.observe.reports import Reports
-from weightd.daemon.observe.status import Subject, build_status
-from weightd.daemon.observe.survey import Measured, Survey
-from weightd.daemon.observe.tails import Tails
-from weightd.daemon.requests.blame.suspects import Known
-from weightd.daemon.requests.shares import Clocks
-from weightd.daemon.requests.signature import Waiter
-from weightd.daemon.scrapes.page import Page
-from weightd.daemon.scrapes.scrapes import Scrapes
-from weightd.daemon.shutdown import Event, Shutdown
-from weightd.daemon.tenants.accounts import Accounts, Figures
-from weightd.daemon.tenants.directory import Directory, tenant_members
+from weightd.daemon.observe.status import StatusInputs, build_status
+from weightd.daemon.observe.survey import TtlCache, MemoryScan
+from weightd.daemon.observe.tails import LogTailReader
+from weightd.daemon.requests.blame.suspects import OffenderTable
+from weightd.daemon.requests.shares import FairClocks
+from weightd.daemon.requests.signature import MetadataRequest
+from weightd.daemon.scrapes.page import MetricsPage
+from weightd.daemon.scrapes.scrapes import MetricsEndpoint
+from weightd.daemon.shutdown import ShutdownEvent, Shutdown
+from weightd.daemon.tenants.accounts import UsageTable, UsageRecord
+from weightd.daemon.tenants.directory import TenantResolver, tenant_members
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
@@ -123,59 +123,59 @@ class Server:
         self,
         config: Config,
         file: ConfigFile | None = None,
-        manager: Manager | None = None,
+        manager: ServiceManager | None = None,
         *,
         one_shot: str = "",
         zygote: Zygote | None = None,
     ) -> None:
         self._config = config
         self._file = file
-        self._manager = manager or Manager({})
-        self._systemd_notifier = Herald(self._manager.watchdog_s)
+        self._manager = manager or ServiceManager({})
+        self._systemd_notifier = SystemdNotifier(self._manager.watchdog_s)
         # Without a manager that holds on to it a keeper would be of no use.
-        self._shim_launcher: Keeping | None = None
-        self._devices: dict[str, Device] = {}
-        self._load_limiter = Attaching()
-        self._offenders = Known()
-        self._fair_clocks = Clocks()
+        self._shim_launcher: ShimLauncher | None = None
+        self._devices: dict[str, DeviceBudget] = {}
+        self._load_limiter = LoadLimiter()
+        self._offenders = OffenderTable()
+        self._fair_clocks = FairClocks()
         self._one_shot = one_shot
         self._has_logged_ready = False
         self._zygote = zygote
-        self._loop = Loop()
-        self._model_factory = Households()
-        self._model_registry = Fleet(self._make_model)
-        self._tenant_resolver = Directory(config.tenants)
-        self._usage_table = Accounts()
-        self._counter_registry = Meters()
-        self._daemon_counters = Totals(lambda: self._request_router.dropped_responses)
-        self._authorizer = Access(self._tenant_resolver, self._usage_table, _admitted_tenants(config))
-        self._usage_reporter = Accounting(self._tenant_resolver, self._usage_table, lambda: self._model_registry.models)
-        self._load_monitor = Loading(self._copy_progress)
+        self._loop = EventLoop()
+        self._model_factory = ModelFactory()
+        self._model_registry = ModelRegistry(self._make_model)
+        self._tenant_resolver = TenantResolver(config.tenants)
+        self._usage_table = UsageTable()
+        self._counter_registry = CounterRegistry()
+        self._daemon_counters = DaemonCounters(lambda: self._request_router.dropped_responses)
+        self._authorizer = Authorizer(self._tenant_resolver, self._usage_table, _admitted_tenants(config))
+        self._usage_reporter = UsageReporter(self._tenant_resolver, self._usage_table, lambda: self._model_registry.models)
+        self._load_monitor = LoadMonitor(self._copy_progress)
         counter_entries = {
-            "account": Entry(self._usage_table, Figures),
-            "model": Entry(self._counter_registry, MeterFigures),
-            "daemon": Entry(self._daemon_counters, TotalFigures),
-            "load": Entry(self._load_monitor, PaceFigures),
+            "account": CounterEntry(self._usage_table, UsageRecord),
+            "model": CounterEntry(self._counter_registry, ModelCounterRecord),
+            "daemon": CounterEntry(self._daemon_counters, DaemonCounterRecord),
+            "load": CounterEntry(self._load_monitor, LoadSpeedRecord),
         }
-        self._counter_store = Ledger(config.daemon.counters_file, counter_entries, self._loop.call_soon)
+        self._counter_store = CounterStore(config.daemon.counters_file, counter_entries, self._loop.call_soon)
         self._reports = Reports(
             self._loop, lambda asker, error: self._request_router.reply_error(asker.client, asker.request_id, error)
         )
-        self._memory_cache = Measured()
-        self._memory_sampler = Memory()
-        self._log_readers: list[Tails] = []
-        self._event_log, self._client_log = Happened(), ClientLog()
+        self._memory_cache = TtlCache()
+        self._memory_sampler = MemorySampler()
+        self._log_readers: list[LogTailReader] = []
+        self._event_log, self._client_log = EventLog(), ClientLog()
         self._has_changed = True
         self._started_at = time.monotonic()
         self._shutdown = Shutdown()
         self._terminal = Terminal()
-        self._metrics_endpoint: Scrapes | None = None
+        self._metrics_endpoint: MetricsEndpoint | None = None
         self._drain_timer = Timer(self._finish_drain)
-        self._config_reader = ConfigReader(Running(self._loop))
+        self._config_reader = ConfigReader(ProcessTable(self._loop))
         self._config_timer = Timer(lambda _: self._config_reader.abort())
         # Whom to tell of the reload under way, and of the next one.
-        self._active_reloads: list[Callable[[Change | RequestError], object]] = []
-        self._pending_reloads: list[Callable[[Change | RequestError], object]] = []
+        self._active_reloads: list[Callable[[ConfigDiff | RequestError], object]] = []
+        self._pending_reloads: list[Callable[[ConfigDiff | RequestError], object]] = []
         self._notify_timer = Timer(self._on_notify_timer)
 
     def run(self) -> int:
@@ -189,7 +189,7 @@ class Server:
         try:
             spawning.start_thread()
         except OSError as error:
-            raise ClaimError(with_limit_hint(f"cannot start the thread that starts processes: {error}")) from None
+            raise PathInUse(with_limit_hint(f"cannot start the thread that starts processes: {error}")) from None
         has_manager = self._manager.is_present
         signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
         # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
@@ -202,7 +202,7 @@ class Server:
             self._event_log.capture_logs(),
         ):
             if has_manager:
-                self._shim_launcher = Keeping(self._manager, self._config.daemon)
+                self._shim_launcher = ShimLauncher(self._manager, self._config.daemon)
             else:
                 # Of a service that had one: with nobody to hold on to it, it ends.
                 for descriptor in self._manager.inherited.get(SHIM, []):
@@ -225,13 +225,13 @@ class Server:
             return exits.PROCESS_DIED
         return exits.OK
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: Listening) -> None:
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: ListenSockets) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._process_supervisor = Backend(context, daemon, self._loop, self._devices, self._shim_launcher, self._on_change)
+        self._process_supervisor = ProcessSupervisor(context, daemon, self._loop, self._devices, self._shim_launcher, self._on_change)
         max_memory_bytes = daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
         max_shm_bytes = daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR
-        self._request_router = Frontend(
+        self._request_router = RequestRouter(
             self._loop,
             self._model_registry,
             max_memory_bytes,
@@ -245,8 +245,8 @@ class Server:
         for listener in sockets.unix_listeners:
             self._request_router.listen(listener)
         listeners = {name: (each, self._listener_auth(name)) for name, each in sockets.zmq_listeners.items()}
-        proxy_limits = Bounds(max_memory_bytes, daemon.user_limits)
-        self._zmq_proxies = Gates(listeners, self._loop, self._adopt_connection, proxy_limits, self._client_log, self._zygote)
+        proxy_limits = ProxyLimits(max_memory_bytes, daemon.user_limits)
+        self._zmq_proxies = ZmqProxies(listeners, self._loop, self._adopt_connection, proxy_limits, self._client_log, self._zygote)
         self._metrics_endpoint = self._start_metrics_endpoint(sockets.metrics_listener)
         self._loop.on_suspended(self._on_suspended)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
@@ -273,20 +273,20 @@ class Server:
             self._counter_store.open(clock.now())
         self._apply_accounting(clock.now())
 
-    def _start_metrics_endpoint(self, listener: socket.socket | None) -> Scrapes | None:
+    def _start_metrics_endpoint(self, listener: socket.socket | None) -> MetricsEndpoint | None:
         """Answer who connects there with all that is counted: who reads it is the operator's choice."""
         if listener is None:
             return None
-        page = Page(lambda: self.metrics("scrape", Viewer(DEFAULT_TENANT, can_see_all=True)), self._loop.call_soon)
+        page = MetricsPage(lambda: self.metrics("scrape", Viewer(DEFAULT_TENANT, can_see_all=True)), self._loop.call_soon)
         is_loopback = is_loopback_listener(listener)
         _log.info("metrics are told at %s", self._config.daemon.metrics)
         if not is_loopback and listener.family != socket.AF_UNIX:
             _log.warning("metrics at %s: whoever reaches it sees them", self._config.daemon.metrics)
-        return Scrapes(listener, self._loop, page, is_loopback=is_loopback)
+        return MetricsEndpoint(listener, self._loop, page, is_loopback=is_loopback)
 
-    def _listener_auth(self, listener: str) -> Lock:
+    def _listener_auth(self, listener: str) -> ListenerAuth:
         config, tenants = self._config.listeners[listener], self._config.tenants
-        return Lock(
+        return ListenerAuth(
             config.secret,
             allowed_keys(config, tenants),
             config.max_connections,
@@ -296,13 +296,13 @@ class Server:
     def _adopt_connection(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
         self._request_router.adopt(connection, proxied_identity(connection, listener, peer))
 
-    def _resume_models(self, shim_launcher: Keeping, handover: Handover) -> None:
+    def _resume_models(self, shim_launcher: ShimLauncher, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
         previous_configs = {record.name: record.config for record in handover.models}
         for name in dict.fromkeys(device for config in previous_configs.values() for device in config.devices_by_weight_copy):
-            self._devices.setdefault(name, Device(name))
+            self._devices.setdefault(name, DeviceBudget(name))
         for said in handover.devices:
-            device = self._devices.setdefault(said.name, Device(said.name))
+            device = self._devices.setdefault(said.name, DeviceBudget(said.name))
             device.reported_bytes, device.free_bytes = said.capacity_bytes, said.free_bytes
             device.capacity_bytes = device.capacity_bytes or device.reported_bytes
         children = [name for record in handover.models for name in record.children]
@@ -312,7 +312,7 @@ class Server:
         self._model_registry.resume(handover.models, self._config.models, clock.now())
         self._systemd_notifier.on_resumed(previous_configs)
 
-    def _make_model(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
+    def _make_model(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
         model = self._model_factory.make(name, config, self._devices, self._process_supervisor, self._request_router, numbers)
         model.load_limiter = self._load_limiter
         model.dispatcher.set_counters(self._counter_registry.counters_of(name))
@@ -393,7 +393,7 @@ class Server:
             self._loop.stop()
         self._loop.on_turn_end(self._reconcile if self._model_registry.changing or self._shutdown.has_begun else None)
 
-    def _copy_progress(self, model: str, source: Source) -> Copied | None:
+    def _copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
         return self._process_supervisor.copy_progress(model, source)
 
     def _update_load_progress(self, now: float) -> None:
@@ -470,7 +470,7 @@ class Server:
                 self._stop(now)
             else:
                 _log.warning("asked twice to stop: no request is waited for")
-                self._shutdown.handle(Event.FORCE)
+                self._shutdown.handle(ShutdownEvent.FORCE)
                 # First: a model that does not stop would replace what is killed.
                 self._stop_models(now)
                 if self._shim_launcher is None:
@@ -481,7 +481,7 @@ class Server:
         if not self._shutdown.has_begun:
             drain_timeout_s = self._config.daemon.drain_timeout
             _log.info("stopping: finishing what was accepted, for at most %g s", drain_timeout_s)
-            self._shutdown.handle(Event.STOP)
+            self._shutdown.handle(ShutdownEvent.STOP)
             self._schedule_reconcile()
             self._drain_timer.set(now + drain_timeout_s)
             self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * (drain_timeout_s + _STOP_MARGIN_S))}")
@@ -489,7 +489,7 @@ class Server:
     def _finish_drain(self, now: float) -> None:
         """What was accepted is finished, or the time for that is over."""
         if self._shutdown.is_draining:
-            self._shutdown.handle(Event.DRAINED)
+            self._shutdown.handle(ShutdownEvent.DRAINED)
             self._stop_models(now)
 
     def _stop_models(self, now: float) -> None:
@@ -515,8 +515,8 @@ class Server:
         except RequestError as error:
             self._on_hangup_reloaded(error, should_notify=tell)
 
-    def _on_hangup_reloaded(self, outcome: Change | RequestError, *, should_notify: bool) -> None:
-        entry = audit.Entry("reload", audit.OPERATOR)
+    def _on_hangup_reloaded(self, outcome: ConfigDiff | RequestError, *, should_notify: bool) -> None:
+        entry = audit.AuditEntry("reload", audit.OPERATOR)
         if isinstance(outcome, RequestError):
             _log.error("not reloaded, nothing has changed: %s", outcome)
             audit.write(entry, audit.FAILED, str(outcome))
@@ -533,13 +533,13 @@ class Server:
         """
         self._request_reload(functools.partial(self._reply_reload, client, request_id))
 
-    def _reply_reload(self, client: bytes, request_id: str, outcome: Change | RequestError) -> None:
+    def _reply_reload(self, client: bytes, request_id: str, outcome: ConfigDiff | RequestError) -> None:
         if isinstance(outcome, RequestError):
             self._request_router.reply_failed(client, request_id, outcome)
         else:
             self._request_router.reply_reloaded(client, ReloadResponse(request_id, *outcome))
 
-    def _request_reload(self, on_done: Callable[[Change | RequestError], object]) -> None:
+    def _request_reload(self, on_done: Callable[[ConfigDiff | RequestError], object]) -> None:
         """Have the configuration file read again; call `on_end` once it is in force, or refused.
 
         Raises:
@@ -564,14 +564,14 @@ class Server:
             self._config_reader.start(self._file.path, self._file.listen_addresses, self._on_config_read)
         except OSError as error:
             text = f"{self._file.path}: cannot start the process that reads it: {error.strerror}"
-            self._on_config_read(Read(problems=(text,)))
+            self._on_config_read(ReadConfig(problems=(text,)))
         else:
             self._config_timer.set(clock.now() + _READ_TIMEOUT_S)
 
-    def _on_config_read(self, result: Read) -> None:
+    def _on_config_read(self, result: ReadConfig) -> None:
         self._config_timer.set(_NEVER)
         waiting, self._active_reloads = self._active_reloads, []
-        outcome: Change | RequestError
+        outcome: ConfigDiff | RequestError
         try:
             outcome = self._apply_config(result, clock.now())
             self._daemon_counters.reloads += 1
@@ -582,7 +582,7 @@ class Server:
             each(outcome)
         self._start_config_read()
 
-    def _apply_config(self, result: Read, now: float) -> Change:
+    def _apply_config(self, result: ReadConfig, now: float) -> ConfigDiff:
         """Make true what was read of the configuration file.
 
         Raises:
@@ -632,16 +632,16 @@ class Server:
 
     # --- status -------------------------------------------------------------------------------------------------
 
-    def report_status(self, requester: Waiter, viewer: Viewer) -> None:
+    def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
         """A client wants to know how it stands: it is told once that has been measured."""
         if viewer.can_see_all:
             pids = [*self._own_pids(), *(process.pid for process in self._process_supervisor.processes.values())]
-            survey = Survey(requester.request_id, pids, self._memory_cache)
+            survey = MemoryScan(requester.request_id, pids, self._memory_cache)
             self._reports.add(requester, functools.partial(self._scan_next_process, requester.client, survey))
         else:
             self._reports.add(requester, functools.partial(self._reply_tenant_status, requester, viewer))
 
-    def report_metrics(self, requester: Waiter, viewer: Viewer) -> None:
+    def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
         """A client wants to know what was counted."""
 
         def answer() -> bool:
@@ -650,7 +650,7 @@ class Server:
 
         self._reports.add(requester, answer)
 
-    def report_events(self, requester: Waiter, request: Events) -> None:
+    def report_events(self, requester: MetadataRequest, request: Events) -> None:
         """A client wants to know what has happened."""
 
         def answer() -> bool:
@@ -662,8 +662,8 @@ class Server:
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
         models = list(self._model_registry.models.values())
-        memory_report = self._memory_sampler.poll(self._own_pids(), lambda: self._memory_subjects(models)) if viewer.can_see_all else Found()
-        metrics_inputs = Counted(
+        memory_report = self._memory_sampler.poll(self._own_pids(), lambda: self._memory_subjects(models)) if viewer.can_see_all else MemoryReport()
+        metrics_inputs = MetricsInputs(
             models,
             self._counter_registry,
             self._daemon_counters,
@@ -675,19 +675,19 @@ class Server:
             memory_report.pss_bytes,
         )
         state, uptime = self._state_and_uptime()
-        return build_metrics(request_id, Moment(state, uptime, clock.now()), viewer, metrics_inputs)
+        return build_metrics(request_id, MetricsTime(state, uptime, clock.now()), viewer, metrics_inputs)
 
-    def _memory_subjects(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
+    def _memory_subjects(self, models: Sequence[ServedModel]) -> Mapping[str, Sequence[MemorySubject]]:
         return memory_subjects(models, self._process_supervisor.processes, self._process_supervisor.files)
 
-    def _scan_next_process(self, client: bytes, memory_scan: Survey) -> bool:
+    def _scan_next_process(self, client: bytes, memory_scan: MemoryScan) -> bool:
         """Look at one process more; return whether the answer has been sent."""
         is_done = memory_scan.step()
         if is_done:
             self._reply_status(client, memory_scan)
         return is_done
 
-    def _reply_tenant_status(self, requester: Waiter, viewer: Viewer) -> bool:
+    def _reply_tenant_status(self, requester: MetadataRequest, viewer: Viewer) -> bool:
         models = list(self._model_registry.models.values())
         response = build_tenant_status(requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table)
         self._request_router.reply_status(requester.client, response)
@@ -700,7 +700,7 @@ class Server:
         generations = self._model_registry.models[request.model_name].generations
         files = self._process_supervisor.files
         generation_files = {each.number: files[each.label] for each in generations if each.label in files}
-        self._log_readers.append(Tails(client, request, generation_files))
+        self._log_readers.append(LogTailReader(client, request, generation_files))
         self._loop.call_soon(self._read_next_log)
 
     def _read_next_log(self) -> None:
@@ -718,10 +718,10 @@ class Server:
     def _state_and_uptime(self) -> tuple[str, float]:
         return "stopping" if self._shutdown.has_begun else "running", time.monotonic() - self._started_at
 
-    def _reply_status(self, client: bytes, memory_scan: Survey) -> None:
+    def _reply_status(self, client: bytes, memory_scan: MemoryScan) -> None:
         supervisor, now = self._process_supervisor, clock.now()
         self._update_load_progress(now)
-        inputs = Subject(
+        inputs = StatusInputs(
             self._model_registry.models.values(),
             self._devices.values(),
             supervisor.processes,
@@ -757,10 +757,10 @@ def _admitted_tenants(config: Config) -> dict[str, Sequence[str]]:
     return {name: each.tenants for name, each in config.listeners.items()}
 
 
-def _update_devices(devices: dict[str, Device], config: Config) -> None:
+def _update_devices(devices: dict[str, DeviceBudget], config: Config) -> None:
     """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
     for name in dict.fromkeys(device for model in config.models.values() for device in model.devices_by_weight_copy):
-        device = devices.setdefault(name, Device(name))
+        device = devices.setdefault(name, DeviceBudget(name))
         if not is_cpu(name):
             given = config.devices.get(name, DeviceConfig())
             # Where nothing is given, what the card has said before stays true.

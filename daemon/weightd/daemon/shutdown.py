@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from weightd.daemon.generations.states import advance
 
 
-class State(enum.Enum):
+class ShutdownState(enum.Enum):
     """How far the end is."""
 
     SERVING = "serving"  # nobody wants it
@@ -19,7 +19,7 @@ class State(enum.Enum):
     STOPPING = "ending"  # no request is waited for; the models wind down, or are left to the next daemon
 
 
-class Event(enum.Enum):
+class ShutdownEvent(enum.Enum):
     """What happens to a daemon that is to end."""
 
     STOP = "stop"  # it is told to
@@ -27,11 +27,11 @@ class Event(enum.Enum):
     FORCE = "insist"  # it is told again
 
 
-SHUTDOWN: Mapping[tuple[State, Event], State] = {
-    (State.SERVING, Event.STOP): State.DRAINING,
-    (State.DRAINING, Event.DRAINED): State.STOPPING,
-    (State.DRAINING, Event.FORCE): State.STOPPING,
-    (State.STOPPING, Event.FORCE): State.STOPPING,
+SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
+    (ShutdownState.SERVING, ShutdownEvent.STOP): ShutdownState.DRAINING,
+    (ShutdownState.DRAINING, ShutdownEvent.DRAINED): ShutdownState.STOPPING,
+    (ShutdownState.DRAINING, ShutdownEvent.FORCE): ShutdownState.STOPPING,
+    (ShutdownState.STOPPING, ShutdownEvent.FORCE): ShutdownState.STOPPING,
 }
 
 
@@ -43,10 +43,10 @@ class Shutdown:
     """
 
     def __init__(self) -> None:
-        self._state = State.SERVING
+        self._state = ShutdownState.SERVING
         self.has_begun = False
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: ShutdownEvent) -> None:
         """Go on to the next state.
 
         Raises:
@@ -54,14 +54,14 @@ class Shutdown:
         """
         self._state = advance(SHUTDOWN, self._state, event)
         # For this every request asks.
-        self.has_begun = self._state is not State.SERVING
+        self.has_begun = self._state is not ShutdownState.SERVING
 
     @property
     def is_draining(self) -> bool:
         """Whether what was accepted is waited for."""
-        return self._state is State.DRAINING
+        return self._state is ShutdownState.DRAINING
 
     @property
     def is_stopping(self) -> bool:
         """Whether no request is waited for any more."""
-        return self._state is State.STOPPING
+        return self._state is ShutdownState.STOPPING

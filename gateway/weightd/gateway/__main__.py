@@ -12,14 +12,14 @@ from pathlib import Path
 from weightd.gateway import heap, logs
 from weightd.gateway.config import places
 from weightd.gateway.config.load import ConfigError, default_path, load
-from weightd.gateway.front import Front
+from weightd.gateway.front import Frontend
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.manager import Manager
-from weightd.gateway.regions import Regions
-from weightd.gateway.seats import Seats
-from weightd.gateway.server import Server
-from weightd.gateway.service import Service
+from weightd.gateway.manager import ServiceManager
+from weightd.gateway.regions import RegisteredRegions
+from weightd.gateway.seats import AdmissionControl
+from weightd.gateway.server import GatewayServer
+from weightd.gateway.service import DaemonClient
 from weightd.shared import gatewaycommand, signals
 from weightd.shared.commandline import Parser
 from weightd.shared.coredump import disable_core_dumps
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     heap.set_up()
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
-    manager = Manager(os.environ)
+    manager = ServiceManager(os.environ)
     try:
         config, authenticator = load(path, [str(places.address_of(each)) for each in manager.sockets])
     except ConfigError as error:
@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{path}: good")
         return OK
     settings = config.gateway
-    admission = Seats(settings.max_in_flight, settings.max_memory_bytes)
-    daemon_client = Service(settings.daemon or None, settings.timeout, admission)
+    admission = AdmissionControl(settings.max_in_flight, settings.max_memory_bytes)
+    daemon_client = DaemonClient(settings.daemon or None, settings.timeout, admission)
     gateway = Gateway(
-        settings, authenticator, daemon_client, Regions(enabled=settings.shared_memory), Helpers(), manager.sockets
+        settings, authenticator, daemon_client, RegisteredRegions(enabled=settings.shared_memory), Helpers(), manager.sockets
     )
     try:
         frontends = _make_frontends(gateway)
@@ -59,28 +59,28 @@ def main(arguments: list[str] | None = None) -> int:
         logs.print_error(f"{error}: the gateway needs `pip install 'weightd[gateway]'`")
         return CONFIG
     try:
-        asyncio.run(Server(path, config, gateway, frontends, manager).run())
+        asyncio.run(GatewayServer(path, config, gateway, frontends, manager).run())
     except OSError as error:
         logs.print_error(error.strerror or str(error))
         return CANNOT_CREATE
     return OK
 
 
-def _make_frontends(gateway: Gateway) -> list[Front]:
+def _make_frontends(gateway: Gateway) -> list[Frontend]:
     """Return the protocols that are spoken; what they need is loaded only then.
 
     Raises:
         ImportError: it is not there.
     """
-    frontends: list[Front] = []
+    frontends: list[Frontend] = []
     if gateway.config.http_addresses:
-        from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - it is 20 MB
+        from weightd.gateway.rest.front import HttpServer  # noqa: PLC0415 - it is 20 MB
 
-        frontends.append(Rest(gateway))
+        frontends.append(HttpServer(gateway))
     if gateway.config.grpc_addresses:
-        from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415 - it is 20 MB
+        from weightd.gateway.rpc.front import GrpcServer  # noqa: PLC0415 - it is 20 MB
 
-        frontends.append(RpcFront(gateway))
+        frontends.append(GrpcServer(gateway))
     return frontends
 
 

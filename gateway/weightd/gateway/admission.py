@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.gateway.shares import Shares
+from weightd.gateway.shares import FairLimit
 from weightd.shared.peers import Peer
 from weightd.shared.tokenbuckets import TokenBuckets
 
@@ -10,7 +10,7 @@ from weightd.shared.tokenbuckets import TokenBuckets
 VIOLATION_PENALTY = 32.0
 
 
-class Admission:
+class PeerAdmission:
     """Decides on new connections; a decision takes the same time for any number of peers.
 
     Args:
@@ -24,7 +24,7 @@ class Admission:
     def __init__(self, max_connections: int, rate: float) -> None:
         self._max_connections = max_connections
         self._rate = rate
-        self._connection_limit = Shares(max_connections)
+        self._connection_limit = FairLimit(max_connections)
         self._rates = TokenBuckets(rate, max(1.0, self.BURST_S * rate))
 
     def admit(self, peer: Peer, now: float) -> str | None:

@@ -29,7 +29,7 @@ _HOW_TO_AUTHENTICATE = (
 
 
 @dataclass(frozen=True)
-class Identities:
+class Authenticator:
     """Who is who.
 
     Attributes:

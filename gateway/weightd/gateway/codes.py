@@ -20,7 +20,7 @@ class TooLarge(ResourceExhausted):
     """What was sent, or would come of it, is longer than this gateway takes."""
 
 
-class Status(NamedTuple):
+class ErrorStatus(NamedTuple):
     """What an error is.
 
     Attributes:
@@ -33,24 +33,24 @@ class Status(NamedTuple):
 
 
 # By the code of the error, which is gRPC's name for it.
-STATUSES: Mapping[str, Status] = {
-    "CANCELLED": Status(499, 1),
-    "INVALID_ARGUMENT": Status(400, 3),
-    "DEADLINE_EXCEEDED": Status(504, 4),
-    "NOT_FOUND": Status(404, 5),
-    "PERMISSION_DENIED": Status(403, 7),
-    "RESOURCE_EXHAUSTED": Status(429, 8),
+STATUSES: Mapping[str, ErrorStatus] = {
+    "CANCELLED": ErrorStatus(499, 1),
+    "INVALID_ARGUMENT": ErrorStatus(400, 3),
+    "DEADLINE_EXCEEDED": ErrorStatus(504, 4),
+    "NOT_FOUND": ErrorStatus(404, 5),
+    "PERMISSION_DENIED": ErrorStatus(403, 7),
+    "RESOURCE_EXHAUSTED": ErrorStatus(429, 8),
     # Not the 400 that gRPC's own table has: it is the model that is to be mended, not the request.
-    "FAILED_PRECONDITION": Status(503, 9),
-    "INTERNAL": Status(500, 13),
-    "UNAVAILABLE": Status(503, 14),
-    "UNAUTHENTICATED": Status(401, 16),
+    "FAILED_PRECONDITION": ErrorStatus(503, 9),
+    "INTERNAL": ErrorStatus(500, 13),
+    "UNAVAILABLE": ErrorStatus(503, 14),
+    "UNAUTHENTICATED": ErrorStatus(401, 16),
 }
 
-_TOO_LARGE = Status(413, STATUSES[TooLarge.code].grpc)
+_TOO_LARGE = ErrorStatus(413, STATUSES[TooLarge.code].grpc)
 
 
-def status_of(error: RequestError) -> Status:
+def status_of(error: RequestError) -> ErrorStatus:
     """Return how an error is told."""
     return _TOO_LARGE if isinstance(error, TooLarge) else STATUSES[error.code]
 

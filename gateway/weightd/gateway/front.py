@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Front(Protocol):
+class Frontend(Protocol):
     """One protocol, at all its addresses, on the one loop of the process."""
 
     async def start(self) -> Sequence[str]:

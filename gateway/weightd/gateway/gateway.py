@@ -6,12 +6,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weightd.gateway.callers import Identities
+from weightd.gateway.callers import Authenticator
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.helper import Helpers
-from weightd.gateway.regions import Regions
-from weightd.gateway.service import Service
+from weightd.gateway.regions import RegisteredRegions
+from weightd.gateway.service import DaemonClient
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Gateway:
     """
 
     config: GatewayConfig
-    authenticator: Identities
-    daemon_client: Service
-    regions: Regions
+    authenticator: Authenticator
+    daemon_client: DaemonClient
+    regions: RegisteredRegions
     parsers: Helpers
     sockets: Sequence[socket.socket] = ()
     handshakes: Handshakes = field(default_factory=Handshakes)

@@ -16,9 +16,9 @@ from functools import partial
 from typing import cast
 
 from weightd.gateway.fairqueue import FairQueue
-from weightd.gateway.shares import Shares
+from weightd.gateway.shares import FairLimit
 from weightd.shared.peers import Peer
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -40,7 +40,7 @@ STARTED_TIMEOUT_S = 10.0
 _LOG_INTERVAL_S = 10.0
 
 
-class Pace:
+class FairThrottle:
     """Runs pieces of work one by one, with pauses that keep them to a share of the time. Pure: no I/O.
 
     The next piece is one of the peer that has used the fewest seconds.
@@ -79,7 +79,7 @@ class Pace:
             self._call_later(self._pause_factor * seconds, self._run_next)
 
 
-class Places:
+class HandshakeSlots:
     """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
 
     Args:
@@ -87,7 +87,7 @@ class Places:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = Shares(limit)
+        self._limit = FairLimit(limit)
         self._waiting: dict[str | None, deque[Work]] = {}
 
     def take(self, key: str | None, begin: Work) -> None:
@@ -125,10 +125,10 @@ class Handshakes:
 
     def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
         self._max_handshakes = max_handshakes
-        self._limit = Shares(max_handshakes)
-        self._started = Places(max_started)
-        self._runner = Pace(LOOP_SHARE, _call_later, time.perf_counter)
-        self._refusal_log = Seldom(_LOG_INTERVAL_S)
+        self._limit = FairLimit(max_handshakes)
+        self._started = HandshakeSlots(max_started)
+        self._runner = FairThrottle(LOOP_SHARE, _call_later, time.perf_counter)
+        self._refusal_log = RateLimitedLog(_LOG_INTERVAL_S)
 
     @property
     def in_progress(self) -> int:
@@ -193,7 +193,7 @@ class Handshakes:
     ) -> None:
         loop = asyncio.get_running_loop()
         raw, _ = await loop.connect_accepted_socket(_Paused, connection)
-        early = _Early()
+        early = _EarlyData()
         upgrade = loop.create_task(
             loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=timeout_s)
         )
@@ -201,7 +201,7 @@ class Handshakes:
             # The task has set asyncio's protocol for TLS by then, which has received nothing yet.
             await asyncio.sleep(0)
             inner = raw.get_protocol()
-            raw.set_protocol(_Gate(raw, inner, connection, partial(self._runner.run, peer.key)))
+            raw.set_protocol(_ThrottledProtocol(raw, inner, connection, partial(self._runner.run, peer.key)))
             transport = await upgrade
         except BaseException:
             upgrade.cancel()
@@ -225,7 +225,7 @@ class _Paused(asyncio.Protocol):
         cast(asyncio.Transport, transport).pause_reading()
 
 
-class _Gate(asyncio.Protocol):
+class _ThrottledProtocol(asyncio.Protocol):
     """Passes on what has been received to asyncio's TLS protocol when it is the peer's turn, and reads no more before.
 
     Args:
@@ -273,7 +273,7 @@ class _Gate(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-class _Early(asyncio.Protocol):
+class _EarlyData(asyncio.Protocol):
     """Keeps what comes between the handshake and `hand_over`."""
 
     def __init__(self) -> None:

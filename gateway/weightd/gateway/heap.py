@@ -40,7 +40,7 @@ def set_up() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-class Growth:
+class HeapGrowth:
     """Decides when freed memory is to be returned. Pure.
 
     That is at each look while the process is much larger than it was when it was smallest. Where nothing comes of it,
@@ -76,7 +76,7 @@ async def watch() -> None:
     gc.collect()
     gc.freeze()
     trim = getattr(_libc, "malloc_trim", None)
-    growth = Growth()
+    growth = HeapGrowth()
     while trim is not None:
         before = _resident_bytes()
         if growth.is_due(before):

@@ -43,7 +43,7 @@ COUNT = struct.Struct("=I")
 LENGTH = struct.Struct("=Q")
 
 
-class Failure(NamedTuple):
+class JobFailure(NamedTuple):
     """The result of a job that raised an error."""
 
     error: RequestError
@@ -63,8 +63,8 @@ class Helpers:
     """
 
     def __init__(self) -> None:
-        self.small = Helper(_NICE_SMALL)
-        self.large = Helper(_NICE_LARGE)
+        self.small = ParserProcess(_NICE_SMALL)
+        self.large = ParserProcess(_NICE_LARGE)
 
     async def run(self, caller: Caller, nbytes: int, function: Callable[..., T], *arguments: Any) -> T:
         """Return what the function returns.
@@ -87,7 +87,7 @@ class Helpers:
         await asyncio.gather(self.small.close(), self.large.close())
 
 
-class Helper:
+class ParserProcess:
     """Runs functions in one child process, one at a time.
 
     Args:
@@ -123,7 +123,7 @@ class Helper:
         if self._job_task is None:
             self._job_task = loop.create_task(self._run_jobs())
         result = await job.result
-        if isinstance(result, Failure):
+        if isinstance(result, JobFailure):
             try:
                 raise result.error
             finally:
@@ -139,7 +139,7 @@ class Helper:
             await asyncio.wait([self._job_task])
         for job in self._jobs.clear():
             if not job.result.done():
-                job.result.set_result(Failure(Unavailable("the gateway stops")))
+                job.result.set_result(JobFailure(Unavailable("the gateway stops")))
         self._kill_child()
 
     async def _run_jobs(self) -> None:
@@ -162,14 +162,14 @@ class Helper:
         except asyncio.TimeoutError:
             _log.warning("a job of the helper process took longer than %g s; killing the process", timeout_s)
             self._kill_child()
-            result = Failure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
+            result = JobFailure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
         except (OSError, EOFError) as error:
             _log.warning("the helper process died: %s", str(error) or "it closed its connection")
             self._kill_child()
-            result = Failure(Unavailable("the gateway's helper process died during this request"))
+            result = JobFailure(Unavailable("the gateway's helper process died during this request"))
         except asyncio.CancelledError:
             if not job.result.done():
-                job.result.set_result(Failure(Unavailable("the gateway stops")))
+                job.result.set_result(JobFailure(Unavailable("the gateway stops")))
             raise
         if not job.result.done():
             job.result.set_result(result)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightd.gateway.admission import Admission
-from weightd.gateway.config.places import Place
+from weightd.gateway.admission import PeerAdmission
+from weightd.gateway.config.places import ListenAddress
 from weightd.gateway.config.table import GatewayConfig
 from weightd.shared.peers import Peer, Peers
 from weightd.shared.regular import open_regular
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -45,7 +45,7 @@ _MODE = 0o660
 OnConnection = Callable[[socket.socket, Peer], None]
 
 
-class Accepting:
+class GatewayAcceptor:
     """Accepts connections at one listening socket and refuses those beyond the limits of their peer.
 
     asyncio's own servers accept as many connections in one go as the backlog has, while nobody else is served.
@@ -61,7 +61,7 @@ class Accepting:
     def __init__(
         self,
         listener: socket.socket,
-        admission: Admission,
+        admission: PeerAdmission,
         peers: Peers,
         on_connection: OnConnection,
         refusal_response: Callable[[str], bytes] | None = None,
@@ -71,7 +71,7 @@ class Accepting:
         self._peers = peers
         self._on_connection = on_connection
         self._refusal_response = refusal_response
-        self._refusal_log = Seldom(_LOG_INTERVAL_S)
+        self._refusal_log = RateLimitedLog(_LOG_INTERVAL_S)
         self._loop = asyncio.get_running_loop()
         self._pause_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
@@ -135,7 +135,7 @@ class Accepting:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
 
-def bind(address: Place, protocol: str) -> socket.socket:
+def bind(address: ListenAddress, protocol: str) -> socket.socket:
     """Return a socket that is bound to an address.
 
     Raises:
@@ -147,7 +147,7 @@ def bind(address: Place, protocol: str) -> socket.socket:
         raise OSError(error.errno, f"{protocol}: {address}: {error.strerror or error}") from None
 
 
-def _bind_tcp(listen_address: Place) -> socket.socket:
+def _bind_tcp(listen_address: ListenAddress) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(listen_address.host, listen_address.port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:

@@ -8,14 +8,14 @@ import sys
 import time
 
 from weightd.shared.journal import to_one_line, add_priority, priority_of, is_connected_to_journal
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 _STDERR = 2
 
 # Between two lines about errors of one class that nothing has foreseen.
 _FAILURE_LOG_INTERVAL_S = 10.0
 
-_failure_log = Seldom(_FAILURE_LOG_INTERVAL_S)
+_failure_log = RateLimitedLog(_FAILURE_LOG_INTERVAL_S)
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:

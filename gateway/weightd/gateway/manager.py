@@ -11,7 +11,7 @@ from weightd.shared import servicemanager
 _log = logging.getLogger("weightd.gateway")
 
 
-class Manager:
+class ServiceManager:
     """The service manager that has started this process, or nobody: then everything here does nothing.
 
     Args:

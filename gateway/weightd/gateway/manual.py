@@ -13,7 +13,7 @@ from weightd.gateway.config.table import GatewayConfig
 from weightd.protocol.version import VERSION
 from weightd.shared.commandline import Parser
 from weightd.shared.manual.reference import Key, iterate_keys
-from weightd.shared.manual.roff import Page, bold, italic
+from weightd.shared.manual.roff import ManPage, bold, italic
 
 _DESCRIPTION = """\
 The file that `weightd gateway` reads, in TOML. Every key has a default, but nobody may ask before `tokens`,
@@ -62,7 +62,7 @@ _EXAMPLE_FOOTER = """\
 
 def page() -> str:
     """Return weightd-gateway.toml(5)."""
-    page = Page("weightd-gateway.toml", 5, VERSION, "the configuration of the gateway of weightd")
+    page = ManPage("weightd-gateway.toml", 5, VERSION, "the configuration of the gateway of weightd")
     page.heading("DESCRIPTION")
     page.text(_DESCRIPTION)
     page.heading("[gateway]")

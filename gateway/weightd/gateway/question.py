@@ -12,7 +12,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Question:
+class InferenceRequest:
     """An inference request.
 
     Attributes:

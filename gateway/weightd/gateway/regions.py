@@ -33,7 +33,7 @@ _SEMAPHORE_PREFIX = "sem."
 _DISABLED = "shared memory is off at this gateway (shared_memory)"
 
 
-class Region:
+class RegisteredRegion:
     """A part of a file that a caller has registered."""
 
     def __init__(self, key: str, descriptor: int, offset: int, nbytes: int) -> None:
@@ -70,15 +70,15 @@ class Region:
             done += os.pwrite(self._descriptor, content[done:], self.offset + offset + done)
 
 
-class Place(NamedTuple):
+class ShmSlice(NamedTuple):
     """Where a tensor is to be, within a region."""
 
-    region: Region
+    region: RegisteredRegion
     offset: int
     nbytes: int
 
 
-class Regions:
+class RegisteredRegions:
     """What callers have registered: each finds its own, and no other's.
 
     Args:
@@ -89,7 +89,7 @@ class Regions:
     def __init__(self, *, enabled: bool, directory: Path = DIRECTORY) -> None:
         self._enabled = enabled
         self._directory = directory
-        self._by_caller: dict[Caller, dict[str, Region]] = {}
+        self._by_caller: dict[Caller, dict[str, RegisteredRegion]] = {}
 
     def register(self, caller: Caller, name: str, key: object, offset: object, byte_size: object) -> None:
         """Have a part of a file called `name` from now on.
@@ -129,7 +129,7 @@ class Regions:
             for each, region in chosen.items()
         ]
 
-    def resolve(self, caller: Caller, name: object, offset: object, byte_size: object) -> Place:
+    def resolve(self, caller: Caller, name: object, offset: object, byte_size: object) -> ShmSlice:
         """Return where a tensor of so many bytes is.
 
         Raises:
@@ -142,20 +142,20 @@ class Regions:
             raise InvalidArgument(
                 f"region {label(name)}: expected at most {region.nbytes} bytes, its size, got {first} + {size}"
             )
-        return Place(region, first, size)
+        return ShmSlice(region, first, size)
 
-    def _regions_of(self, caller: Caller) -> dict[str, Region]:
+    def _regions_of(self, caller: Caller) -> dict[str, RegisteredRegion]:
         if not self._enabled:
             raise InvalidArgument(_DISABLED)
         return self._by_caller.setdefault(caller, {})
 
-    def _find_region(self, caller: Caller, name: object) -> Region:
+    def _find_region(self, caller: Caller, name: object) -> RegisteredRegion:
         region = self._regions_of(caller).get(name) if type(name) is str else None
         if region is None:
             raise NotFound(f"no region {label(name)} is registered by this caller")
         return region
 
-    def _open_region(self, key: object, offset: int, nbytes: int) -> Region:
+    def _open_region(self, key: object, offset: int, nbytes: int) -> RegisteredRegion:
         match = _KEY.fullmatch(key) if type(key) is str else None
         if match is None or match.group(1).startswith(_SEMAPHORE_PREFIX):
             raise InvalidArgument(f"key: expected the name of a file of {self._directory}, got {describe_value(key)}")
@@ -167,7 +167,7 @@ class Regions:
             raise InvalidArgument(
                 f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
             ) from None
-        region = Region(str(key), descriptor, offset, nbytes)
+        region = RegisteredRegion(str(key), descriptor, offset, nbytes)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidArgument(f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}")

@@ -7,14 +7,14 @@ from collections.abc import Generator
 
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.shares import Shares
+from weightd.gateway.shares import FairLimit
 from weightd.protocol.errors import ResourceExhausted
 
 # A guess: by then some of what is under way has been answered.
 _RETRY_S = 1.0
 
 
-class Seats:
+class AdmissionControl:
     """Requests that are received or answered.
 
     Args:
@@ -28,8 +28,8 @@ class Seats:
     def __init__(self, most: int, max_bytes: int) -> None:
         self.max_requests = most
         self._max_bytes = max_bytes
-        self._request_limit = Shares(most)
-        self._byte_limit = Shares(max_bytes)
+        self._request_limit = FairLimit(most)
+        self._byte_limit = FairLimit(max_bytes)
 
     @property
     def in_flight(self) -> int:
@@ -42,7 +42,7 @@ class Seats:
         return self._byte_limit.in_use
 
     @contextlib.contextmanager
-    def admit(self, caller: Caller | None) -> Generator[Seat, None, None]:
+    def admit(self, caller: Caller | None) -> Generator[Permit, None, None]:
         """Have a request under way within the block; None: of whoever asks.
 
         Raises:
@@ -50,26 +50,26 @@ class Seats:
         """
         if not self._request_limit.take(caller):
             raise _exhausted(f"its share of {self.max_requests} requests", "max_in_flight")
-        permit = Seat(self._byte_limit, self._max_bytes, caller)
+        permit = Permit(self._byte_limit, self._max_bytes, caller)
         try:
             yield permit
         finally:
             self._request_limit.release(caller)
             permit.release()
 
-    def reserve_response(self, caller: Caller | None, nbytes: int) -> Seat:
+    def reserve_response(self, caller: Caller | None, nbytes: int) -> Permit:
         """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
 
         Raises:
             TooLarge: there will never be room for them.
             ResourceExhausted: there is none now.
         """
-        permit = Seat(self._byte_limit, self._max_bytes, caller)
+        permit = Permit(self._byte_limit, self._max_bytes, caller)
         permit.reserve(nbytes)
         return permit
 
 
-class Seat:
+class Permit:
     """A request that is under way.
 
     Args:
@@ -78,7 +78,7 @@ class Seat:
         caller: whose request it is.
     """
 
-    def __init__(self, byte_limit: Shares, max_bytes: int, caller: Caller | None) -> None:
+    def __init__(self, byte_limit: FairLimit, max_bytes: int, caller: Caller | None) -> None:
         self._byte_limit = byte_limit
         self._max_bytes = max_bytes
         self._caller = caller

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from weightd.gateway import heap
 from weightd.gateway.config.load import ConfigError, keys_needing_restart, load
-from weightd.gateway.config.table import Config
-from weightd.gateway.front import Front
+from weightd.gateway.config.table import GatewayFile
+from weightd.gateway.front import Frontend
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.manager import Manager
+from weightd.gateway.manager import ServiceManager
 from weightd.shared.terminal import Terminal
 
 _log = logging.getLogger("weightd.gateway")
 
 
-class Server:
+class GatewayServer:
     """Runs fronts until it is told to stop.
 
     Args:
@@ -32,7 +32,7 @@ class Server:
         manager: the service manager.
     """
 
-    def __init__(self, path: Path, config: Config, gateway: Gateway, frontends: Sequence[Front], manager: Manager) -> None:
+    def __init__(self, path: Path, config: GatewayFile, gateway: Gateway, frontends: Sequence[Frontend], manager: ServiceManager) -> None:
         self._path = path
         self._config = config
         self._gateway = gateway

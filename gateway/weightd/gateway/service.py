@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from weightd.client import AsyncClient
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import to_request_error
-from weightd.gateway.question import InferenceResult, Question
-from weightd.gateway.seats import Seats
+from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.seats import AdmissionControl
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd.protocol.messages.metrics import MetricsResponse
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _CACHE_TTL_S = 1.0
 
 
-class Service:
+class DaemonClient:
     """Asks the daemon for callers, with a connection for each tenant.
 
     A daemon that is away is `Unavailable`, and found again by whoever asks next.
@@ -34,7 +34,7 @@ class Service:
         seats: one is to be had by each request before anything of it is kept.
     """
 
-    def __init__(self, address: str | None, timeout: float, seats: Seats) -> None:
+    def __init__(self, address: str | None, timeout: float, seats: AdmissionControl) -> None:
         self._address = address
         self._timeout = timeout
         self._clients: dict[str | None, AsyncClient] = {}
@@ -70,7 +70,7 @@ class Service:
         latest = self._metrics.setdefault(caller.tenant, _Latest(lambda: _await_response(client.metrics())))
         return await latest.get()
 
-    async def infer(self, caller: Caller, request: Question) -> InferenceResult:
+    async def infer(self, caller: Caller, request: InferenceRequest) -> InferenceResult:
         """Return what the model answers. A task that is cancelled meanwhile takes the request back."""
         client = self._client(caller)
         return await _await_response(

@@ -10,7 +10,7 @@ from weightd.gateway.callers import Caller
 _MAX_TIMES_FREE = 3
 
 
-class Shares:
+class FairLimit:
     """Counts who has how many.
 
     Tenants are told apart, and those who ask for the gateway itself by their names; None is whoever asks.

@@ -18,7 +18,7 @@ PIPELINE_PASSES = 32
 """Passes of the loop from one request that was sent ahead to the next one. Those of others take as many."""
 
 
-class Ahead:
+class PipelinedStarter:
     """Begins requests that were sent ahead one by one, in turns between peers, with passes for other work in between.
 
     Args:
@@ -55,7 +55,7 @@ class Ahead:
             self._begin_next()
 
 
-class Turns:
+class FairRunner:
     """Runs pieces of work at once while the pass of the loop has time left, and queues them by peer otherwise.
 
     Args:
@@ -67,7 +67,7 @@ class Turns:
     """
 
     def __init__(self, call_soon: Callable[[Work], object], clock: Callable[[], float]) -> None:
-        self.pipelined = Ahead(call_soon)
+        self.pipelined = PipelinedStarter(call_soon)
         self._call_soon = call_soon
         self._clock = clock
         self._time_left_s = SLICE_S
@@ -107,7 +107,7 @@ class Turns:
             self._time_left_s -= self._clock() - started_at
 
 
-class Piece:
+class ParseChunk:
     """How many bytes of a connection are parsed at once: those that take no longer than `PIECE_S`.
 
     Attributes:

@@ -29,14 +29,14 @@ from typing import (
 )
 
 from weightd.client import aioflow, curve, flow
-from weightd.client.connection import Connection, Gone
+from weightd.client.connection import DaemonConnection, ConnectionLost
 from weightd.client.copying import Uncopied
-from weightd.client.core import Call, PreparedCall
+from weightd.client.core import PendingCall, PreparedCall
 from weightd.client.curve import KeyFile
-from weightd.client.inputs import Untyped, to_typed_inputs
+from weightd.client.inputs import NeedsMetadata, to_typed_inputs
 from weightd.client.model import DEFAULT_IN_FLIGHT, AsyncModel
 from weightd.client.retry import Attempts, Retry, check_retry
-from weightd.client.session import BUSY_RETRY_INTERVAL_S, DEFAULT_TIMEOUT_S, CONNECTION_LOST_ERRORS, Session, extended_deadline
+from weightd.client.session import BUSY_RETRY_INTERVAL_S, DEFAULT_TIMEOUT_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
@@ -65,7 +65,7 @@ class WrongLoop(WeightdError):
     """
 
 
-class _Rested(WeightdError):
+class _PauseEnded(WeightdError):
     """A pause is over."""
 
 
@@ -104,7 +104,7 @@ class AsyncClient(Uncopied):
         retry: Optional[Retry] = None,
     ) -> None:
         self._retry = check_retry(retry)
-        self._session = Session(address, timeout, tenant, curve.read_keys(key, server_key))
+        self._session = ClientSession(address, timeout, tenant, curve.read_keys(key, server_key))
         self._core = self._session.core
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._is_connecting = False
@@ -171,7 +171,7 @@ class AsyncClient(Uncopied):
         deadline = time.monotonic() + seconds
         try:
             prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
-        except Untyped:
+        except NeedsMetadata:
             prepared = None
         if prepared is None:
             typed_inputs, seconds = await self._to_typed_inputs(model, inputs, deadline, grace_s)
@@ -354,10 +354,10 @@ class AsyncClient(Uncopied):
     async def _sleep_unless_closed(self, seconds: float) -> None:
         """Wait for so long, if the client is not closed meanwhile."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(_Rested):
+        with contextlib.suppress(_PauseEnded):
             while True:
                 self._session.check_usable()
-                await self._wait_for_change(deadline, _Rested)
+                await self._wait_for_change(deadline, _PauseEnded)
 
     async def _send_and_wait(self, prepared: PreparedCall, deadline: float, answer_deadline: float) -> Any:
         """Send until the deadline, and wait for the answer until the last moment."""
@@ -374,7 +374,7 @@ class AsyncClient(Uncopied):
             raise
         return call.result()
 
-    async def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
+    async def _send(self, frames: List[Any], deadline: float, call: PendingCall) -> None:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         session = self._session
         if self._core.calls and not self._is_corked:
@@ -384,11 +384,11 @@ class AsyncClient(Uncopied):
             self._running_loop().call_soon(self._uncork, session.connection)
         try:
             target_sent = session.send(frames, call)
-        except Gone:
+        except ConnectionLost:
             await self._ensure_writable(deadline)
             try:
                 target_sent = session.send(frames, call)
-            except Gone as error:
+            except ConnectionLost as error:
                 # Hung up as soon as it was there: the daemon has said why.
                 while not session.connection.closed:
                     self._read()
@@ -398,7 +398,7 @@ class AsyncClient(Uncopied):
         while connection.sent < target_sent and not connection.closed:
             await self._wait_for_change(deadline, session.send_timeout_error)
 
-    def _uncork(self, connection: Connection) -> None:
+    def _uncork(self, connection: DaemonConnection) -> None:
         self._is_corked = False
         if not connection.closed:
             connection.uncork()
@@ -435,7 +435,7 @@ class AsyncClient(Uncopied):
         for descriptor in connection.descriptors:
             self._running_loop().add_reader(descriptor, self._read)
 
-    async def _new_connection(self, deadline: float) -> Connection:
+    async def _new_connection(self, deadline: float) -> DaemonConnection:
         steps = self._session.connect_steps()
         loop = self._running_loop()
         try:
@@ -453,18 +453,18 @@ class AsyncClient(Uncopied):
                         loop.remove_reader(descriptor)
                 self._session.check_usable()
         except StopIteration as made:
-            return cast(Connection, made.value)
+            return cast(DaemonConnection, made.value)
         finally:
             steps.close()
 
-    def _cancel_call(self, call: Call) -> None:
+    def _cancel_call(self, call: PendingCall) -> None:
         """Nobody waits for it any more: no worker shall begin with it."""
         if call.response_type is InferResponse and self._core.is_tracked(call):
-            with contextlib.suppress(Gone):
+            with contextlib.suppress(ConnectionLost):
                 self._session.send(self._core.cancel_frames(call))
             self._on_sent(self._session.connection)
 
-    def _on_sent(self, connection: Connection) -> None:
+    def _on_sent(self, connection: DaemonConnection) -> None:
         if not connection.is_idle():
             self._read()
         self._update_writer()

@@ -18,7 +18,7 @@ from typing import Any, Deque, Dict, List, Optional, Tuple, cast
 import numpy as np
 
 from weightd.client import arguments
-from weightd.client.space import Space
+from weightd.client.space import FreeList
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import describe_value
@@ -36,7 +36,7 @@ MAX_BYTES = 2 * 1024 * 1024 * 1024
 _RECENT_BLOCKS = range(4)
 
 
-class Region:
+class MemfdRegion:
     """One memfd, mapped.
 
     Attributes:
@@ -56,7 +56,7 @@ class Region:
             os.close(self.descriptor)
             raise
         weakref.finalize(self, os.close, self.descriptor)
-        self._free_list = Space(nbytes)
+        self._free_list = FreeList(nbytes)
         self.returned_blocks: Deque[Tuple[int, int]] = deque()
         self.start_address: int = self._bytes.__array_interface__["data"][0]
         # Whether each page is known to have memory, which is then charged to this process.
@@ -114,7 +114,7 @@ class Block:
 
     __slots__ = ("__array_interface__", "nbytes", "offset", "region")
 
-    def __init__(self, region: Region, offset: int, nbytes: int) -> None:
+    def __init__(self, region: MemfdRegion, offset: int, nbytes: int) -> None:
         self.region = region
         self.offset = offset
         self.nbytes = nbytes
@@ -133,7 +133,7 @@ class Block:
         self.region.returned_blocks.append((self.offset, self.nbytes))
 
 
-class Arena:
+class ShmArena:
     """The regions of one client. May be used by several threads.
 
     Args:
@@ -146,7 +146,7 @@ class Arena:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self.regions: Tuple[Region, ...] = ()
+        self.regions: Tuple[MemfdRegion, ...] = ()
         # A process that is forked has the same memory, and this one cannot know how long it needs an array.
         with _fork_lock:
             _arenas.add(self)
@@ -191,7 +191,7 @@ class Arena:
             new_region = self._add_region(nbytes)
             return None if new_region is None else new_region.take(nbytes)
 
-    def find(self, array: Any) -> Optional[Tuple[Region, int]]:
+    def find(self, array: Any) -> Optional[Tuple[MemfdRegion, int]]:
         """Return where the bytes of an array, in C order, lie in a region; None where they do not."""
         if self.regions:
             address = array.__array_interface__["data"][0]
@@ -201,7 +201,7 @@ class Arena:
                     return region, offset
         return None
 
-    def retire(self, regions: Tuple[Region, ...]) -> None:
+    def retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
         """Cut nothing more from these: nobody can tell when others will be done with parts of them."""
         with self._lock:
             self._retire(regions)
@@ -217,7 +217,7 @@ class Arena:
             self.regions = ()
         self._lock.release()
 
-    def _retire(self, regions: Tuple[Region, ...]) -> None:
+    def _retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
         # Somebody may still write to a part of them that nobody here has.
         retired = [region for region in regions if not region.is_unused]
         self.regions = tuple(region for region in self.regions if region not in retired)
@@ -226,24 +226,24 @@ class Arena:
         """Before there is another one: those of which nothing is needed were too small."""
         self.regions = tuple(region for region in self.regions if not region.is_unused)
 
-    def _add_region(self, nbytes: int) -> Optional[Region]:
+    def _add_region(self, nbytes: int) -> Optional[MemfdRegion]:
         total_bytes = sum(region.nbytes for region in self.regions)
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if total_bytes + nbytes > self._max_bytes or len(self.regions) >= limits.MAX_REGIONS:
             return None
         try:
-            region = Region(min(max(nbytes, total_bytes, _MIN_REGION_BYTES), self._max_bytes - total_bytes))
+            region = MemfdRegion(min(max(nbytes, total_bytes, _MIN_REGION_BYTES), self._max_bytes - total_bytes))
         except OSError:
             return None
         self.regions = (*self.regions, region)
         return region
 
 
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_arenas: weakref.WeakSet[ShmArena] = weakref.WeakSet()
 
 # Held by a thread that forks, and whoever changes that set.
 _fork_lock = threading.Lock()
-_locked_arenas: List[Arena] = []
+_locked_arenas: List[ShmArena] = []
 
 
 def _before_fork() -> None:

@@ -26,12 +26,12 @@ from weightd.client import curve, flow
 from weightd.client.copying import Uncopied
 from weightd.client.core import PreparedCall
 from weightd.client.curve import KeyFile
-from weightd.client.exchange import Exchange
-from weightd.client.inputs import Untyped, to_typed_inputs
+from weightd.client.exchange import ThreadedTransport
+from weightd.client.inputs import NeedsMetadata, to_typed_inputs
 from weightd.client.model import DEFAULT_IN_FLIGHT, Model
 from weightd.client.pending import Pending
 from weightd.client.retry import Attempts, Retry, check_retry
-from weightd.client.session import DEFAULT_TIMEOUT_S, Session
+from weightd.client.session import DEFAULT_TIMEOUT_S, ClientSession
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
@@ -90,9 +90,9 @@ class Client(Uncopied):
         retry: Optional[Retry] = None,
     ) -> None:
         self._retry = check_retry(retry)
-        self._session = Session(address, timeout, tenant, curve.read_keys(key, server_key))
+        self._session = ClientSession(address, timeout, tenant, curve.read_keys(key, server_key))
         self._core = self._session.core
-        self._transport = Exchange(self._session)
+        self._transport = ThreadedTransport(self._session)
         self._with_retries(self._ensure_connected, None)
 
     @property
@@ -183,7 +183,7 @@ class Client(Uncopied):
         deadline = monotonic() + seconds
         try:
             prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
-        except Untyped:
+        except NeedsMetadata:
             prepared = None
         if prepared is None:
             typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
@@ -210,7 +210,7 @@ class Client(Uncopied):
         deadline = monotonic() + seconds
         try:
             prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
-        except Untyped:
+        except NeedsMetadata:
             prepared = None
         if prepared is None:
             typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)

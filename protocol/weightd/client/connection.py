@@ -19,11 +19,11 @@ C = TypeVar("C")
 ConnectSteps = Generator[Optional[int], None, C]
 
 
-class Gone(Unavailable):
+class ConnectionLost(Unavailable):
     """The daemon has hung up, and nothing of the message was sent."""
 
 
-class Connection(abc.ABC):
+class DaemonConnection(abc.ABC):
     """One connection to a daemon, until it is lost or closed.
 
     One thread at a time may `receive`, `close` and ask `is_idle`; another one at the same time `send` and `flush`.
@@ -103,15 +103,15 @@ class Connection(abc.ABC):
         """Return the error of who finds it lost."""
         return Unavailable(self._lost_text())
 
-    def not_sent_error(self) -> Gone:
+    def not_sent_error(self) -> ConnectionLost:
         """Return the error of who finds it lost before anything of a message is sent."""
-        return Gone(self._lost_text())
+        return ConnectionLost(self._lost_text())
 
     def _lost_text(self) -> str:
         return f"the connection to {self.address} is lost: the daemon has ended, or has hung up"
 
 
-class Nowhere(Connection):
+class NotConnected(DaemonConnection):
     """Where there is no connection yet."""
 
     transport = ""

@@ -17,8 +17,8 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 import numpy as np
 
 from weightd.client import arguments
-from weightd.client.inputs import UNTYPED_TYPES, Untyped, to_typed_inputs
-from weightd.client.sharing import MIN_SHARED_BYTES, Lease, SharedInput, SharedOutput, Sharing, WrongOut
+from weightd.client.inputs import UNTYPED_TYPES, NeedsMetadata, to_typed_inputs
+from weightd.client.sharing import MIN_SHARED_BYTES, Lease, SharedInput, SharedOutput, ShmTensors, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import (
@@ -46,7 +46,7 @@ from weightd.protocol.messages.control import (
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
 from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, ClientMessage, DaemonMessage
 from weightd.protocol.schema import describe_value, label
@@ -68,7 +68,7 @@ _ndarray = np.ndarray
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 
-class Call:
+class PendingCall:
     """A question under way and, in the end, its answer.
 
     Attributes:
@@ -134,7 +134,7 @@ class Call:
 
 
 # A call that may be begun, and the frames that do it.
-PreparedCall = Tuple[Call, List[Any]]
+PreparedCall = Tuple[PendingCall, List[Any]]
 
 
 class ClientCore:
@@ -156,13 +156,13 @@ class ClientCore:
         # The process is not a secret, only a help to tell clients apart in logs.
         self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
-        self.calls: Dict[str, ReferenceType[Call]] = {}
+        self.calls: Dict[str, ReferenceType[PendingCall]] = {}
         self._sweep_at = _MIN_SWEEP_CALLS
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
-        self.shm_tensors = Sharing(self._next_id)
+        self.shm_tensors = ShmTensors(self._next_id)
         # What models take, as the daemon at the other end of the connection has said; and those that it is asked for.
         self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
-        self._metadata_calls: WeakValueDictionary[str, Call] = WeakValueDictionary()
+        self._metadata_calls: WeakValueDictionary[str, PendingCall] = WeakValueDictionary()
 
     @property
     def pending_count(self) -> int:
@@ -200,7 +200,7 @@ class ClientCore:
             parameters = _parameters(timeout, priority, self._tenant)
             return self._prepare_shared(description, parameters, [*arrays.values()], out or {})
         request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
-        return Call(request.id, InferResponse, request), [*_encode_checked(request), *map(frame_of, arrays.values())]
+        return PendingCall(request.id, InferResponse, request), [*_encode_checked(request), *map(frame_of, arrays.values())]
 
     def _prepare_shared(
         self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
@@ -210,7 +210,7 @@ class ClientCore:
         if lease.shared_inputs or lease.shared_outputs:
             parameters = _shared_parameters(parameters, tuple(lease.shared_inputs), tuple(lease.shared_outputs))
         request = Infer(next(self._ids), description, parameters)
-        call = Call(request.id, InferResponse, request)
+        call = PendingCall(request.id, InferResponse, request)
         call.lease = lease
         return call, [*_encode_checked(request), *map(frame_of, lease.framed_inputs)]
 
@@ -246,7 +246,7 @@ class ClientCore:
             kind = type(error) if isinstance(error, RequestError) else Unavailable
             call.fail(kind(str(error) or "who was to ask what the model takes was interrupted"))
 
-    def frames_without_sharing(self, call: Call) -> Optional[List[Any]]:
+    def frames_without_sharing(self, call: PendingCall) -> Optional[List[Any]]:
         """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
 
         By then nothing is known of another one: all of it is in frames.
@@ -259,7 +259,7 @@ class ClientCore:
         parameters = dataclasses.replace(request.parameters, regions=None)
         return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
-    def track(self, call: Call, frames: List[Any]) -> List[Any]:
+    def track(self, call: PendingCall, frames: List[Any]) -> List[Any]:
         """Its frames are being sent: from now on it can be answered, and end with the others.
 
         Returns:
@@ -278,53 +278,53 @@ class ClientCore:
         calls[call.id] = ref(call)
         return frames
 
-    def is_tracked(self, call: Call) -> bool:
+    def is_tracked(self, call: PendingCall) -> bool:
         """Whether it was begun, and has not ended."""
         return call.id in self.calls
 
-    def untrack(self, call: Call) -> None:
+    def untrack(self, call: PendingCall) -> None:
         """It was not begun after all."""
         self.shm_tensors.release(call.id)
         self.calls.pop(call.id, None)
 
-    def cancel_frames(self, call: Call) -> List[Any]:
+    def cancel_frames(self, call: PendingCall) -> List[Any]:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
         return encode(Cancel(call.id))
 
     def ready(self, model: str) -> PreparedCall:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
-        call = Call(self._next_id(), ReadyResponse)
+        call = PendingCall(self._next_id(), ReadyResponse)
         model = arguments.parse_text("model", model)
         return call, _encode_checked(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
 
     def model_metadata(self, model: str) -> PreparedCall:
         """Return a question about a model and its frames."""
-        call = Call(self._next_id(), ModelMetadataResponse)
+        call = PendingCall(self._next_id(), ModelMetadataResponse)
         return call, _encode_checked(ModelMetadata(call.id, arguments.parse_text("model", model), self._tenant))
 
     def server_metadata(self) -> PreparedCall:
         """Return a question about the server and its frames."""
-        call = Call(self._next_id(), ServerMetadataResponse)
+        call = PendingCall(self._next_id(), ServerMetadataResponse)
         return call, _encode_checked(ServerMetadata(call.id, self._tenant))
 
     def status(self) -> PreparedCall:
         """Return a question about everything and its frames."""
-        call = Call(self._next_id(), StatusResponse)
+        call = PendingCall(self._next_id(), StatusResponse)
         return call, _encode_checked(Status(call.id, self._tenant))
 
     def metrics(self) -> PreparedCall:
         """Return a question about what was counted and its frames."""
-        call = Call(self._next_id(), MetricsResponse)
+        call = PendingCall(self._next_id(), MetricsResponse)
         return call, _encode_checked(Metrics(call.id, self._tenant))
 
     def events(self, after: int, model: str) -> PreparedCall:
         """Return the question what has happened, and its frames."""
-        call = Call(self._next_id(), EventsResponse)
+        call = PendingCall(self._next_id(), EventsResponse)
         return call, _encode_checked(Events(call.id, after, arguments.parse_text("model", model)))
 
     def logs(self, model: str, process: str, lines: int) -> PreparedCall:
         """Return the question what the processes of a model have said, and its frames."""
-        call = Call(self._next_id(), LogsResponse)
+        call = PendingCall(self._next_id(), LogsResponse)
         names = arguments.parse_text("model", model), arguments.parse_text("process", process)
         return call, _encode_checked(Logs(call.id, *names, lines))
 
@@ -334,14 +334,14 @@ class ClientCore:
         Raises:
             InvalidArgument: an argument is not text, or too long.
         """
-        call = Call(self._next_id(), UpdateResponse)
+        call = PendingCall(self._next_id(), UpdateResponse)
         name = arguments.parse_text("model", model)
         files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
         return call, _encode_checked(Update(call.id, name, *files, rollback))
 
     def reload(self) -> PreparedCall:
         """Return the wish that the configuration file be read again, and its frames."""
-        call = Call(self._next_id(), ReloadResponse)
+        call = PendingCall(self._next_id(), ReloadResponse)
         return call, encode(Reload(call.id))
 
     def on_message(self, frames: Sequence[Any]) -> None:
@@ -446,13 +446,13 @@ def _wire_arrays(inputs: Inputs) -> Dict[str, Any]:
         Untyped, InvalidArgument: as `ClientCore.infer`.
     """
     if not isinstance(inputs, dict) and not isinstance(inputs, abc.Mapping):
-        raise Untyped
+        raise NeedsMetadata
     arrays: Dict[str, Any] = {}
     for name, value in inputs.items():
         if type(name) is not str:
             name = arguments.parse_text("inputs: name", name)  # noqa: PLW2901 - the same name
         if value.__class__ is not _ndarray and isinstance(value, UNTYPED_TYPES):
-            raise Untyped
+            raise NeedsMetadata
         try:
             arrays[name] = to_wire(value)
         except InvalidArgument as error:
@@ -467,21 +467,21 @@ def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) 
 
 @functools.lru_cache(maxsize=64)
 def _shared_parameters(parameters: Parameters, inputs: Tuple[SharedInput, ...], outputs: Tuple[SharedOutput, ...]) -> Parameters:
-    regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in outputs))
+    regions = Regions(tuple(InputLocation(*each) for each in inputs), tuple(OutputLocation(*each) for each in outputs))
     return dataclasses.replace(parameters, regions=regions)
 
 
-def _no_call() -> Optional[Call]:
+def _no_call() -> Optional[PendingCall]:
     """What refers to a call that is not known."""
     return None
 
 
-def _outputs_error(call: Call, error: InvalidArgument) -> WeightdError:
+def _outputs_error(call: PendingCall, error: InvalidArgument) -> WeightdError:
     """Return the error of a call whose outputs are not what they say, or do not fit where they were wanted."""
     return error if isinstance(error, WrongOut) else RemoteProtocolError(f"outputs: {error}", call.id)
 
 
-def _unexpected_response(call: Call, message: DaemonMessage) -> RemoteProtocolError:
+def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemoteProtocolError:
     text = f"expected a {call.response_type.__name__}, got a {type(message).__name__}"
     return RemoteProtocolError(text, call.id)
 

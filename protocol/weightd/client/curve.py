@@ -13,7 +13,7 @@ from weightd.shared.keys import KeyFileError, read_public, read_secret
 KeyFile = Union[str, "os.PathLike[str]"]
 
 
-class Curve(NamedTuple):
+class CurveKeys(NamedTuple):
     """The keys of a connection, in Z85.
 
     Attributes:
@@ -29,7 +29,7 @@ class Curve(NamedTuple):
         return f"Curve(server={self.server_key!r})"
 
 
-def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[Curve]:
+def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[CurveKeys]:
     """Return the keys in the files, None where none are given.
 
     Args:
@@ -45,7 +45,7 @@ def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional
         missing = "key, the client's secret one" if key is None else "server_key, the listener's public one"
         raise InvalidArgument(f"expected the files of both keys of CURVE, or none: {missing}, is missing")
     try:
-        return Curve(read_public(_to_path("server_key", server_key)), read_secret(_to_path("key", key)))
+        return CurveKeys(read_public(_to_path("server_key", server_key)), read_secret(_to_path("key", key)))
     except KeyFileError as error:
         raise InvalidArgument(str(error)) from None
 

@@ -14,15 +14,15 @@ import threading
 from time import monotonic
 from typing import Any, Generator, cast
 
-from weightd.client.connection import Connection, Gone
-from weightd.client.core import Call, PreparedCall
-from weightd.client.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, Session, extended_deadline
-from weightd.client.turns import Turn, Turns
+from weightd.client.connection import DaemonConnection, ConnectionLost
+from weightd.client.core import PendingCall, PreparedCall
+from weightd.client.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
+from weightd.client.turns import Waiter, ReaderElection
 from weightd.client.waker import Waker
 from weightd.protocol.errors import Unavailable
 
 
-class Exchange:
+class ThreadedTransport:
     """Sends what is asked, and reads what is answered.
 
     Args:
@@ -32,12 +32,12 @@ class Exchange:
         Unavailable: this process has no descriptors left.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self._session = session
         # A signal's handler may close the client wherever its thread is.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._election = Turns()
+        self._election = ReaderElection()
         try:
             self._waker = Waker()
         except OSError as error:
@@ -54,17 +54,17 @@ class Exchange:
         with self._lock:
             self._connect(deadline)
 
-    def send(self, prepared: PreparedCall, deadline: float) -> Call:
+    def send(self, prepared: PreparedCall, deadline: float) -> PendingCall:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         call, frames = prepared
         with self._lock:
             try:
                 target_sent = self._session.send(frames, call)
-            except Gone:
+            except ConnectionLost:
                 self._ensure_writable(deadline)
                 try:
                     target_sent = self._session.send(frames, call)
-                except Gone as error:
+                except ConnectionLost as error:
                     # Hung up as soon as it was there: the daemon has said why.
                     self._wait_until_sent(self._session.connection, math.inf, deadline)
                     raise self._session.protocol_error or error from None
@@ -72,7 +72,7 @@ class Exchange:
                 self._finish_send(target_sent, deadline)
         return call
 
-    def wait(self, call: Call, deadline: float) -> Any:
+    def wait(self, call: PendingCall, deadline: float) -> Any:
         """Return the call's answer; where it is our turn, read until it is there."""
         started_at = monotonic()
         waiter = self._election.join(call)
@@ -89,12 +89,12 @@ class Exchange:
                     self._notify_blocked()
         return call.result()
 
-    def result(self, call: Call, deadline: float) -> Any:
+    def result(self, call: PendingCall, deadline: float) -> Any:
         """As `wait`, for who was not told yet that the client is closed, or another process's."""
         self._session.check_usable()
         return call.result() if call.done else self.wait(call, deadline)
 
-    def poll(self, call: Call) -> bool:
+    def poll(self, call: PendingCall) -> bool:
         """Take in what has come, and return whether the call's answer is there."""
         self._session.check_usable()
         if not call.done:
@@ -111,7 +111,7 @@ class Exchange:
                 if self._election.step_down():
                     self._notify_blocked()
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: PendingCall) -> None:
         """Take a call back, if it has no answer yet."""
         self._session.check_usable()
         if call.done:
@@ -120,7 +120,7 @@ class Exchange:
         with self._lock:
             try:
                 target_sent: float = self._session.send(self._session.core.cancel_frames(call))
-            except Gone:
+            except ConnectionLost:
                 target_sent = math.inf  # The loss ends the call, too.
             # The collector of garbage may take back what a `map` has left, wherever this thread is: if that is in the
             # middle of a read, it is to go on as before.
@@ -179,7 +179,7 @@ class Exchange:
             else:
                 return
 
-    def _wait_until_sent(self, connection: Connection, target_sent: float, deadline: float) -> None:
+    def _wait_until_sent(self, connection: DaemonConnection, target_sent: float, deadline: float) -> None:
         """Wait until so much is sent, or the connection is closed. The lock is ours; meanwhile it is free."""
         self._election.blocked_count += 1
         try:
@@ -215,7 +215,7 @@ class Exchange:
             self._poller = self._waker.make_poller(connection.descriptors)
             self._session.on_connected(connection)
 
-    def _new_connection(self, deadline: float) -> Connection:
+    def _new_connection(self, deadline: float) -> DaemonConnection:
         steps = self._session.connect_steps()
         try:
             while True:
@@ -228,11 +228,11 @@ class Exchange:
                 elif not self._waker.wait(self._waker.make_poller((descriptor,)), deadline):
                     raise self._session.connect_timeout_error()
         except StopIteration as made:
-            return cast(Connection, made.value)
+            return cast(DaemonConnection, made.value)
         finally:
             steps.close()
 
-    def _wait_for_turn(self, waiter: Turn, started_at: float, deadline: float) -> bool:
+    def _wait_for_turn(self, waiter: Waiter, started_at: float, deadline: float) -> bool:
         """Wait until the call is done, or it is our turn; return whether that is so."""
         try:
             while True:

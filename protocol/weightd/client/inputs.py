@@ -37,7 +37,7 @@ _REAL_TYPES = (int, float, np.integer, np.float16, np.float32)
 _Conversion = Tuple[Any, Optional[int]]
 
 
-class Untyped(Exception):
+class NeedsMetadata(Exception):
     """Inputs have no names, or values without a datatype: what the model takes has to be known first."""
 
 

@@ -11,9 +11,9 @@ from weakref import WeakSet
 
 from weightd.client import arguments, unix, zeromq
 from weightd.client.address import Address, NoDaemon, default_addresses, no_daemon_error, parse_address
-from weightd.client.connection import Connection, ConnectSteps, Nowhere
-from weightd.client.core import Call, ClientCore
-from weightd.client.curve import Curve
+from weightd.client.connection import DaemonConnection, ConnectSteps, NotConnected
+from weightd.client.core import PendingCall, ClientCore
+from weightd.client.curve import CurveKeys
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import (
@@ -55,10 +55,10 @@ class ClientClosed(WeightdError):
 
 
 # Those of this process.
-_sessions: WeakSet[Session] = WeakSet()
+_sessions: WeakSet[ClientSession] = WeakSet()
 
 
-class Session:
+class ClientSession:
     """A client's calls and the connection that they are made over: with that, all of them end.
 
     Attributes:
@@ -73,7 +73,7 @@ class Session:
     """
 
     def __init__(
-        self, address: Optional[str], timeout: float, tenant: Optional[str] = None, curve: Optional[Curve] = None
+        self, address: Optional[str], timeout: float, tenant: Optional[str] = None, curve: Optional[CurveKeys] = None
     ) -> None:
         addresses = default_addresses() if address is None else [arguments.parse_text("address", address)]
         self._addresses = [*map(parse_address, addresses)]
@@ -84,7 +84,7 @@ class Session:
         self.timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
         self.default_timeout_and_grace = self.resolve_timeout(self.timeout)
         self.core = ClientCore(tenant)
-        self.connection: Connection = Nowhere()
+        self.connection: DaemonConnection = NotConnected()
         self.closed = False
         self.is_forked_copy = False
         self.protocol_error: Optional[RemoteProtocolError] = None
@@ -114,7 +114,7 @@ class Session:
         timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
         return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
-    def connect_steps(self) -> ConnectSteps[Connection]:
+    def connect_steps(self) -> ConnectSteps[DaemonConnection]:
         """Connect to the first address where a daemon listens, in the first way that is possible.
 
         From the first connection on, the client stays with that daemon: it never changes to another one.
@@ -134,7 +134,7 @@ class Session:
                 return connection
         raise no_daemon_error(failures) from None
 
-    def _connect_steps_to(self, address: Address) -> ConnectSteps[Connection]:
+    def _connect_steps_to(self, address: Address) -> ConnectSteps[DaemonConnection]:
         _, path, zeromq_address = address
         if not path:
             return (yield from zeromq.connect_steps(zeromq_address, self._curve))
@@ -151,12 +151,12 @@ class Session:
                 raise refusal from None
             raise
 
-    def on_connected(self, connection: Connection) -> None:
+    def on_connected(self, connection: DaemonConnection) -> None:
         """From now on, this is the connection."""
         self.core.shm_tensors.on_connected(can_share=connection.accepts_descriptors)
         self.connection = connection
 
-    def send(self, frames: List[Any], call: Optional[Call] = None) -> int:
+    def send(self, frames: List[Any], call: Optional[PendingCall] = None) -> int:
         """Send a message, if it is not a `call`'s, then one that is not answered.
 
         The latter may be sent by the collector of garbage, in the middle of another one: then it goes after that.

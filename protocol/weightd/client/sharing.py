@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from weightd.client.arena import Arena, Block, Region
+from weightd.client.arena import ShmArena, Block, MemfdRegion
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import InferResponse, RequestDescription, ResponseDescription
 from weightd.protocol.messages.regions import Register, Unregister
@@ -37,12 +37,12 @@ SharedInput = Tuple[int, str, int]
 SharedOutput = Tuple[int, str, int, int]
 
 
-class Given:
+class UserBuffer:
     """Room in an array that the caller has, as a `Block` is: the whole of it, which is in a region."""
 
     __slots__ = ("_array", "nbytes", "offset", "region")
 
-    def __init__(self, array: Any, region: Region, offset: int) -> None:
+    def __init__(self, array: Any, region: MemfdRegion, offset: int) -> None:
         self._array = array
         self.region = region
         self.offset = offset
@@ -73,11 +73,11 @@ class Lease(NamedTuple):
     framed_inputs: List[Any]
     shared_inputs: List[SharedInput]
     copies: List[Block]
-    output_buffers: Dict[int, Union[Block, Given]]
+    output_buffers: Dict[int, Union[Block, UserBuffer]]
     shared_outputs: List[SharedOutput]
 
 
-class Sharing:
+class ShmTensors:
     """The shared memory of one client.
 
     May be used by several threads: one at a time tells it what the daemon has said, or what is to be said.
@@ -94,8 +94,8 @@ class Sharing:
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
-        self.arena = Arena()
-        self.announced_regions: Optional[Tuple[Region, ...]] = ()
+        self.arena = ShmArena()
+        self.announced_regions: Optional[Tuple[MemfdRegion, ...]] = ()
         self.leases: Dict[str, Lease] = {}
         self.large_outputs: Dict[int, Tuple[RequestDescription, ResponseDescription, Sequence[Tuple[int, str, int]]]] = {}
         self._next_id = next_id
@@ -104,9 +104,9 @@ class Sharing:
         self._epoch = 0
         # Whether regions may be registered on the present connection, and their names there.
         self._can_share = False
-        self._region_ids: Dict[Region, str] = {}
-        self._registering: Dict[str, Region] = {}
-        self._refused_regions: Set[Region] = set()
+        self._region_ids: Dict[MemfdRegion, str] = {}
+        self._registering: Dict[str, MemfdRegion] = {}
+        self._refused_regions: Set[MemfdRegion] = set()
 
     # --- the connection -----------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Sharing:
             leases, self.leases = self.leases, {}
         self.arena.retire(tuple({room.region for lease in leases.values() for room in lease.output_buffers.values()}))
 
-    def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[Region]]]:
+    def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[MemfdRegion]]]:
         """Return what is to be said before the next request, each with the region whose descriptor goes with it.
 
         Nothing, where the arena's regions are those that are `settled`.
@@ -134,7 +134,7 @@ class Sharing:
         regions = self.arena.regions
         if not self._can_share or regions is self.announced_regions:
             return ()
-        messages: List[Tuple[RegionMessage, Optional[Region]]] = []
+        messages: List[Tuple[RegionMessage, Optional[MemfdRegion]]] = []
         with self._lock:
             retired = [region for region in self._region_ids if region not in regions]
             unused = [region for region in retired if region.is_unused]
@@ -255,10 +255,10 @@ class Sharing:
         lease.shared_inputs.append((index, region_id, offset))
         return True
 
-    def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, Given]]:
+    def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, UserBuffer]]:
         """Room for an output, where the caller wants it if that is possible: in an array that is `given`, or None."""
         found = None if user_array is None or not user_array.flags.c_contiguous else self.arena.find(user_array)
-        buffer = self.arena.take(nbytes) if found is None else Given(user_array, *found)
+        buffer = self.arena.take(nbytes) if found is None else UserBuffer(user_array, *found)
         if buffer is not None and buffer.nbytes:
             buffer.region.populate(buffer.offset, buffer.nbytes)
         return buffer

@@ -9,7 +9,7 @@ from typing import Dict, List, Optional
 ALIGNMENT = 64
 
 
-class Space:
+class FreeList:
     """Parts are cut where they fit first, so that memory that was used before is used again; free neighbours are one.
 
     Args:

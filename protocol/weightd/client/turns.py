@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from typing import Callable, Dict, List, Optional
 
-from weightd.client.core import Call
+from weightd.client.core import PendingCall
 
 
-class Turn:
+class Waiter:
     """A thread that waits for `call`, while another one reads.
 
     Attributes:
@@ -24,7 +24,7 @@ class Turn:
 
     __slots__ = ("_lock", "call", "is_reader", "thread")
 
-    def __init__(self, call: Call, thread: int) -> None:
+    def __init__(self, call: PendingCall, thread: int) -> None:
         self.call = call
         self.thread = thread
         self.is_reader = False
@@ -48,7 +48,7 @@ class Turn:
             return
 
 
-class Turns:
+class ReaderElection:
     """Gives the right to read to one thread at a time. Whoever has it calls `leave` in the end.
 
     Who is alone needs no lock for that: the right is taken in one step, with the name of who has it.
@@ -68,7 +68,7 @@ class Turns:
         self._current_thread = threading.get_ident if current_thread is None else current_thread
         # Held by those who change what follows.
         self._lock = threading.Lock()
-        self._waiters: List[Turn] = []
+        self._waiters: List[Waiter] = []
 
     def try_read(self, *, reentrant: bool = True) -> bool:
         """Return whether it is the caller who reads, from now on; not `again`: and has not done so before."""
@@ -80,12 +80,12 @@ class Turns:
         """Whether it is the caller who reads."""
         return self.reader.get(None) == self._current_thread()
 
-    def join(self, call: Call) -> Optional[Turn]:
+    def join(self, call: PendingCall) -> Optional[Waiter]:
         """Return the turn in which to wait for `call`, None where it is the caller who reads, from now on."""
         thread = self._current_thread()
         if self.reader.setdefault(None, thread) == thread:
             return None
-        waiter = Turn(call, thread)
+        waiter = Waiter(call, thread)
         with self._lock:
             # In this order, as who leaves looks in the other one.
             self._waiters.append(waiter)
@@ -95,7 +95,7 @@ class Turns:
         call.add_done_callback(waiter.wake)
         return waiter
 
-    def withdraw(self, waiter: Turn) -> bool:
+    def withdraw(self, waiter: Waiter) -> bool:
         """Wait no more; return whether it is the caller who reads now."""
         with self._lock:
             if not waiter.is_reader:

@@ -7,14 +7,14 @@ import socket
 from typing import List
 
 from weightd.client.address import connect_unix, new_unix_socket
-from weightd.client.connection import Connection, ConnectSteps
+from weightd.client.connection import DaemonConnection, ConnectSteps
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming, Message
+from weightd.protocol.framing import FrameReader, Message
 from weightd.shared.stream import Stream, enlarge_send_buffer
 
 
-class UnixConnection(Connection):
+class UnixConnection(DaemonConnection):
     """A connected socket. Made by `connecting`."""
 
     transport = "unix"
@@ -24,7 +24,7 @@ class UnixConnection(Connection):
     def __init__(self, connection: socket.socket, path: str) -> None:
         super().__init__(path)
         enlarge_send_buffer(connection)
-        self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
+        self._stream = Stream(connection, FrameReader(max_header_bytes=limits.MAX_STATUS_BYTES))
         self.send = self._stream.send
         self.descriptors = (connection.fileno(),)
 
@@ -79,7 +79,7 @@ class UnixConnection(Connection):
             self._stream.close()
 
 
-def connect_steps(path: str) -> ConnectSteps[Connection]:
+def connect_steps(path: str) -> ConnectSteps[DaemonConnection]:
     """Connect to the unix socket at `path`.
 
     Raises:

@@ -15,8 +15,8 @@ from typing import Any, Deque, List, Optional, Sequence, cast
 import zmq
 
 from weightd.client import address as addresses
-from weightd.client.connection import Connection, ConnectSteps
-from weightd.client.curve import Curve
+from weightd.client.connection import DaemonConnection, ConnectSteps
+from weightd.client.curve import CurveKeys
 from weightd.client.polling import SelectPoller, new_poller
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, Unauthenticated, Unavailable
@@ -72,13 +72,13 @@ _contexts = _Contexts()
 os.register_at_fork(after_in_child=_contexts.reset)
 
 
-class ZeroMqConnection(Connection):
+class ZeroMqConnection(DaemonConnection):
     """A DEALER socket. Made by `connecting`; before, it is not connected."""
 
     transport = "zmq"
     is_level_triggered = False
 
-    def __init__(self, address: str, curve: Optional[Curve] = None) -> None:
+    def __init__(self, address: str, curve: Optional[CurveKeys] = None) -> None:
         super().__init__(address)
         # A socket is for one thread at a time; a signal's handler may come to it in the middle of what its thread does.
         self._lock = threading.RLock()
@@ -227,7 +227,7 @@ class ZeroMqConnection(Connection):
         return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
 
 
-def connect_steps(address: str, curve: Optional[Curve] = None) -> ConnectSteps[Connection]:
+def connect_steps(address: str, curve: Optional[CurveKeys] = None) -> ConnectSteps[DaemonConnection]:
     """Connect to the ZeroMQ socket at `address`, with these keys.
 
     Raises:

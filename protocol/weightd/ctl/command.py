@@ -19,7 +19,7 @@ from weightd.ctl.predict import verb as predict
 from weightd.ctl.status import verb as status
 from weightd.ctl.text import clean_lines
 from weightd.ctl.top import verb as top
-from weightd.ctl.verb import Ended, NotReached, Verb
+from weightd.ctl.verb import CommandError, DaemonUnreachable, Command
 from weightd.protocol import limits
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.version import VERSION
@@ -27,7 +27,7 @@ from weightd.shared.commandline import Parser
 from weightd.shared.interrupts import redelivering_interrupts
 from weightd.shared.journal import add_priority, is_connected_to_journal
 
-COMMANDS: Dict[str, Verb] = {
+COMMANDS: Dict[str, Command] = {
     "status": status.COMMAND,
     "top": top.COMMAND,
     "metrics": metrics.COMMAND,
@@ -78,9 +78,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        command: Verb = options.verb
+        command: Command = options.verb
         return command.run(options, lambda: _connect(options))
-    except Ended as error:
+    except CommandError as error:
         _print_error(error.code, error, as_json=options.json)
         return error.status
     except RequestError as error:
@@ -96,7 +96,7 @@ def _connect(options: argparse.Namespace) -> Client:
         keys = {"key": options.key, "server_key": options.server_key}
         return Client(options.socket or None, timeout=options.timeout, tenant=options.tenant, **keys)
     except RequestError as error:
-        raise NotReached(error) from None
+        raise DaemonUnreachable(error) from None
 
 
 def _print_error(code: str, error: WeightdError, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Deque, Iterator, NamedTuple, Optional
 from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.text import clean, count, local_time
-from weightd.ctl.verb import Connect, NotReached, Verb, check_model
+from weightd.ctl.verb import Connect, DaemonUnreachable, Command, check_model
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.journal import Event
 
@@ -66,7 +66,7 @@ def _parse_lines(argument: str) -> int:
     return int(argument)
 
 
-class Told(NamedTuple):
+class EventBatch(NamedTuple):
     """What the daemon has told at once.
 
     Attributes:
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
             if options.model and not batch.has_events:
                 check_model(client.status(), options.model)
         except (Unavailable, DeadlineExceeded) as error:
-            raise NotReached(error) from None
+            raise DaemonUnreachable(error) from None
         if options.json and not options.follow:
             print(json.dumps({"events": [dataclasses.asdict(each) for each in batch.events], "missed": batch.missed}))
         else:
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK
 
 
-def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_events: Optional[int] = None) -> Told:
+def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_events: Optional[int] = None) -> EventBatch:
     events: Deque[Event] = deque(maxlen=max_events)
     missed, some = 0, False
     while True:
@@ -110,7 +110,7 @@ def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_event
         some = some or bool(answer.events)
         after = answer.last
         if not answer.remaining:
-            return Told(events, after, missed, some)
+            return EventBatch(events, after, missed, some)
 
 
 def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
@@ -130,13 +130,13 @@ def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
         _print_batch(options, told)
 
 
-def _print_batch(options: argparse.Namespace, batch: Told) -> None:
+def _print_batch(options: argparse.Namespace, batch: EventBatch) -> None:
     for line in _lines_of(batch, as_json=options.json):
         print(line)
     sys.stdout.flush()
 
 
-def _lines_of(batch: Told, *, as_json: bool) -> Iterator[str]:
+def _lines_of(batch: EventBatch, *, as_json: bool) -> Iterator[str]:
     if batch.missed and not as_json:
         yield f"({count(batch.missed, 'event')} before that are forgotten)"
     for each in batch.events:
@@ -147,4 +147,4 @@ def _event_line(event: Event) -> str:
     return f"{local_time(event.time)} {event.severity:<7} {clean(event.text)}"
 
 
-COMMAND = Verb("show what has happened, and what happens", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("show what has happened, and what happens", _DESCRIPTION, _add_arguments, _run)

@@ -7,7 +7,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.ctl.verb import Connect, DaemonUnreachable, Command
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 
 _DESCRIPTION = """\
@@ -31,7 +31,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         try:
             answer = client.ready(options.model)
         except (Unavailable, DeadlineExceeded) as error:
-            raise NotReached(error) from None
+            raise DaemonUnreachable(error) from None
     if options.json:
         print(json.dumps({"model_name": options.model, "ready": answer.ready, "reason": answer.reason}))
     else:
@@ -39,4 +39,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK if answer.ready else exits.NOT_YET
 
 
-COMMAND = Verb("tell whether a model, or every one, would answer", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("tell whether a model, or every one, would answer", _DESCRIPTION, _add_arguments, _run)

@@ -13,7 +13,7 @@ import zmq
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadOutput, Connect, Ended, Verb
+from weightd.ctl.verb import BadOutput, Connect, CommandError, Command
 from weightd.protocol.errors import Unavailable
 from weightd.shared.keys import PUBLIC, SECRET, format_key_file
 
@@ -44,7 +44,7 @@ be written."""
 _DEFAULT = "weightd"
 
 
-class _NoCurve(Ended):
+class _NoCurve(CommandError):
     """ZeroMQ was built without it."""
 
     status = exits.UNAVAILABLE
@@ -110,4 +110,4 @@ def _print_pair(pair: Dict[str, str]) -> None:
     print("  that of a listener to its clients")
 
 
-COMMAND = Verb("make keys for encrypted TCP", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("make keys for encrypted TCP", _DESCRIPTION, _add_arguments, _run)

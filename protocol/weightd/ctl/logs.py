@@ -9,7 +9,7 @@ from typing import Iterator
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean, count, local_time
-from weightd.ctl.verb import Connect, Verb, explain_denied
+from weightd.ctl.verb import Connect, Command, explain_denied
 from weightd.protocol import limits
 from weightd.protocol.errors import NotFound
 from weightd.protocol.messages.journal import LogsResponse, LogTail
@@ -86,4 +86,4 @@ def _heading(log: LogTail) -> str:
     return f"{clean(log.process)}: {extent}"
 
 
-COMMAND = Verb("show what the processes of a model have written", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("show what the processes of a model have written", _DESCRIPTION, _add_arguments, _run)

@@ -9,7 +9,7 @@ from weightd.ctl import exits
 from weightd.protocol.version import VERSION
 from weightd.shared.manual import commands, completion
 from weightd.shared.manual.page import write_sections, table
-from weightd.shared.manual.roff import Page
+from weightd.shared.manual.roff import ManPage
 
 # What the shell offers for a metavar.
 _COMPLETIONS: Mapping[str, str] = {
@@ -38,7 +38,7 @@ FILES: Mapping[str, str] = {
 
 def page(parser: argparse.ArgumentParser) -> str:
     """Return weightctl(1), made from what reads the command line."""
-    page = Page("weightctl", 1, VERSION, "ask a running weightd, and change what it serves")
+    page = ManPage("weightctl", 1, VERSION, "ask a running weightd, and change what it serves")
     # The epilog of the help is a short form of the statuses below.
     write_sections(page, commands.read_parser(parser)._replace(epilog=""))
     page.heading("EXIT STATUS")

@@ -14,7 +14,7 @@ from weightd.ctl import exits
 from weightd.ctl.measuring.shapes import example_of, specify
 from weightd.ctl.signatures import as_json, lines_of
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Verb
+from weightd.ctl.verb import Connect, Command
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import NUMPY_DTYPE
@@ -121,4 +121,4 @@ def _as_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
     return {**fields, **tensors, "example_shapes": shapes or None}
 
 
-COMMAND = Verb("show what a model takes and gives, and how to ask it", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("show what a model takes and gives, and how to ask it", _DESCRIPTION, _add_arguments, _run)

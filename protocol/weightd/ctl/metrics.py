@@ -6,7 +6,7 @@ import argparse
 import json
 
 from weightd.ctl import exits
-from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.ctl.verb import Connect, DaemonUnreachable, Command
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.schema import plain
 from weightd.shared.exposition import exposition
@@ -40,9 +40,9 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         try:
             response = client.metrics()
         except (Unavailable, DeadlineExceeded) as error:
-            raise NotReached(error) from None
+            raise DaemonUnreachable(error) from None
     print(json.dumps(plain(response)) if options.json else exposition(response), end="\n" if options.json else "")
     return exits.OK
 
 
-COMMAND = Verb("print what was counted, for Prometheus", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("print what was counted, for Prometheus", _DESCRIPTION, _add_arguments, _run)

@@ -10,7 +10,7 @@ from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.signatures import as_json, summary
 from weightd.ctl.text import clean, table
-from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.ctl.verb import Connect, DaemonUnreachable, Command
 from weightd.protocol.errors import DeadlineExceeded, RequestError, Unavailable
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.status import ModelStatus
@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         try:
             models = client.status().models
         except (Unavailable, DeadlineExceeded) as error:
-            raise NotReached(error) from None
+            raise DaemonUnreachable(error) from None
         metadata_by_name = {each.name: _fetch_metadata(client, each) for each in models}
     if options.json:
         print(json.dumps({"models": [_as_json(each, metadata_by_name[each.name]) for each in models]}))
@@ -71,4 +71,4 @@ def _as_json(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> D
     return {**fields, "inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
 
 
-COMMAND = Verb("list the models, and what they take", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("list the models, and what they take", _DESCRIPTION, _add_arguments, _run)

@@ -7,7 +7,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Verb, explain_denied
+from weightd.ctl.verb import Connect, Command, explain_denied
 
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
@@ -48,4 +48,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK
 
 
-COMMAND = Verb("have the configuration file read again", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("have the configuration file read again", _DESCRIPTION, _add_arguments, _run)

@@ -11,7 +11,7 @@ from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.arrays import NPZ
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb, explain_denied
+from weightd.ctl.verb import BadInput, Connect, CommandError, DaemonUnreachable, Command, explain_denied
 from weightd.protocol.errors import DeadlineExceeded, RequestError
 from weightd.protocol.messages.control import UpdateResponse
 from weightd.shared.regular import open_regular
@@ -59,7 +59,7 @@ it lies below one of the model_dirs of the tenant.
 Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
 
 
-class StillLoading(Ended):
+class StillLoading(CommandError):
     """It is not over in the time that was given to it, and the daemon goes on with it."""
 
     status = exits.NOT_YET
@@ -103,7 +103,7 @@ def _update_and_wait(client: Client, model: str, *, path: str = "", weights: str
         try:
             client.server()
         except RequestError:
-            raise NotReached(late) from None
+            raise DaemonUnreachable(late) from None
         raise StillLoading(
             f"{model}: not over within {client.timeout:g} s, and goes on; weightctl status {model} shows how it stands"
         ) from None
@@ -146,7 +146,7 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
     return exits.OK
 
 
-COMMAND = Verb("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
-WEIGHTS_COMMAND = Verb(
+COMMAND = Command("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
+WEIGHTS_COMMAND = Command(
     "load other weights into a model that serves", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
 )

@@ -15,7 +15,7 @@ from weightd.protocol.messages.status import StatusResponse
 Connect = Callable[[], Client]
 
 
-class Verb(NamedTuple):
+class Command(NamedTuple):
     """One command of weightctl.
 
     Attributes:
@@ -31,7 +31,7 @@ class Verb(NamedTuple):
     run: Callable[[argparse.Namespace, Connect], int]
 
 
-class Ended(WeightdError):
+class CommandError(WeightdError):
     """A verb could not do its work.
 
     Attributes:
@@ -43,20 +43,20 @@ class Ended(WeightdError):
     code = InvalidArgument.code
 
 
-class BadInput(Ended):
+class BadInput(CommandError):
     """An input file cannot be used; the text names the file and says why."""
 
     status = exits.NO_INPUT
 
 
-class BadOutput(Ended):
+class BadOutput(CommandError):
     """The output cannot be written; the text says where to, and why."""
 
     status = exits.CANNOT_WRITE
     code = Internal.code
 
 
-class NotReached(Ended):
+class DaemonUnreachable(CommandError):
     """The daemon cannot be reached, for the reason given."""
 
     def __init__(self, reason: RequestError) -> None:

@@ -264,17 +264,17 @@ def _decode(
     return message
 
 
-class Heading(NamedTuple):
+class EnvelopeHeading(NamedTuple):
     """Type and id of a message that is not decoded; "" for one that does not stand at the front of the envelope."""
 
     type: str
     id: str
 
 
-def heading(frames: Sequence[Any]) -> Heading:
+def heading(frames: Sequence[Any]) -> EnvelopeHeading:
     """Return type and id of a message, at a cost that does not depend on its length."""
     fields = preview.leading_fields(frames[0]) if frames else {}
-    return Heading(_readable_id(fields.get("type")), _readable_id(fields.get("id")))
+    return EnvelopeHeading(_readable_id(fields.get("type")), _readable_id(fields.get("id")))
 
 
 def max_request_items(inputs: int, outputs: int) -> int:

@@ -35,7 +35,7 @@ _NO_SPLIT = None, b""
 _TAIL_KEY = "_tail"
 
 
-class Split(NamedTuple):
+class EnvelopeSplitter(NamedTuple):
     """Takes the envelopes of a type apart.
 
     Attributes:
@@ -49,7 +49,7 @@ class Split(NamedTuple):
     type_prefix: bytes
 
 
-def shared_rest(splitter: Split, envelope: bytes) -> Optional[bytes]:
+def shared_rest(splitter: EnvelopeSplitter, envelope: bytes) -> Optional[bytes]:
     """Return the rest of an envelope by which another one may be found; None where it has none."""
     _, rest = splitter.split(envelope)
     return rest if len(rest) <= _MAX_REST_BYTES and rest.startswith(splitter.type_prefix, 1) else None
@@ -73,7 +73,7 @@ def _pack_head(tag: str, **first: object) -> bytes:
     return packed
 
 
-def _splitter_by_number(cls: Type[Any], tag: str) -> Split:
+def _splitter_by_number(cls: Type[Any], tag: str) -> EnvelopeSplitter:
     field = fields(cls)[0].name
     head = _pack_head(tag, **{field: _MIN_NUMBER})[1 : -_NUMBER.size]
     begin = 1 + len(head)
@@ -87,10 +87,10 @@ def _splitter_by_number(cls: Type[Any], tag: str) -> Split:
             return _NO_SPLIT
         return _NO_SPLIT if number > limits.MAX_COUNT else (number, envelope[:begin] + envelope[end:])
 
-    return Split(field, split, head)
+    return EnvelopeSplitter(field, split, head)
 
 
-def _splitter_by_text(cls: Type[Any], tag: str) -> Split:
+def _splitter_by_text(cls: Type[Any], tag: str) -> EnvelopeSplitter:
     field = fields(cls)[0].name
     head = _pack_head(tag, **{field: ""})[1:-1]
     begin = 1 + len(head)
@@ -108,10 +108,10 @@ def _splitter_by_text(cls: Type[Any], tag: str) -> Split:
             return _NO_SPLIT
         return text.decode(), envelope[:begin] + envelope[end:]
 
-    return Split(field, split, head)
+    return EnvelopeSplitter(field, split, head)
 
 
-SPLITTERS: Dict[Type[Any], Split] = {
+SPLITTERS: Dict[Type[Any], EnvelopeSplitter] = {
     Infer: _splitter_by_text(Infer, "infer"),
     InferResponse: _splitter_by_text(InferResponse, "infer_response"),
     Predict: _splitter_by_number(Predict, "predict"),

@@ -80,7 +80,7 @@ def _admit_all(nbytes: int) -> bool:
     return True
 
 
-class Incoming:
+class FrameReader:
     """Finds the messages in a stream.
 
     A header frame is always given as `bytes`, another one as anything that has its bytes.
@@ -256,7 +256,7 @@ def allocate(nbytes: int) -> Any:
     return bytearray(nbytes) if nbytes < _MMAP_THRESHOLD_BYTES else mmap.mmap(-1, nbytes)
 
 
-class Outgoing:
+class FrameWriter:
     """What is to be written to a stream.
 
     Attributes:

@@ -46,7 +46,7 @@ class FieldError(ValueError):
         return f"{path}: {self.problem}" if path else self.problem
 
 
-class Kind(NamedTuple):
+class FieldType(NamedTuple):
     """What the wire allows for a field.
 
     `check` takes a value as msgpack unpacked it and returns the typed one; `tolerant` does the same and passes over
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     items: int = 1
 
 
-Metadata = Mapping[str, Kind]
+Metadata = Mapping[str, FieldType]
 
 
 def short_repr(value: object) -> str:
@@ -111,7 +111,7 @@ def _new_metadata(
     description: str,
     items: int = 1,
 ) -> Metadata:
-    return {"kind": Kind(check, tolerant, plain, description, items=items)}
+    return {"kind": FieldType(check, tolerant, plain, description, items=items)}
 
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
@@ -261,7 +261,7 @@ def in_own_frame(cls: Type[Any]) -> Mapping[str, Any]:
 def record(cls: Type[Any]) -> Metadata:
     """A map with exactly the fields of the dataclass `cls`; an instance of it once decoded."""
     return {
-        "kind": Kind(
+        "kind": FieldType(
             _record_check(cls, tolerant=False),
             _record_check(cls, tolerant=True),
             _record_plain(cls),
@@ -285,7 +285,7 @@ def _fields(cls: Type[Any]) -> List[dataclasses.Field[Any]]:
 def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
     checks: Dict[str, Callable[[Any], Any]] = {}
     for field in _fields(cls):
-        kind: Kind = field.metadata["kind"]
+        kind: FieldType = field.metadata["kind"]
         checks[field.name] = kind.tolerant if tolerant else kind.check
     defaults = [(field.name, field.default) for field in _fields(cls)]
 
@@ -378,10 +378,10 @@ def plain(message: object) -> Dict[str, Any]:
     return (_KINDS.get(cls) or _cache_kind(cls)).plain(message)  # type: ignore[no-any-return]
 
 
-_KINDS: Dict[Type[Any], Kind] = {}
+_KINDS: Dict[Type[Any], FieldType] = {}
 
 
-def _cache_kind(cls: Type[Any]) -> Kind:
+def _cache_kind(cls: Type[Any]) -> FieldType:
     kind = _KINDS[cls] = record(cls)["kind"]
     return kind
 

@@ -6,7 +6,7 @@ import json
 from typing import NamedTuple, Optional
 
 
-class Meeting(NamedTuple):
+class RendezvousInfo(NamedTuple):
     """What a rank, or the broker of a group, is told.
 
     Attributes:
@@ -45,7 +45,7 @@ class Meeting(NamedTuple):
         return json.dumps(self._asdict(), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Meeting:
+    def from_json(cls, text: str) -> RendezvousInfo:
         """Return what a text says that `json` has made.
 
         Raises:

@@ -7,7 +7,7 @@ import json
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 
-class Member(NamedTuple):
+class GroupMember(NamedTuple):
     """One of the models of a process.
 
     Attributes:
@@ -25,7 +25,7 @@ class Member(NamedTuple):
     tolerance: float = 0.0
 
 
-class Members(NamedTuple):
+class GroupMembers(NamedTuple):
     """The models of a process, in their order.
 
     Attributes:
@@ -34,7 +34,7 @@ class Members(NamedTuple):
     """
 
     sharing: str
-    models: Tuple[Member, ...]
+    models: Tuple[GroupMember, ...]
 
     def json(self) -> str:
         """Return it as text."""
@@ -42,7 +42,7 @@ class Members(NamedTuple):
         return json.dumps({"share": self.sharing, "models": models}, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Members:
+    def from_json(cls, text: str) -> GroupMembers:
         """Return what a text says that `json` has made.
 
         Raises:
@@ -50,7 +50,7 @@ class Members(NamedTuple):
         """
         try:
             parsed = json.loads(text)
-            return cls(parsed["share"], tuple(Member(**each) for each in parsed["models"]))
+            return cls(parsed["share"], tuple(GroupMember(**each) for each in parsed["models"]))
         except (TypeError, KeyError) as error:
             raise ValueError(f"expected what a group of models is told, got {text!r}: {error}") from None
 

@@ -40,7 +40,7 @@ _MINDSPORE = "MindSpore"
 _MAX_DEPTH = 16
 
 
-class Tensor(NamedTuple):
+class MindIrTensor(NamedTuple):
     """An input or output.
 
     Attributes:
@@ -61,8 +61,8 @@ class MindIr(NamedTuple):
         exported: MindSpore itself has written it, not the Converter.
     """
 
-    inputs: Tuple[Tensor, ...]
-    outputs: Tuple[Tensor, ...]
+    inputs: Tuple[MindIrTensor, ...]
+    outputs: Tuple[MindIrTensor, ...]
     is_mindspore_export: bool
 
 
@@ -88,7 +88,7 @@ def read(file: BinaryIO) -> MindIr:
     return MindIr(inputs, outputs, exported)
 
 
-def find_problems(what: str, tensors: Sequence[Tensor]) -> Iterator[str]:
+def find_problems(what: str, tensors: Sequence[MindIrTensor]) -> Iterator[str]:
     """Yield why requests with these inputs, or answers with these outputs, could not be sent; a line each."""
     if len(tensors) > limits.MAX_TENSORS:
         yield f"expected at most {limits.MAX_TENSORS} {what}s"
@@ -106,7 +106,7 @@ def find_problems(what: str, tensors: Sequence[Tensor]) -> Iterator[str]:
             yield f"{what} {each.name!r}: a dimension of {max(each.shape or ())}; expected at most {limits.MAX_DIM}"
 
 
-def _tensors(file: BinaryIO, graph: Span, number: int) -> Iterator[Tensor]:
+def _tensors(file: BinaryIO, graph: Span, number: int) -> Iterator[MindIrTensor]:
     found = (
         _read_tensor(file, name, described)
         for each in _field_spans(file, graph, number)
@@ -136,7 +136,7 @@ def _tuple_spans(file: BinaryIO, tree: Span, depth: int = 0) -> Iterator[Span]:
             yield value
 
 
-def _read_tensor(file: BinaryIO, name: str, span: Span) -> Tensor:
+def _read_tensor(file: BinaryIO, name: str, span: Span) -> MindIrTensor:
     datatype_number = 0
     dims: Tuple[int, ...] = ()
     for number, value in fields(file, *span):
@@ -148,7 +148,7 @@ def _read_tensor(file: BinaryIO, name: str, span: Span) -> Tensor:
     datatype = _DATATYPES[datatype_number] if datatype_number < len(_DATATYPES) else f"datatype {datatype_number}"
     sizes = tuple(each if each < _SIGN_BIT else each - 2 * _SIGN_BIT for each in dims)
     # A tensor of unknown rank has one dimension of -2, a free one is -1.
-    return Tensor(name, datatype, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
+    return MindIrTensor(name, datatype, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
 
 
 def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]:

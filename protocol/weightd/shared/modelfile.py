@@ -27,7 +27,7 @@ from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequen
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.shared.protobuf import Malformed, Span, fields
-from weightd.shared.reach import OPERATOR, Grant, NotTheirs, Reach
+from weightd.shared.reach import OPERATOR, Grant, AccessDenied, SafePathWalker
 from weightd.shared.transient import is_transient
 
 _BLOCK = 1024 * 1024
@@ -74,7 +74,7 @@ class ModelFile(NamedTuple):
         return max(self.identity[2:])
 
 
-class Model:
+class OpenModel:
     """The model at `path`. Within the block it stays the same, whatever is put there.
 
     Args:
@@ -99,7 +99,7 @@ class Model:
             self._find_files(stack)
             self._open_files = stack.pop_all()
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> OpenModel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,7 +137,7 @@ class Model:
             ModelFileError: it is not.
         """
         try:
-            with Model(self._path, is_own_copy=self._is_own_copy, grant=self._grant) as now:
+            with OpenModel(self._path, is_own_copy=self._is_own_copy, grant=self._grant) as now:
                 same = now.files == self.files
         except ModelFileError:
             same = False
@@ -150,7 +150,7 @@ class Model:
 
     def _find_files(self, stack: contextlib.ExitStack) -> None:
         path = self._path
-        walker = stack.enter_context(Reach(is_trusting=self._is_own_copy, grant=self._grant))
+        walker = stack.enter_context(SafePathWalker(is_trusting=self._is_own_copy, grant=self._grant))
         with _reading(path):
             start, rest = walker.starting_directory(str(path.absolute()))
             parent = walker.open_directory(start, str(PurePosixPath(rest).parent))
@@ -180,7 +180,7 @@ class Model:
             raise ModelFileError(text, transient=all(each.transient for each in problems))
 
     def _open_external(self, name: str) -> BinaryIO:
-        with _reading(self._path.parent / name), Reach(is_trusting=self._is_own_copy, grant=self._grant) as reach:
+        with _reading(self._path.parent / name), SafePathWalker(is_trusting=self._is_own_copy, grant=self._grant) as reach:
             file, real = reach.open_file(self._directory, name)
             if real.is_within(self._allowed_directories):
                 return file
@@ -190,7 +190,7 @@ class Model:
             "one that lies below that directory or, if the model is a link, beside the file to which that leads"
         )
 
-    def _mindir_variables(self, walker: Reach) -> List[str]:
+    def _mindir_variables(self, walker: SafePathWalker) -> List[str]:
         path = self._path
         directory = path.parent / (path.name[: -len(_MINDIR_GRAPH)] + "_variables")
         try:
@@ -198,7 +198,7 @@ class Model:
         except (FileNotFoundError, NotADirectoryError):
             text = f"{path}: expected its weights in {directory}/, which is not a directory"
             raise ModelFileError(text, transient=True) from None
-        except (OSError, NotTheirs) as error:
+        except (OSError, AccessDenied) as error:
             raise _read_error(directory, error) from None
         with _reading(directory), variables.scan() as entries:
             return [str(PurePosixPath(directory.name, entry.name)) for entry in entries if entry.is_file()]
@@ -210,7 +210,7 @@ def model_files(path: Path, *, is_own_copy: bool = False) -> List[ModelFile]:
     Raises:
         ModelFileError: as `Model`, of which `own` is known, too.
     """
-    with Model(path, is_own_copy=is_own_copy) as model:
+    with OpenModel(path, is_own_copy=is_own_copy) as model:
         return model.files
 
 
@@ -224,7 +224,7 @@ def open_file(path: Path, grant: Grant = OPERATOR) -> BinaryIO:
     Raises:
         ModelFileError: it is missing, unreadable, not a regular file, or chosen by somebody who may not read it.
     """
-    with _reading(path), Reach(grant=grant) as reach:
+    with _reading(path), SafePathWalker(grant=grant) as reach:
         return reach.open_file(*reach.starting_directory(str(path.absolute())))[0]
 
 
@@ -237,7 +237,7 @@ def digest(path: Path, *, is_own_copy: bool = False) -> str:
     Raises:
         ModelFileError: as `Model`, of which `own` is known, too.
     """
-    with Model(path, is_own_copy=is_own_copy) as model:
+    with OpenModel(path, is_own_copy=is_own_copy) as model:
         return combine_digests(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
 
 
@@ -295,12 +295,12 @@ def _reading(path: Path) -> Generator[None, None, None]:
     """Raise what prevents reading within the block as a ModelFileError."""
     try:
         yield
-    except (OSError, NotTheirs, ValueError) as error:
+    except (OSError, AccessDenied, ValueError) as error:
         raise _read_error(path, error) from None
 
 
 def _read_error(path: Path, error: Exception) -> ModelFileError:
-    if isinstance(error, NotTheirs):
+    if isinstance(error, AccessDenied):
         return ModelFileError(f"{path}: {error}")
     # The only ValueError of a path; its words differ among the versions of Python.
     text = error.strerror if isinstance(error, OSError) else "the path holds a NUL"

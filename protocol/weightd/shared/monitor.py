@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 _EVENT = struct.Struct("=HI")
 
 
-class Event(NamedTuple):
+class SocketEvent(NamedTuple):
     """One of the zmq.EVENT_ numbers, and what belongs to it: a file descriptor, or an error number."""
 
     number: int
     value: int
 
 
-def receive(monitor: Socket, flags: int = 0) -> Event:
+def receive(monitor: Socket, flags: int = 0) -> SocketEvent:
     """Return the next event.
 
     Raises:
         zmq.Again: there is none now, with zmq.NOBLOCK.
     """
     event, _ = monitor.recv_multipart(flags)
-    return Event(*_EVENT.unpack(event))
+    return SocketEvent(*_EVENT.unpack(event))

@@ -37,7 +37,7 @@ _ACL_HEADER, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
 _USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 
 
-class NotTheirs(Exception):
+class AccessDenied(Exception):
     """An author may not read what the path leads to; the text says who and what."""
 
 
@@ -68,13 +68,13 @@ OPERATOR = Grant()
 """The grant of the operator: root, the user of the daemon, and the configuration file."""
 
 
-class Place(NamedTuple):
+class DirHandle(NamedTuple):
     """A directory, with those above it, as open descriptors from / on, and who has chosen to come here."""
 
     descriptors: Tuple[int, ...]
     authors: FrozenSet[int] = frozenset()
 
-    def with_authors(self, *uids: int) -> Place:
+    def with_authors(self, *uids: int) -> DirHandle:
         """Return the same place with further authors."""
         return self._replace(authors=self.authors | {*uids})
 
@@ -92,13 +92,13 @@ class Place(NamedTuple):
         finally:
             os.close(descriptor)
 
-    def is_within(self, directories: Sequence[Place]) -> bool:
+    def is_within(self, directories: Sequence[DirHandle]) -> bool:
         """Whether this is one of the directories, or lies in one of them, however deep."""
         tops = {_identity(each.descriptors[-1]) for each in directories}
         return any(_identity(descriptor) in tops for descriptor in self.descriptors)
 
 
-class Reach:
+class SafePathWalker:
     """Walks paths. To be closed: it keeps the directories open.
 
     Args:
@@ -110,20 +110,20 @@ class Reach:
         self._is_trusting = is_trusting
         self._grant = grant
         # The directory of the grant that confines what is opened, and its path.
-        self._confinement: Optional[Tuple[Place, str]] = None
+        self._confinement: Optional[Tuple[DirHandle, str]] = None
         self._open_descriptors = contextlib.ExitStack()
 
-    def __enter__(self) -> Reach:
+    def __enter__(self) -> SafePathWalker:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open_descriptors.close()
 
-    def root(self) -> Place:
+    def root(self) -> DirHandle:
         """Return /."""
-        return Place((self._close_at_exit(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
+        return DirHandle((self._close_at_exit(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
 
-    def starting_directory(self, path: str) -> Tuple[Place, str]:
+    def starting_directory(self, path: str) -> Tuple[DirHandle, str]:
         """Return the directory from which the absolute path has to be walked, and the rest of the path.
 
         In a directory of the grant the user of the grant need not be able to read the file, but each file that is
@@ -140,7 +140,7 @@ class Reach:
         uid = self._grant.uid
         return (self.root() if uid is None else self.root().with_authors(uid)), path
 
-    def open_directory(self, start: Place, path: str) -> Place:
+    def open_directory(self, start: DirHandle, path: str) -> DirHandle:
         """Return the directory at `path`, seen from `start`.
 
         Raises:
@@ -151,7 +151,7 @@ class Reach:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         return directory
 
-    def open_file(self, start: Place, path: str) -> Tuple[BinaryIO, Place]:
+    def open_file(self, start: DirHandle, path: str) -> Tuple[BinaryIO, DirHandle]:
         """Open the regular file at `path`, seen from `start`; return it and the directory in which it really is.
 
         Raises:
@@ -163,7 +163,7 @@ class Reach:
         if not name:
             raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory")
         if self._confinement is not None and not directory.is_within([self._confinement[0]]):
-            raise NotTheirs(f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)")
+            raise AccessDenied(f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)")
         # Before it is opened: opening a pipe waits for its other end, and opening a device may do anything.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -180,7 +180,7 @@ class Reach:
             raise
         return file, directory
 
-    def _walk(self, start: Place, path: str) -> Tuple[Place, str, int]:
+    def _walk(self, start: DirHandle, path: str) -> Tuple[DirHandle, str, int]:
         """Return the place to which the path leads; if that is no directory: where it lies, its name, and itself."""
         descriptors, authors = list(start.descriptors), start.authors
         names = _split_reversed(path)
@@ -210,8 +210,8 @@ class Reach:
             elif names:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             else:
-                return Place(tuple(descriptors), authors), name, found
-        return Place(tuple(descriptors), authors), "", -1
+                return DirHandle(tuple(descriptors), authors), name, found
+        return DirHandle(tuple(descriptors), authors), "", -1
 
     def _close_at_exit(self, descriptor: int) -> int:
         self._open_descriptors.callback(os.close, descriptor)
@@ -225,7 +225,7 @@ class Reach:
                 whose = f"uid {status.st_uid}, gid {status.st_gid}, mode {stat.S_IMODE(status.st_mode):04o}"
                 text = f"uid {uid}, who names it by a path, by a link or in a model, may not {what} {name} ({whose})"
                 more = "; expected a file that this user may read, or one below model_dirs of its tenant"
-                raise NotTheirs(text + more * (uid == self._grant.uid))
+                raise AccessDenied(text + more * (uid == self._grant.uid))
 
 
 def _open_entry(directory: int, name: str) -> int:

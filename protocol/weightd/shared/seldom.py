@@ -10,7 +10,7 @@ _MAX_KEYS = 256
 _OTHER_KEYS = ""
 
 
-class Seldom:
+class RateLimitedLog:
     """Says when something is to be told of somebody: at once, and then no more often than each so many seconds.
 
     Args:

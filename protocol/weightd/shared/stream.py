@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import PREFIX_PACKERS, LARGE_BYTES, Incoming, Message, Outgoing, message_prefix
+from weightd.protocol.framing import PREFIX_PACKERS, LARGE_BYTES, FrameReader, Message, FrameWriter, message_prefix
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
@@ -52,15 +52,15 @@ class Stream:
     """
 
     def __init__(
-        self, connection: socket.socket, incoming: Optional[Incoming] = None, *, accepts_descriptors: bool = False
+        self, connection: socket.socket, incoming: Optional[FrameReader] = None, *, accepts_descriptors: bool = False
     ) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.frame_reader = incoming or Incoming()
+        self.frame_reader = incoming or FrameReader()
         self.descriptors: Deque[int] = deque()
         self.has_more = False
         self._accepts_descriptors = accepts_descriptors
-        self._frame_writer = Outgoing()
+        self._frame_writer = FrameWriter()
         # Small messages that wait for those that come after them; None where none do.
         self._corked: Optional[List[bytes]] = None
         # Bound once: they are called for each message.
@@ -202,7 +202,7 @@ class Stream:
         self.has_more = len(data) == _CHUNK_BYTES
         return incoming.receive(data)
 
-    def _receive_in_place(self, incoming: Incoming) -> List[Message]:
+    def _receive_in_place(self, incoming: FrameReader) -> List[Message]:
         """Read a part of a large frame to where it stays."""
         if self._accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(

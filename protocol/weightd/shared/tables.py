@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from weightd.protocol.schema import FieldError, Kind, Metadata, describe_value, label
+from weightd.protocol.schema import FieldError, FieldType, Metadata, describe_value, label
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ MAX_SECONDS = 365 * 86_400.0
 _MAX_COMPARED_CHARACTERS = 64
 
 
-class Problems:
+class ErrorCollector:
     """Collects what is wrong, in the order in which it is found.
 
     Attributes:
@@ -67,7 +67,7 @@ def table_keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if not field.metadata.get("derived")]
 
 
-def read_table(cls: type[T], table: object, problems: Problems, *, section: str = "") -> T:
+def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section: str = "") -> T:
     """Return the table as a `cls`, with the default in the place of every key that is wrong.
 
     Args:
@@ -79,7 +79,7 @@ def read_table(cls: type[T], table: object, problems: Problems, *, section: str 
     Raises:
         FieldError: it is no table, or not this one but a part of the name of another.
     """
-    kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in table_keys(cls)}
+    kinds: dict[str, FieldType] = {field.name: field.metadata["kind"] for field in table_keys(cls)}
     if type(table) is not dict:
         raise FieldError(f"expected a table, got {describe_value(table)}")
     given_keys = cast("dict[str, Any]", table)
@@ -114,7 +114,7 @@ def _closest_name(name: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name[:_MAX_COMPARED_CHARACTERS].lower(), list(known), 1)), "")
 
 
-def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, Kind]) -> str:
+def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, FieldType]) -> str:
     """How to write a table that is none for TOML: [models.resnet.v1] is `v1` in `resnet`. "" if it is not that."""
     if not section or type(value) is not dict or _closest_name(key, [name for name, kind in kinds.items() if kind.record]):
         return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightd.protocol.schema import FieldError, Kind, Metadata, short_repr, text
+from weightd.protocol.schema import FieldError, FieldType, Metadata, short_repr, text
 
 
 def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
@@ -19,4 +19,4 @@ def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
             raise FieldError(f"expected a path without ~, which is not expanded, got {short_repr(checked)}")
         return checked
 
-    return {"kind": Kind(check, check, check, kind.description)}
+    return {"kind": FieldType(check, check, check, kind.description)}

@@ -15,9 +15,9 @@ import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
 from weightd.ctl import exits
-from weightd.ctl.advise.evidence import Difference, Evidence
+from weightd.ctl.advise.evidence import Difference, Comparison
 from weightd.ctl.advise.render import config_text, render
-from weightd.ctl.advise.rule import Advice, Size, Verdict
+from weightd.ctl.advise.rule import Recommendation, BatchSizeResult, Verdict
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec
@@ -244,23 +244,23 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon, after
     assert bool(ran.out) == bool(words)
 
 
-def size(rows: int, seconds: float, evidence: Optional[Evidence] = None, **more: Any) -> Size:
-    return Size(rows, seconds, 0.0005, 9, evidence or Evidence(), **more)
+def size(rows: int, seconds: float, evidence: Optional[Comparison] = None, **more: Any) -> BatchSizeResult:
+    return BatchSizeResult(rows, seconds, 0.0005, 9, evidence or Comparison(), **more)
 
 
 def test_the_table() -> None:
-    equal, unequal = Evidence(), Evidence()
+    equal, unequal = Comparison(), Comparison()
     equal.rows_compared = unequal.rows_compared = 224
     unequal.rows_unequal = 3
     unequal.differences["y"] = Difference(3, 1.2e-6, 2.5e-7)
-    refused = Evidence()
+    refused = Comparison()
     refused.shape_mismatches["z"] = "[] for 16 rows"
     sizes = [
         size(1, 0.0105, equal),
         size(8, 0.0205, unequal, is_split=True),
-        Size(16, 0.0, 0.0005, 0, refused, refusal="at most 8 rows"),
+        BatchSizeResult(16, 0.0, 0.0005, 0, refused, refusal="at most 8 rows"),
     ]
-    advice = Advice(Verdict.INEXACT, 8, (1, 8), "because")
+    advice = Recommendation(Verdict.INEXACT, 8, (1, 8), "because")
     assert render("m", sizes, advice, 100).splitlines() == [
         "m: one request at a time, 224 rows compared, 100 of them different",
         "",
@@ -284,7 +284,7 @@ def test_the_table() -> None:
 
 
 def test_the_configuration() -> None:
-    with_sample = config_text("m", Advice(Verdict.MERGE, 4, (), "", "/a b.npz"))
+    with_sample = config_text("m", Recommendation(Verdict.MERGE, 4, (), "", "/a b.npz"))
     assert with_sample == '[models.m]\ncanary = "/a b.npz"\n\n[models.m.batching]\nmax_rows = 4'
-    assert config_text("a.b", Advice(Verdict.MERGE, 4, (), "")) == '[models."a.b".batching]\nmax_rows = 4'
-    assert config_text("m", Advice(Verdict.NO, 1, (), "")) == ""
+    assert config_text("a.b", Recommendation(Verdict.MERGE, 4, (), "")) == '[models."a.b".batching]\nmax_rows = 4'
+    assert config_text("m", Recommendation(Verdict.NO, 1, (), "")) == ""

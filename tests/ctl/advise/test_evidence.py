@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.advise.evidence import Evidence, max_difference
+from weightd.ctl.advise.evidence import Comparison, max_difference
 
 NUMBERS = st.lists(st.floats(width=32), min_size=2, max_size=6)
 
@@ -21,7 +21,7 @@ def rows(*values: Any) -> List[Dict[str, Any]]:
 
 @given(NUMBERS)
 def test_the_same_bits_are_equal_whatever_they_mean(values: List[float]) -> None:
-    evidence = Evidence()
+    evidence = Comparison()
     evidence.compare({"y": np.array(values, np.float32)}, rows(*values))
     assert evidence.is_equal
     assert evidence.rows_compared == len(values)
@@ -32,7 +32,7 @@ def test_one_other_bit_is_found_in_its_output(values: List[float], data: st.Data
     array = np.array(values, np.float32)
     place = data.draw(st.integers(0, len(values) - 1))
     array.view(np.uint32)[place] ^= np.uint32(1)
-    evidence = Evidence()
+    evidence = Comparison()
     evidence.compare(
         {"same": np.array(values), "y": array},
         [{**each, "same": np.array([value])} for each, value in zip(rows(*values), values)],
@@ -42,7 +42,7 @@ def test_one_other_bit_is_found_in_its_output(values: List[float], data: st.Data
 
 
 def test_differences_are_told_by_their_largest_and_by_what_that_is_of_its_row() -> None:
-    evidence = Evidence()
+    evidence = Comparison()
     large, small = np.array([[100.0, 1.0]]), np.array([[0.01, 0.02]])
     evidence.compare({"y": np.array([[100.5, 1.0], [0.01, 0.03]])}, [{"y": large}, {"y": small}])
     assert evidence.differences["y"][:2] == (2, 0.5)
@@ -52,7 +52,7 @@ def test_differences_are_told_by_their_largest_and_by_what_that_is_of_its_row() 
 
 
 def test_what_has_no_rows_is_strange() -> None:
-    evidence = Evidence()
+    evidence = Comparison()
     alone = [{"y": np.zeros((1, 3)), "z": np.zeros(())}] * 2
     evidence.compare({"y": np.zeros((2, 4)), "z": np.zeros(())}, alone)
     assert evidence.shape_mismatches == {"y": "[1, 4] for a row that has [1, 3] alone", "z": "[] for 2 rows"}

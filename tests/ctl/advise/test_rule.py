@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.advise.evidence import Difference, Evidence
-from weightd.ctl.advise.rule import Size, Verdict, recommend, gain, is_worth_its_latency
+from weightd.ctl.advise.evidence import Difference, Comparison
+from weightd.ctl.advise.rule import BatchSizeResult, Verdict, recommend, gain, is_worth_its_latency
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -22,8 +22,8 @@ MEASURED = {
 }
 
 
-def unequal(relative: float) -> Evidence:
-    evidence = Evidence()
+def unequal(relative: float) -> Comparison:
+    evidence = Comparison()
     evidence.rows_compared = 200
     if relative:
         evidence.rows_unequal = 7
@@ -31,9 +31,9 @@ def unequal(relative: float) -> Evidence:
     return evidence
 
 
-def measured(rates: Sequence[float], apart: Sequence[float] = (0.0,) * len(ROWS), way: float = 0.0) -> List[Size]:
+def measured(rates: Sequence[float], apart: Sequence[float] = (0.0,) * len(ROWS), way: float = 0.0) -> List[BatchSizeResult]:
     return [
-        Size(rows, rows / rate + way, way, 9, unequal(relative)) for rows, rate, relative in zip(ROWS, rates, apart)
+        BatchSizeResult(rows, rows / rate + way, way, 9, unequal(relative)) for rows, rate, relative in zip(ROWS, rates, apart)
     ]
 
 
@@ -60,7 +60,7 @@ def _products(steps: Sequence[float]) -> List[float]:
 def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) -> None:
     sizes = measured(rates, apart)
     advice = recommend(sizes)
-    by_rows: Dict[int, Size] = {size.rows: size for size in sizes}
+    by_rows: Dict[int, BatchSizeResult] = {size.rows: size for size in sizes}
     if advice.verdict is Verdict.NO:
         assert advice.max_rows == 1
         quick = gain(by_rows[8], sizes[0]) >= 1.3

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from weightd.client.client import Client
-from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.advise.trial import Trial, Verified
+from weightd.ctl.advise.source import FileRows, SyntheticRows
+from weightd.ctl.advise.trial import BatchTest, BatchTestResult
 from weightd.protocol.errors import Internal, InvalidArgument
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
-from weightd.shared.rowtest.rows import Kind
+from weightd.shared.rowtest.rows import RowKind
 
 X = TensorSignature("x", "FP32", (-1, 9))
 
@@ -27,16 +27,16 @@ class Model:
         return {"y": self._answer(inputs["x"])}
 
 
-def trial(answer: Callable[[Any], Any], signature: TensorSignature = X) -> Trial:
+def trial(answer: Callable[[Any], Any], signature: TensorSignature = X) -> BatchTest:
     def quiet(x: Any) -> Any:
         with np.errstate(all="ignore"):
             return answer(x)
 
-    return Trial(cast(Client, Model(quiet)), "m", [signature])
+    return BatchTest(cast(Client, Model(quiet)), "m", [signature])
 
 
-def made_up() -> MadeUp:
-    return MadeUp([TensorSpec("x", "FP32", (32, 9))])
+def made_up() -> SyntheticRows:
+    return SyntheticRows([TensorSpec("x", "FP32", (32, 9))])
 
 
 def table(size: int, error: Optional[Exception] = None) -> Callable[[Any], Any]:
@@ -53,24 +53,24 @@ def table(size: int, error: Optional[Exception] = None) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("error", [InvalidArgument("out of bounds"), Internal("out of bounds")])
 def test_rows_of_the_kind_that_the_model_accepts_are_asked_for(error: Exception) -> None:
     source = made_up()
-    assert trial(lambda x: x).find_kind(source, 32) is Kind.SCALED
+    assert trial(lambda x: x).find_kind(source, 32) is RowKind.SCALED
     source.kind = trial(table(12, error)).find_kind(source, 32)
     x = source.block(3, 32)["x"]
     # The same values would be taken for the table's first row: 0 and 1 are made of them.
     assert table(1 + int(x.max()))(x).max() <= 1
-    assert trial(table(12, error)).verify(source, 16, ()) == Verified("")
+    assert trial(table(12, error)).verify(source, 16, ()) == BatchTestResult("")
 
 
 def test_what_the_daemon_finds_at_other_numbers_of_rows_is_found() -> None:
     note = trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, ()).note
     assert note.startswith("output y: 3 of 3 rows that were run together differ")
     # With these sizes the daemon never runs three.
-    assert trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, (1, 2, 4, 8, 16)) == Verified("")
+    assert trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, (1, 2, 4, 8, 16)) == BatchTestResult("")
 
 
 def test_a_model_of_any_rank_is_none_that_the_daemon_batches() -> None:
     verified = trial(lambda x: x, TensorSignature("x", "FP32", None)).verify(made_up(), 16, ())
-    assert verified == Verified("input x has no rows: it may be of any rank")
+    assert verified == BatchTestResult("input x has no rows: it may be of any rank")
 
 
 def test_a_file_is_needed_where_the_model_takes_no_rows_that_are_made_up(tmp_path: Any) -> None:
@@ -81,8 +81,8 @@ def test_a_file_is_needed_where_the_model_takes_no_rows_that_are_made_up(tmp_pat
 
     path = tmp_path / "rows.npz"
     np.savez(str(path), x=np.arange(3, 21, dtype=np.float32).reshape(2, 9))
-    source = FromFile(str(path), [X])
-    assert trial(positive).verify(source, 16, ()) == Verified("", needs_sample=True)
-    assert trial(lambda x: x).verify(source, 16, ()) == Verified("")
+    source = FileRows(str(path), [X])
+    assert trial(positive).verify(source, 16, ()) == BatchTestResult("", needs_sample=True)
+    assert trial(lambda x: x).verify(source, 16, ()) == BatchTestResult("")
     refused = trial(positive).verify(made_up(), 16, ())
     assert refused.note.startswith("the model does not run on 1 rows: expected at least 3; set `canary`")

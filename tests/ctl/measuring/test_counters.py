@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from weightd.ctl.measuring.counters import Counted, has_split, per_execution
+from weightd.ctl.measuring.counters import CounterSample, has_split, per_execution
 
 
 def test_requests_in_an_execution() -> None:
-    assert per_execution(Counted(10, 4, 0), Counted(40, 8, 0)) == 7.5
-    assert per_execution(Counted(10, 4, 0), Counted(10, 4, 0)) is None
-    assert per_execution(None, Counted(10, 4, 0)) is None
+    assert per_execution(CounterSample(10, 4, 0), CounterSample(40, 8, 0)) == 7.5
+    assert per_execution(CounterSample(10, 4, 0), CounterSample(10, 4, 0)) is None
+    assert per_execution(None, CounterSample(10, 4, 0)) is None
 
 
 def test_what_was_cut() -> None:
-    assert has_split(Counted(10, 4, 1), Counted(11, 7, 2))
-    assert not has_split(Counted(10, 4, 1), Counted(11, 5, 1))
-    assert not has_split(Counted(10, 4, 1), None)
+    assert has_split(CounterSample(10, 4, 1), CounterSample(11, 7, 2))
+    assert not has_split(CounterSample(10, 4, 1), CounterSample(11, 5, 1))
+    assert not has_split(CounterSample(10, 4, 1), None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.predict.numbers import Table, WrongNumbers, array_of_lists, array_of_table, read_json
+from weightd.ctl.predict.numbers import CsvTable, WrongNumbers, array_of_lists, array_of_table, read_json
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 
@@ -87,19 +87,19 @@ def test_infinities_are_meant_and_no_number_becomes_one() -> None:
     read = array_of_lists(read_json('[Infinity, "-Infinity", "NaN", NaN, 65504]'), x("FP16", 5))
     assert [*map(float, read[[0, 1, 4]])] == [float("inf"), float("-inf"), 65504.0]
     assert np.isnan(read[2:4]).all()
-    assert array_of_table(Table("inf,-Infinity"), x("FP64", -1)).tolist() == [float("inf"), float("-inf")]
+    assert array_of_table(CsvTable("inf,-Infinity"), x("FP64", -1)).tolist() == [float("inf"), float("-inf")]
     with pytest.raises(WrongNumbers, match="a double has, got str '-1e999'"):
         read_json("[-1e999]")
     with pytest.raises(WrongNumbers, match="line 1, column 2: expected a number, got str '1e999'"):
-        Table("1,1e999")
+        CsvTable("1,1e999")
 
 
 def test_a_table_is_its_rows_or_its_numbers_in_their_order() -> None:
-    table = Table("1, 2\n\n3,4e0\r\n")
+    table = CsvTable("1, 2\n\n3,4e0\r\n")
     assert array_of_table(table, x("INT64", -1, 2)).tolist() == [[1, 2], [3, 4]]
     assert array_of_table(table, x("FP32", 1, 2, 2)).tolist() == [[[1, 2], [3, 4]]]
     assert array_of_table(table, x("FP32", -1)).tolist() == [1, 2, 3, 4]
-    assert array_of_table(Table(""), x("FP32", -1)).tolist() == []
+    assert array_of_table(CsvTable(""), x("FP32", -1)).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -116,5 +116,5 @@ def test_a_table_is_its_rows_or_its_numbers_in_their_order() -> None:
 )
 def test_a_table_that_is_none_is_told_with_line_and_column(text: str, said: str) -> None:
     with pytest.raises(WrongNumbers) as caught:
-        array_of_table(Table(text), x("UINT8", -1, -1))
+        array_of_table(CsvTable(text), x("UINT8", -1, -1))
     assert said in str(caught.value)

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from testkit import looks
 from weightd.ctl.top.bars import ASCII, BLOCKS
 from weightd.ctl.top.lines import Style, truncate, text_line, narrow
-from weightd.ctl.top.screen import Size, Standing, draw, render_text
+from weightd.ctl.top.screen import ScreenSize, PollStatus, draw, render_text
 from weightd.ctl.top.view import View
 from weightd.shared.overview.history import History
 
 from .pictures import picture
 
 OVERVIEW = picture("alpha", "bravo")
-ALL_IS_WELL = Standing(1.0)
+ALL_IS_WELL = PollStatus(1.0)
 
 
-def drawn(*keys: str, standing: Standing = ALL_IS_WELL, width: int = 79) -> List[str]:
+def drawn(*keys: str, standing: PollStatus = ALL_IS_WELL, width: int = 79) -> List[str]:
     view = View()
     for key in keys:
         view.on_key(key, OVERVIEW)
-    return [each.text.rstrip() for each in draw(OVERVIEW, view, standing, Size(24, width), ASCII)]
+    return [each.text.rstrip() for each in draw(OVERVIEW, view, standing, ScreenSize(24, width), ASCII)]
 
 
 def test_on_a_small_screen_stands_what_matters_most() -> None:
@@ -84,13 +84,13 @@ def test_what_is_typed_is_seen() -> None:
 @pytest.mark.parametrize(
     ("standing", "told"),
     [
-        (Standing(2.0, 4.0), "every 2 s"),
-        (Standing(0.5, 3.1), "no answer for 3 s"),
-        (Standing(1.0, 75.0, "UNAVAILABLE: no daemon"), "no answer for 1 min 15 s: UNAVAILABLE: no daemon"),
-        (Standing(1.0, 1.0, "a\x1b[2Jb"), "no answer for 1 s: a\\x1b[2Jb"),
+        (PollStatus(2.0, 4.0), "every 2 s"),
+        (PollStatus(0.5, 3.1), "no answer for 3 s"),
+        (PollStatus(1.0, 75.0, "UNAVAILABLE: no daemon"), "no answer for 1 min 15 s: UNAVAILABLE: no daemon"),
+        (PollStatus(1.0, 1.0, "a\x1b[2Jb"), "no answer for 1 s: a\\x1b[2Jb"),
     ],
 )  # fmt: skip
-def test_a_daemon_that_does_not_answer_is_told(standing: Standing, told: str) -> None:
+def test_a_daemon_that_does_not_answer_is_told(standing: PollStatus, told: str) -> None:
     first = drawn(standing=standing)[0]
     assert first.endswith(told)
     assert len(first) <= 79
@@ -99,14 +99,14 @@ def test_a_daemon_that_does_not_answer_is_told(standing: Standing, told: str) ->
 def test_the_row_that_is_selected_is_marked() -> None:
     view = View()
     view.on_key("down", OVERVIEW)
-    lines = draw(OVERVIEW, view, ALL_IS_WELL, Size(24, 79), ASCII)
+    lines = draw(OVERVIEW, view, ALL_IS_WELL, ScreenSize(24, 79), ASCII)
     assert [each.text.split()[0] for each in lines if each.is_selected] == ["alpha"]
 
 
 def test_what_has_failed_is_seen() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("bad", state="failed", ready=False)))
-    lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
+    lines = draw(history.overview(), View(), ALL_IS_WELL, ScreenSize(24, 79), ASCII)
     assert ("failed", Style.BAD) in [piece for each in lines for piece in each.spans]
 
 
@@ -114,7 +114,7 @@ def test_how_far_a_model_is_stands_for_its_state() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("new", state="attaching", ready=False)))
     history.on_status(looks.status(1.0, looks.model("new", progress="attaching 3/8")))
-    lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
+    lines = draw(history.overview(), View(), ALL_IS_WELL, ScreenSize(24, 79), ASCII)
     assert "new    attaching 3/8" in "\n".join(each.text for each in lines)
 
 
@@ -122,7 +122,7 @@ def test_whoever_sees_its_own_alone_is_told_so() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("m", processes=())))
     history.on_status(looks.status(1.0, pid=0))
-    lines = [each.text for each in draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)]
+    lines = [each.text for each in draw(history.overview(), View(), ALL_IS_WELL, ScreenSize(24, 79), ASCII)]
     assert lines[3] == "only this tenant's own requests are shown: it may not see the status of others"
     assert lines[6].split() == ["m", "serving", "-", "-", "-", "0", "-", "-", "-", "-"]
 
@@ -156,7 +156,7 @@ def test_whatever_names_are_no_line_is_too_long_and_none_moves_the_cursor(
     overview = replace(picture(name), version=name, state=name)
     view = View()
     view.on_key(key, overview)
-    lines = draw(overview, view, Standing(1.0, 9.0, name), Size(height, width), BLOCKS)
+    lines = draw(overview, view, PollStatus(1.0, 9.0, name), ScreenSize(height, width), BLOCKS)
     assert len(lines) <= height
     for each in lines:
         assert len(each.text) <= width

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.ctl.top.tables import MODELS, PROCESSES, TENANTS
-from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S, View, Wish, faster, slower
+from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S, View, KeyAction, faster, slower
 
 from .pictures import picture
 
@@ -96,7 +96,7 @@ def test_what_is_selected_is_seen() -> None:
 
 
 def test_some_keys_ask_others() -> None:
-    keys = {"q": Wish.QUIT, "r": Wish.POLL, " ": Wish.POLL, "+": Wish.SLOWER, "-": Wish.FASTER, "x": None, "ä": None}
+    keys = {"q": KeyAction.QUIT, "r": KeyAction.POLL, " ": KeyAction.POLL, "+": KeyAction.SLOWER, "-": KeyAction.FASTER, "x": None, "ä": None}
     assert {key: View().on_key(key, OVERVIEW) for key in keys} == keys
 
 
@@ -104,7 +104,7 @@ def test_any_key_leaves_the_help_and_q_all() -> None:
     for opens in ("h", "?"):
         assert pressed(opens).has_help
         assert not pressed(opens, "x").has_help
-        assert pressed(opens).on_key("q", OVERVIEW) is Wish.QUIT
+        assert pressed(opens).on_key("q", OVERVIEW) is KeyAction.QUIT
 
 
 def test_a_delay_has_bounds() -> None:

@@ -20,24 +20,24 @@ from unittest import mock
 import pytest
 import zmq
 
-from weightd.daemon.children.backend import Backend
+from weightd.daemon.children.backend import ProcessSupervisor
 from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.forks import Wanted
-from weightd.daemon.children.launch import Launch, Program
-from weightd.daemon.children.launchers.direct import Direct
-from weightd.daemon.children.nursery import Nursery
-from weightd.daemon.children.owner import Owner, Snapshot
+from weightd.daemon.children.forks import ForkRequest
+from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
+from weightd.daemon.children.launchers.direct import DirectLauncher
+from weightd.daemon.children.nursery import ForkCoordinator
+from weightd.daemon.children.owner import ProcessEventHandler, Snapshot
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.plan import ModelSource, GenerationSpec
 from weightd.daemon.host import processes
-from weightd.daemon.host.ends import End, Lost
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.processes import Process
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.model import Model
+from weightd.daemon.host.ends import ExitCause, MissingFile
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.host.processes import ChildProcess
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import message_prefix
@@ -45,8 +45,8 @@ from weightd.protocol.messages.children import (
     TO_CHILD,
     Attach,
     Attached,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     Built,
     Forked,
     Hello,
@@ -67,7 +67,7 @@ SPEC = TensorSpec("x", "FP32", (4,))
 HOLDER, WORKER = "m.1.holder", "m.1.w1"
 
 
-class Pinned(Backend):
+class Pinned(ProcessSupervisor):
     """One that takes no snapshot unless it is told to: the test has it. And its worker's lane is the test's."""
 
     pins = False
@@ -81,7 +81,7 @@ class Pinned(Backend):
         self.heard += count
         return count
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+    def pin(self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = "") -> None:
         if self.pins:
             super().take_snapshot(owner, model, config, source, expected)
 
@@ -100,7 +100,7 @@ class Scene:
         daemon = DaemonConfig("ipc://s", str(runtime), str(directory))
         self.backend_directory = daemon.private_dir
         self.backend_directory.mkdir()
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.backend = Pinned(context, daemon, self.loop, {})
         self.answers: list[int] = []
         self.table = ModelConfig("/m.mindir", "mindspore_lite", str(python), spares=0, devices=("ascend:0",))
@@ -112,20 +112,20 @@ class Scene:
         self.lane = Stream(socket.socket(socket.AF_UNIX))
         self.path = str(daemon.channel_socket)
 
-    def model_of(self, table: ModelConfig) -> Model:
+    def model_of(self, table: ModelConfig) -> ServedModel:
         clients: Any = SimpleNamespace(answer=self._answer)
-        return Model("m", table, {device: Device(device) for device in table.devices}, self.backend, clients)
+        return ServedModel("m", table, {device: DeviceBudget(device) for device in table.devices}, self.backend, clients)
 
     def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
 
     def serve(self) -> None:
         # An order to who is not connected yet is lost.
-        self.worker.send_multipart(encode(Back()))
+        self.worker.send_multipart(encode(Reconnected()))
         while not self.backend.heard:
             self.loop.run_once(30)
         self.model.start(0.0)
-        self.model.on_snapshot_taken(Source("/m.mindir"), self.snapshot, 0.0)
+        self.model.on_snapshot_taken(ModelSource("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
             self.model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
         self.model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
@@ -242,7 +242,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_its_work(
 ) -> None:
     scene.serve()
     scene.answer()
-    broken = encode(Broken("pthread_create failed, error code: 11"))
+    broken = encode(ProcessFailed("pthread_create failed, error code: 11"))
     if by_lane:
         scene.lane.send(broken)
     else:
@@ -258,7 +258,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_being_started(
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(vars(scene.backend)["_launcher"], "start", mock.Mock(side_effect=refused))
     scene.model.start(0.0)
-    scene.model.on_snapshot_taken(Source("/m.mindir"), scene.snapshot, 0.0)
+    scene.model.on_snapshot_taken(ModelSource("/m.mindir"), scene.snapshot, 0.0)
     while "cannot start /" not in caplog.text:
         scene.loop.run_once(1)
     assert LIMIT in caplog.text
@@ -268,9 +268,9 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.serve()
-    launch = Launch("m.1.w2", [], [], Path(os.devnull), {})
-    nursery: Nursery = vars(scene.backend)["_nursery"]
-    nursery.fork(Wanted(launch, WORKER, float("inf"), print))
+    launch = ProcessSpec("m.1.w2", [], [], Path(os.devnull), {})
+    nursery: ForkCoordinator = vars(scene.backend)["_nursery"]
+    nursery.fork(ForkRequest(launch, WORKER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid
     scene.asked(1)
     scene.lane.send(encode(Forked(launch.name, pid)))
@@ -283,8 +283,8 @@ def test_what_waits_for_the_lane_of_a_child_goes_with_it_where_that_is_never_for
     inner = vars(scene.backend)
     inner["_owners"]["m.1.w2"] = mock.Mock()
     inner["_by_lane_alone"].add("m.1.w2")
-    launch = Launch("m.1.w2", [], [], Path(os.devnull), {})
-    inner["_nursery"].fork(Wanted(launch, "m.1.w1", float("inf"), print))
+    launch = ProcessSpec("m.1.w2", [], [], Path(os.devnull), {})
+    inner["_nursery"].fork(ForkRequest(launch, "m.1.w1", float("inf"), print))
     scene.backend.send_order("m.1.w2", Stop())
     assert inner["_lanes"].leads_to("m.1.w2")
     scene.backend.kill("m.1.w2")
@@ -296,9 +296,9 @@ def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
 ) -> None:
     scene.serve()
     end = mock.Mock()
-    monkeypatch.setattr(Direct, "end_strays_of", end)
-    nursery: Nursery = vars(scene.backend)["_nursery"]
-    nursery.fork(Wanted(Launch("m.1.w2", [], [], Path(os.devnull), {}), HOLDER, float("inf"), print))
+    monkeypatch.setattr(DirectLauncher, "end_strays_of", end)
+    nursery: ForkCoordinator = vars(scene.backend)["_nursery"]
+    nursery.fork(ForkRequest(ProcessSpec("m.1.w2", [], [], Path(os.devnull), {}), HOLDER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid
     for each in (WORKER, HOLDER):
         scene.kill(each)
@@ -312,7 +312,7 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     path = Path(scene.worker.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     scene.model.start(0.0)
-    scene.model.on_snapshot_taken(Source("/m.mindir"), scene.snapshot, 0.0)
+    scene.model.on_snapshot_taken(ModelSource("/m.mindir"), scene.snapshot, 0.0)
     expected = scene.backend.processes[WORKER].pid
     scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
     while not scene.backend.heard:
@@ -330,7 +330,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     table = replace(scene.table, path=str(file), devices=("cpu",), canary=str(sample), canary_tolerance=0.25)
     children: list[list[str]] = []
 
-    def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.Process:
+    def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.ChildProcess:
         if "weightd.worker" in argv:
             children.append(json.loads(named["order"]))
         return original(argv, *more, **named)
@@ -349,13 +349,13 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
 
 
 def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: Scene, tmp_path: Path) -> None:
-    ends: list[End] = []
+    ends: list[ExitCause] = []
     owner: Any = SimpleNamespace(exited=lambda name, end, now: ends.append(end))
-    generation = Generation("x.1", Terms(1, 5.0))
-    program = Program(scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test")
+    generation = Generation("x.1", GenerationSpec(1, 5.0))
+    program = WorkerProgram(scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test")
     files = GenerationFiles(scene.backend_directory / "x.1")
 
-    def spawn(role: Role, program: Program = program) -> Process | None:
+    def spawn(role: Role, program: WorkerProgram = program) -> ChildProcess | None:
         name = f"x.1.{len(ends)}{len(scene.backend.processes)}"
         scene.backend.spawn(owner, generation, program, name, role)
         return scene.backend.processes.get(name)
@@ -376,7 +376,7 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
     assert not spawn(Role.WORKER)
     while len(ends) < 4:
         scene.loop.run_once(30)
-    assert [end.missing_file for end in ends] == [Lost.STORE, Lost.SNAPSHOT, Lost.SNAPSHOT, Lost.NONE]
+    assert [end.missing_file for end in ends] == [MissingFile.STORE, MissingFile.SNAPSHOT, MissingFile.SNAPSHOT, MissingFile.NONE]
     assert [end.is_transient for end in ends] == [True, True, True, False]
     assert str(ends[3]) == f"the socket where it would connect is gone: {scene.path}; restart weightd"
     assert str(ends[0]) == f"the shared weights in the cache folder are gone: {files.store}"

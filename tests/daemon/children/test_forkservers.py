@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightd.daemon.children.forkservers import FORK_TIMEOUT_S, START_TIMEOUT_S, ForkServers
-from weightd.daemon.children.launch import Launch, Program
+from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 
 ONNX = ModelConfig("/m.onnx", "onnxruntime", "/python")
 LITE = ModelConfig("/m.mindir", "mindspore_lite", "/python37")
@@ -19,18 +19,18 @@ class Host:
     """Writes down what is started and ended."""
 
     def __init__(self) -> None:
-        self.started: list[Launch] = []
+        self.started: list[ProcessSpec] = []
         self.ended: list[str] = []
         self.fails = False
         self.servers = ForkServers(Path("/private"), "ipc://s", self.start, self.ended.append)
 
-    def start(self, launch: Launch) -> None:
+    def start(self, launch: ProcessSpec) -> None:
         if self.fails:
             raise OSError(errno.ENOENT, "No such file or directory")
         self.started.append(launch)
 
     def find(self, config: ModelConfig) -> str:
-        server = self.servers.find(Program(config.python, config.engine, config.path, "cpu"))
+        server = self.servers.find(WorkerProgram(config.python, config.engine, config.path, "cpu"))
         assert server is not None
         return server.name or server.reason
 
@@ -44,7 +44,7 @@ def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
     ]
     assert [each.log for each in host.started] == [Path("/private/forkserver.1.log"), Path("/private/forkserver.2.log")]
     assert (host.find(ONNX), host.find(LITE)) == (FIRST, SECOND)
-    assert host.servers.find(Program("/other", "onnxruntime", "/m.onnx", "cpu")) is None
+    assert host.servers.find(WorkerProgram("/other", "onnxruntime", "/m.onnx", "cpu")) is None
 
 
 def test_one_that_no_model_wants_any_more_is_ended() -> None:
@@ -55,16 +55,16 @@ def test_one_that_no_model_wants_any_more_is_ended() -> None:
     assert not host.servers.is_fork_server(FIRST)
     assert host.servers.is_fork_server(SECOND)
     # Its end says nothing.
-    host.servers.on_exit(FIRST, End(-9))
+    host.servers.on_exit(FIRST, ExitCause(-9))
     assert len(host.started) == 2
 
 
 def test_one_that_is_lost_is_followed_by_another_at_once_but_not_for_ever() -> None:
     host = Host()
     host.servers.reconcile([ONNX])
-    host.servers.on_exit(FIRST, End(-9))
+    host.servers.on_exit(FIRST, ExitCause(-9))
     assert host.find(ONNX) == SECOND
-    host.servers.on_exit(SECOND, End(1, "No module named 'onnxruntime'"))
+    host.servers.on_exit(SECOND, ExitCause(1, "No module named 'onnxruntime'"))
     assert "No module named 'onnxruntime'" in host.find(ONNX)
     (server,) = host.servers.servers.values()
     server.restart_backoff.due_at = 0.0
@@ -94,7 +94,7 @@ def test_what_all_of_a_kind_have_forked_is_counted() -> None:
     host = Host()
     host.servers.reconcile([ONNX])
     host.servers.on_child_forked(FIRST)
-    host.servers.on_exit(FIRST, End(-9))
+    host.servers.on_exit(FIRST, ExitCause(-9))
     host.servers.on_child_forked(SECOND)
     host.servers.on_child_forked("m.1.holder")
     (server,) = host.servers.servers.values()

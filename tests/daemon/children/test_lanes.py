@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.children.lanes import Lanes
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.requests.regions import Memory
+from weightd.daemon.children.lanes import WorkerChannels
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.requests.regions import SharedRegion
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Map, Unmap
+from weightd.protocol.messages.children import MapRegion, UnmapRegion
 from weightd.shared import memfd
 from weightd.shared.stream import Stream
 
@@ -32,8 +32,8 @@ class Scene:
         self.name: str | None = "w1"
         self.heard: list[tuple[str, Any]] = []
         self.path = directory / "lane"
-        self.loop = Loop()
-        self.lanes = Lanes(self.path, self.loop, self._name_of, self._hear, self._break)
+        self.loop = EventLoop()
+        self.lanes = WorkerChannels(self.path, self.loop, self._name_of, self._hear, self._break)
         self.lanes.on_message_burst = lambda: self.heard.append(("", "several"))
         self.children: list[Stream] = []
 
@@ -211,7 +211,7 @@ def test_a_lane_that_breaks_the_protocol_is_closed(scene: Scene, sent: bytes, er
 
 
 def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gone(scene: Scene) -> None:
-    one, other = (Memory(number, memfd.create(100), 100, os.close) for number in (1, 2))
+    one, other = (SharedRegion(number, memfd.create(100), 100, os.close) for number in (1, 2))
     os.pwrite(one.fileno(), b"one", 0)
     os.pwrite(other.fileno(), b"other", 0)
     # Before it has connected: what waits keeps what it names.
@@ -222,8 +222,8 @@ def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gon
     scene.lanes.unmap(1)
     scene.lanes.unmap(3)
     scene.lanes.send("w1", [b"c"], [one])
-    map_one = encode(Map(1))
-    expected = [map_one, [b"a"], encode(Map(2)), [b"b"], encode(Unmap(1)), map_one, [b"c"]]
+    map_one = encode(MapRegion(1))
+    expected = [map_one, [b"a"], encode(MapRegion(2)), [b"b"], encode(UnmapRegion(1)), map_one, [b"c"]]
     assert scene.received(child, len(expected)) == expected
     assert [os.pread(child.descriptors.popleft(), 5, 0).rstrip(b"\0") for _ in range(3)] == [b"one", b"other", b"one"]
     # Whoever connects again has forgotten all.
@@ -236,10 +236,10 @@ def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gon
 def test_memory_waits_its_turn_behind_what_is_not_read(scene: Scene) -> None:
     child = scene.connect()
     scene.lanes.accept()
-    memory = Memory(1, memfd.create(100), 100, os.close)
+    memory = SharedRegion(1, memfd.create(100), 100, os.close)
     scene.lanes.send("w1", [LARGE])
     scene.lanes.send("w1", [b"a"], [memory])
-    assert scene.received(child, 3)[1:] == [encode(Map(1)), [b"a"]]
+    assert scene.received(child, 3)[1:] == [encode(MapRegion(1)), [b"a"]]
     assert os.fstat(child.descriptors[0]).st_size == 100
 
 
@@ -248,7 +248,7 @@ def test_where_no_descriptor_is_left_the_next_request_tries_again(
 ) -> None:
     child = scene.connect()
     scene.lanes.accept()
-    memory = Memory(1, memfd.create(100), 100, os.close)
+    memory = SharedRegion(1, memfd.create(100), 100, os.close)
 
     def refuse(self: Stream, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
         if descriptors:
@@ -260,4 +260,4 @@ def test_where_no_descriptor_is_left_the_next_request_tries_again(
         few.setattr(Stream, "send", refuse)
         scene.lanes.send("w1", [b"a"], [memory])
     scene.lanes.send("w1", [b"b"], [memory])
-    assert scene.received(child, 3) == [[b"a"], encode(Map(1)), [b"b"]]
+    assert scene.received(child, 3) == [[b"a"], encode(MapRegion(1)), [b"b"]]

@@ -10,11 +10,11 @@ import pytest
 
 from weightd.daemon.children import launch
 from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.generations.actions import Role
 
 FILES = GenerationFiles(Path("/private/m.1"))
-PLAIN = Program("/python", "onnxruntime", "/m.onnx", "cpu")
+PLAIN = WorkerProgram("/python", "onnxruntime", "/m.onnx", "cpu")
 ALWAYS = (
     "--address ipc://s --name m.1.w1 --role worker --engine onnxruntime --model /m.onnx "
     "--threads 1 --device cpu --store /private/m.1/pages"

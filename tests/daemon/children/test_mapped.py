@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.children.mapped import Mapped
-from weightd.daemon.requests.regions import Memory
+from weightd.daemon.children.mapped import WorkerRegions
+from weightd.daemon.requests.regions import SharedRegion
 
-MEMORIES = [Memory(number, os.dup(0), 1, os.close) for number in range(8)]
+MEMORIES = [SharedRegion(number, os.dup(0), 1, os.close) for number in range(8)]
 
 
 class World(RuleBasedStateMachine):
@@ -20,12 +20,12 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mapped = Mapped(4)
+        self.mapped = WorkerRegions(4)
         self.worker: set[int] = set()
         self.used: list[int] = []
 
     @rule(memories=st.lists(st.sampled_from(MEMORIES), max_size=4, unique=True))
-    def predict(self, memories: list[Memory]) -> None:
+    def predict(self, memories: list[SharedRegion]) -> None:
         surplus, missing = self.mapped.mark_used(memories)
         self.worker.difference_update(surplus)
         for memory in missing:

@@ -10,12 +10,12 @@ import pytest
 
 from weightd.daemon.children import launch, meeting
 from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.generations.actions import Role
-from weightd.shared.meeting import Meeting
+from weightd.shared.meeting import RendezvousInfo
 
 
 def test_a_port_is_one_on_which_nobody_listens() -> None:
@@ -54,11 +54,11 @@ def test_a_table_names_cards_as_the_host_does(
 def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> None:
     files = GenerationFiles(tmp_path / "m.1")
     files.create(table)
-    told = Meeting(0, 2, 120, 68, rank_table="/given.json")
-    program = Program("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
+    told = RendezvousInfo(0, 2, 120, 68, rank_table="/given.json")
+    program = WorkerProgram("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
     argv = launch.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
     expected = told._replace(table=str(files.rank_table)) if table else told
-    assert Meeting.from_json(argv[argv.index("--ranks") + 1]) == expected
+    assert RendezvousInfo.from_json(argv[argv.index("--ranks") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
 
 
@@ -69,7 +69,7 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
 )
 def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, there: set[int], shares: list[str]) -> None:
     monkeypatch.setattr(meeting, "allowed", lambda: frozenset(there))
-    config = ModelConfig("/m", engine="mindspore", ranks=Ranks(groups=(("cpu", "cpu"),), size=2))
+    config = ModelConfig("/m", engine="mindspore", ranks=RanksConfig(groups=(("cpu", "cpu"),), size=2))
     snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
-    told = [meeting.rank_program(config, snapshot, "cpu", rank, meeting.Place()).rendezvous for rank in (0, 1, None)]
+    told = [meeting.rank_program(config, snapshot, "cpu", rank, meeting.Rendezvous()).rendezvous for rank in (0, 1, None)]
     assert [each and each.cores for each in told] == [*shares, ""]

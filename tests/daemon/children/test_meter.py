@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightd.daemon.children import meter
-from weightd.daemon.children.meter import Meter
+from weightd.daemon.children.meter import CopyProgressFile
 
 
 def test_who_looks_sees_how_much_was_copied_of_how_much(tmp_path: Path) -> None:
     path = tmp_path / "copied"
-    written = Meter(path, model_count=3)
+    written = CopyProgressFile(path, model_count=3)
     assert meter.read(path) is None
     written.start_model(100)
     written.add_bytes(60)
@@ -33,7 +33,7 @@ def test_what_is_no_meter_tells_nothing(tmp_path: Path) -> None:
 
 
 def test_a_copy_goes_on_where_nobody_can_be_told(tmp_path: Path) -> None:
-    written = Meter(tmp_path / "none" / "copied")
+    written = CopyProgressFile(tmp_path / "none" / "copied")
     written.start_model(1)
     written.add_bytes(1)
     written.close()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.children.forks import Wanted
-from weightd.daemon.children.launch import Launch
-from weightd.daemon.children.nursery import Nursery
-from weightd.daemon.host.processes import Process
+from weightd.daemon.children.forks import ForkRequest
+from weightd.daemon.children.launch import ProcessSpec
+from weightd.daemon.children.nursery import ForkCoordinator
+from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.host.timers import Timers
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Fork, Forked
@@ -31,7 +31,7 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
-        self.wanted: dict[str, Wanted] = {}
+        self.wanted: dict[str, ForkRequest] = {}
         self.orders: list[tuple[str, Fork]] = []
         self.born: dict[str, int] = {}
         self.unborn: dict[str, str] = {}
@@ -46,25 +46,25 @@ class World(RuleBasedStateMachine):
         self.timers = Timers()
         self.told_at = 0.0
         loop: Any = SimpleNamespace(add_timer=self.timers.add)
-        self.nursery = Nursery(
+        self.nursery = ForkCoordinator(
             launcher, loop, self.order, self.is_born, lambda _, process: self.surplus.add(process.pid), self.hang
         )
 
     def order(self, parent: str, fork: Fork) -> None:
         self.orders.append((parent, fork))
 
-    def adopt(self, name: str, pid: int, log: Path) -> Process:
+    def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:
         if not self.watchable:
             raise OSError(errno.EMFILE, "no descriptors are left")
-        return Process(pid, -1, log, lambda: 0)
+        return ChildProcess(pid, -1, log, lambda: 0)
 
-    def is_born(self, launch: Launch, parent: str, process: Process) -> None:
+    def is_born(self, launch: ProcessSpec, parent: str, process: ChildProcess) -> None:
         assert self.wanted[launch.name].parent == parent
         assert process.log == launch.log
         assert launch.name not in self.born
         self.born[launch.name] = process.pid
 
-    def instead(self, launch: Launch, why: str) -> None:
+    def instead(self, launch: ProcessSpec, why: str) -> None:
         assert launch.name not in self.unborn
         self.unborn[launch.name] = why
 
@@ -78,8 +78,8 @@ class World(RuleBasedStateMachine):
     @rule(parent=PARENTS)
     def one_is_wanted(self, parent: str) -> None:
         name = f"m.1.w{len(self.wanted)}"
-        launch = Launch(name, ["python"], ["--name", name], Path(f"/logs/{name}"), {})
-        self.wanted[name] = Wanted(launch, parent, self.now + PATIENCE_S, self.instead)
+        launch = ProcessSpec(name, ["python"], ["--name", name], Path(f"/logs/{name}"), {})
+        self.wanted[name] = ForkRequest(launch, parent, self.now + PATIENCE_S, self.instead)
         self.nursery.fork(self.wanted[name])
         self.unanswered[name] = parent
         assert self.orders[-1] == (parent, Fork(name, ("--name", name), f"/logs/{name}"))
@@ -146,8 +146,8 @@ TestWorld.settings = settings(max_examples=examples(60), stateful_step_count=30,
 
 def test_a_child_that_is_forked_when_nobody_wants_it_any_more_is_ended() -> None:
     world = World()
-    launch = Launch("m.1.w0", ["python"], [], Path("/logs/m.1.w0"), {})
-    world.nursery.fork(Wanted(launch, "m.1.holder", PATIENCE_S, world.instead))
+    launch = ProcessSpec("m.1.w0", ["python"], [], Path("/logs/m.1.w0"), {})
+    world.nursery.fork(ForkRequest(launch, "m.1.holder", PATIENCE_S, world.instead))
     assert world.nursery.cancel(launch.name)
     world.nursery.on_fork_reply("m.1.holder", Forked(launch.name, 101, ""))
     assert (world.surplus, world.born, world.unborn) == ({101}, {}, {})

@@ -16,15 +16,15 @@ import pytest
 
 from weightd.daemon.children import snapshotter
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.children.pinning import Pinning, snapshot_directory_name
-from weightd.daemon.children.probing import Probing
-from weightd.daemon.children.running import Running
-from weightd.daemon.children.snapshotter import Taken
+from weightd.daemon.children.pinning import SnapshotService, snapshot_directory_name
+from weightd.daemon.children.probing import DeviceProbe
+from weightd.daemon.children.running import ProcessTable
+from weightd.daemon.children.snapshotter import SnapshotResult
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
-from weightd.daemon.generations.plan import Source
-from weightd.daemon.host.ends import End
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.config.ranks import RanksConfig
+from weightd.daemon.generations.plan import ModelSource
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.host.loop import EventLoop
 from weightd.shared.modelfile import files_identity, model_files
 from weightd.shared.reach import OPERATOR, Grant
 
@@ -37,13 +37,13 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "private"
         self.directory.mkdir()
-        self.loop = Loop()
-        self.running = Running(self.loop)
+        self.loop = EventLoop()
+        self.running = ProcessTable(self.loop)
         self.later: list[Callable[[float], None]] = []
-        self.pinning = Pinning(self.directory, self.running, Probing(self.running, {}), self.later.append)
+        self.pinning = SnapshotService(self.directory, self.running, DeviceProbe(self.running, {}), self.later.append)
         self.told: list[Any] = []
         self.config = ModelConfig(str(directory / "m.mindir"), "mindspore_lite", "/python")
-        self.source = Source(self.config.path, number=3)
+        self.source = ModelSource(self.config.path, number=3)
         Path(self.config.path).write_bytes(b"a model")
 
     def pin(self, config: ModelConfig | None = None, expected: str = "") -> None:
@@ -54,23 +54,23 @@ class Scene:
         while self.running.processes:
             self.loop.run_once(30)
 
-    def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
+    def pinned(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         self.told.append((source, snapshot))
 
-    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+    def pin_failed(self, source: ModelSource, cause: str, now: float, *, transient: bool = False) -> None:
         self.told.append((source, cause))
         self.transient = transient
 
 
-def ordered(monkeypatch: pytest.MonkeyPatch) -> list[snapshotter.Order]:
+def ordered(monkeypatch: pytest.MonkeyPatch) -> list[snapshotter.SnapshotOrder]:
     """Return a list to which each order is added that is given to the process that takes snapshots."""
-    orders: list[snapshotter.Order] = []
+    orders: list[snapshotter.SnapshotOrder] = []
 
-    def json(order: snapshotter.Order) -> bytes:
+    def json(order: snapshotter.SnapshotOrder) -> bytes:
         orders.append(order)
         return b""
 
-    monkeypatch.setattr(snapshotter.Order, "json", json)
+    monkeypatch.setattr(snapshotter.SnapshotOrder, "json", json)
     return orders
 
 
@@ -112,7 +112,7 @@ def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, mon
         scene.pin()
         scene.wait()
         scene.pinning.remove_snapshot("m", replace(scene.source, number=gone))
-    taken = [Taken(snapshot.path, SHA, 7, "known", "from") for _, snapshot in scene.told]
+    taken = [SnapshotResult(snapshot.path, SHA, 7, "known", "from") for _, snapshot in scene.told]
     assert [each.requests[0].previous for each in orders] == [None, *taken[:2], None]
 
 
@@ -139,7 +139,7 @@ def test_a_user_names_what_the_user_may_read(scene: Scene) -> None:
 
 
 def test_a_model_that_is_cut_has_a_snapshot_of_all_its_slices(scene: Scene, tmp_path: Path) -> None:
-    ranks = Ranks(size=2, groups=(("ascend:0", "ascend:1"),) * 2, rank_table=str(tmp_path / "t{group}.json"))
+    ranks = RanksConfig(size=2, groups=(("ascend:0", "ascend:1"),) * 2, rank_table=str(tmp_path / "t{group}.json"))
     ranks = replace(ranks, group_info_file=str(tmp_path / "g"))
     for name in ("t0.json", "t1.json", "g"):
         (tmp_path / name).write_text(name)
@@ -148,7 +148,7 @@ def test_a_model_that_is_cut_has_a_snapshot_of_all_its_slices(scene: Scene, tmp_
         content = f"slice {rank}".encode()
         (tmp_path / f"m{rank}.mindir").write_bytes(content)
         digests.append(hashlib.sha256(content).hexdigest())
-    scene.source = Source(str(tmp_path / "m{rank}.mindir"), number=3)
+    scene.source = ModelSource(str(tmp_path / "m{rank}.mindir"), number=3)
     scene.pin(replace(scene.config, path=scene.source.path, ranks=ranks))
     scene.wait()
     [(_, snapshot)] = scene.told
@@ -225,7 +225,7 @@ def test_the_limit_is_named_that_keeps_a_snapshot_from_being_taken(
     def ask(*arguments: Any, **named: Any) -> None:
         if not is_started:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        arguments[4]({"error": "cannot copy /m to /c: Too many open files"}, End(1))
+        arguments[4]({"error": "cannot copy /m to /c: Too many open files"}, ExitCause(1))
 
     monkeypatch.setattr("weightd.daemon.children.pinning.helpers.ask", ask)
     scene.pin()

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.probing import Probing
-from weightd.daemon.children.running import Running
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.models.budget import Device
+from weightd.daemon.children.probing import DeviceProbe
+from weightd.daemon.children.running import ProcessTable
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.models.budget import DeviceBudget
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop()
     yield made
     made.close()
 
 
-def ask(loop: Loop, probing: Probing, python: Path, *names: str) -> None:
+def ask(loop: EventLoop, probing: DeviceProbe, python: Path, *names: str) -> None:
     """Have the cards asked, until it is over."""
     over: list[None] = []
     probing.probe(str(python), names, python.with_name("log"), lambda: over.append(None))
@@ -41,15 +41,15 @@ def ask(loop: Loop, probing: Probing, python: Path, *names: str) -> None:
     ],
 )
 def test_what_a_card_says_is_what_it_has(
-    loop: Loop, tmp_path: Path, script: str | None, said: int | None, caplog: pytest.LogCaptureFixture
+    loop: EventLoop, tmp_path: Path, script: str | None, said: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     python = tmp_path / "python"
     if script is not None:
         python.write_text(f'#!/bin/sh\necho "$4" >>{tmp_path}/asked\n{script.replace("sleep", "timeout 3 sleep")}\n')
         python.chmod(0o700)
-    devices = {name: Device(name) for name in ("cpu", "ascend:0", "ascend:1")}
+    devices = {name: DeviceBudget(name) for name in ("cpu", "ascend:0", "ascend:1")}
     devices["ascend:1"].capacity_bytes = 1
-    probing = Probing(Running(loop), devices)
+    probing = DeviceProbe(ProcessTable(loop), devices)
     for _ in range(2):
         ask(loop, probing, python, *devices)
     assert (devices["ascend:0"].capacity_bytes, devices["ascend:0"].reported_bytes) == (said, said)

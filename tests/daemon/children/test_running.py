@@ -10,42 +10,42 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.running import Running
+from weightd.daemon.children.running import ProcessTable
 from weightd.daemon.host import processes
-from weightd.daemon.host.ends import By
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.ends import ExitInitiator
+from weightd.daemon.host.loop import EventLoop
 
 
 @pytest.fixture
-def running() -> Iterator[Running]:
-    loop = Loop()
-    yield Running(loop)
+def running() -> Iterator[ProcessTable]:
+    loop = EventLoop()
+    yield ProcessTable(loop)
     loop.close()
 
 
-def start(running: Running, directory: Path) -> int:
+def start(running: ProcessTable, directory: Path) -> int:
     process = processes.start(["sleep", "1000"], directory / "log")
     running.add("child", process, lambda: None)
     return process.pid
 
 
-def wait(running: Running) -> None:
+def wait(running: ProcessTable) -> None:
     gone = select.poll()
     gone.register(running.processes["child"].pidfd, select.POLLIN)
     assert gone.poll(30_000)
 
 
-def test_what_the_daemon_kills_it_has_ended(running: Running, tmp_path: Path) -> None:
+def test_what_the_daemon_kills_it_has_ended(running: ProcessTable, tmp_path: Path) -> None:
     start(running, tmp_path)
     running.kill("child")
     wait(running)
     end = running.reap("child")
-    assert (end.status, end.initiator) == (-signal.SIGKILL, By.DAEMON)
+    assert (end.status, end.initiator) == (-signal.SIGKILL, ExitInitiator.DAEMON)
 
 
-def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running: Running, tmp_path: Path) -> None:
+def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running: ProcessTable, tmp_path: Path) -> None:
     os.kill(start(running, tmp_path), signal.SIGKILL)
     wait(running)
     running.kill("child")
     end = running.reap("child")
-    assert (end.status, end.initiator, end.is_external) == (-signal.SIGKILL, By.UNKNOWN, True)
+    assert (end.status, end.initiator, end.is_external) == (-signal.SIGKILL, ExitInitiator.UNKNOWN, True)

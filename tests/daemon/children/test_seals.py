@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.seals import Seal, fingerprint_of
+from weightd.daemon.children.seals import FileFingerprint, fingerprint_of
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sealed(store: Path) -> Iterator[Seal]:
+def sealed(store: Path) -> Iterator[FileFingerprint]:
     before = {each.name for each in Path("/proc/self/fd").iterdir()}
     made = fingerprint_of(store)
     assert made is not None
@@ -28,7 +28,7 @@ def sealed(store: Path) -> Iterator[Seal]:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "truncated and set back", "overwritten", "appended to"])
-def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: Seal, damage: str) -> None:
+def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: FileFingerprint, damage: str) -> None:
     store.read_bytes()
     assert sealed.is_intact()
     if damage.startswith("truncated"):
@@ -41,7 +41,7 @@ def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: Sea
     assert not sealed.is_intact()
 
 
-def test_a_file_that_was_removed_is_what_it_was_for_those_who_have_it(store: Path, sealed: Seal) -> None:
+def test_a_file_that_was_removed_is_what_it_was_for_those_who_have_it(store: Path, sealed: FileFingerprint) -> None:
     store.unlink()
     assert fingerprint_of(store) is None
     store.write_bytes(b"another")

@@ -20,8 +20,8 @@ import pytest
 
 from testkit import models
 from weightd.daemon.children import meter, snapshotter
-from weightd.daemon.children.meter import Meter
-from weightd.daemon.children.snapshotter import Order, Single, Wanted
+from weightd.daemon.children.meter import CopyProgressFile
+from weightd.daemon.children.snapshotter import SnapshotOrder, SingleFile, SnapshotRequest
 from weightd.shared.modelfile import ModelFileError, digest, files_identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
@@ -80,7 +80,7 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
 
 # --- how it is copied -----------------------------------------------------------------------------------------------
 
-Copy = Callable[[BinaryIO, Path, Meter], str]
+Copy = Callable[[BinaryIO, Path, CopyProgressFile], str]
 _copy: Copy = snapshotter._copy_file  # pyright: ignore[reportPrivateUsage]
 
 
@@ -236,7 +236,7 @@ def _replaced(model: Path) -> None:
 def test_a_model_that_changes_while_it_is_copied_is_refused(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], late: bool
 ) -> None:
-    def changing(source: BinaryIO, target: Path, to: Meter) -> str:
+    def changing(source: BinaryIO, target: Path, to: CopyProgressFile) -> str:
         if not late:
             change(model)
         sha256 = _copy(source, target, to)
@@ -255,7 +255,7 @@ def test_an_external_file_that_changes_is_refused(
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
 
-    def changing(source: BinaryIO, target: Path, to: Meter) -> str:
+    def changing(source: BinaryIO, target: Path, to: CopyProgressFile) -> str:
         (tmp_path / "big.w0.bin").touch()
         return _copy(source, target, to)
 
@@ -271,7 +271,7 @@ def test_a_copy_that_names_other_files_is_refused(
     model = models.with_external_data(tmp_path / "big.onnx", locations=1)
     other = models.with_external_data(tmp_path / "big.x.onnx", locations=2).read_bytes()
 
-    def changing(source: BinaryIO, target: Path, to: Meter) -> str:
+    def changing(source: BinaryIO, target: Path, to: CopyProgressFile) -> str:
         sha256 = _copy(source, target, to)
         if target.name == model.name:
             target.chmod(0o600)
@@ -291,7 +291,7 @@ def test_a_copy_that_names_other_files_is_refused(
 def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_path: Path) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
-    wanted, files = [Wanted(str(model), str(directory))], [Single(str(weights), str(copy))]
+    wanted, files = [SnapshotRequest(str(model), str(directory))], [SingleFile(str(weights), str(copy))]
     [(sha256, nbytes, *_)] = snapshotter.run_requests(wanted, files)["taken"]
     assert (sha256, nbytes) == (digest(model), len(CONTENT))
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
@@ -319,7 +319,7 @@ def test_what_goes_wrong_is_answered_in_a_line(
         model.unlink()
     elif spoilt == "directory":
         directory.mkdir()
-    answer = snapshotter.run_requests([Wanted(str(model), str(directory))])
+    answer = snapshotter.run_requests([SnapshotRequest(str(model), str(directory))])
     error = text.format(model=model, directory=directory)
     assert answer == {"error": error, "transient": spoilt != "directory"}
 
@@ -334,7 +334,7 @@ def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
     assert known.source_identity
     other = directory.with_name("other")
     expected = "0" * 64
-    answer = snapshotter.run_requests([Wanted(str(model), str(other), list(known), expected)])
+    answer = snapshotter.run_requests([SnapshotRequest(str(model), str(other), list(known), expected)])
     error = f"{model}: the file has changed since it was loaded: expected sha256 000000000000, got {known.sha256:.12}"
     assert answer == {"error": error, "transient": False, "changed": True}
     # The same one is taken, and so is one of which nothing is known.
@@ -346,7 +346,7 @@ def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
 
 def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.mindir"
-    wanted = [Wanted(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
+    wanted = [SnapshotRequest(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
     assert snapshotter.run_requests(wanted) == {"error": f"{other}: No such file or directory", "transient": True}
     other.write_bytes(b"other")
     shutil.rmtree(tmp_path / "rank0")
@@ -370,7 +370,7 @@ atexit.register(lambda: print(before, int(score.read_text())))
 def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path, limit: str) -> None:
     """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
     argv = snapshotter.command()
-    order = Order([Wanted(str(model), str(directory))], str(tmp_path / "copied")).json().decode()
+    order = SnapshotOrder([SnapshotRequest(str(model), str(directory))], str(tmp_path / "copied")).json().decode()
     argv[argv.index("-c") + 1] = SCORE + argv[argv.index("-c") + 1]
     done = subprocess.run(
         ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', *argv],

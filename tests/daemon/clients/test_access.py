@@ -6,13 +6,13 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.clients.access import Access
-from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.clients.access import Authorizer
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
 from weightd.daemon.config.tenants import RIGHTS, TenantConfig
 from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
-from weightd.daemon.tenants.directory import Directory, Proof
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.tenants.accounts import UsageTable, QuotaExceeded
+from weightd.daemon.tenants.directory import TenantResolver, PeerCredential
 from weightd.protocol.errors import PermissionDenied, RequestError
 from weightd.shared.reach import OPERATOR, Grant
 
@@ -24,13 +24,13 @@ STAFF = TenantConfig(user_ids=(1003,), may=RIGHTS)
 TABLES = {"ann": ANN, "gateway": GATEWAY, "staff": STAFF}
 
 
-def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[str]] | None = None) -> Access:
-    return Access(Directory(tables), Accounts(), admitted or {})
+def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[str]] | None = None) -> Authorizer:
+    return Authorizer(TenantResolver(tables), UsageTable(), admitted or {})
 
 
-def comes(there: Access, proof: Proof, listener: str = "", *, near: bool = True) -> Connection:
+def comes(there: Authorizer, proof: PeerCredential, listener: str = "", *, near: bool = True) -> ClientConnection:
     who = f"uid {proof.uid}" if proof.uid is not None else "host 192.0.2.1"
-    connection = Connection(b"1", mock.Mock(), Identity(Origin("pid 7", who), near, proof, listener), 0.0)
+    connection = ClientConnection(b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), near, proof, listener), 0.0)
     assert there.assign_tenant(connection) is None
     return connection
 
@@ -38,16 +38,16 @@ def comes(there: Access, proof: Proof, listener: str = "", *, near: bool = True)
 @pytest.mark.parametrize(
     ("proof", "text"),
     [
-        (Proof(65534), "UNAUTHENTICATED: the kernel says uid 65534: a user namespace hides who this is"),
-        (Proof(4242, (4242,)), "UNAUTHENTICATED: uid 4242 is no tenant's: the operator has to add its user to `uids`"),
+        (PeerCredential(65534), "UNAUTHENTICATED: the kernel says uid 65534: a user namespace hides who this is"),
+        (PeerCredential(4242, (4242,)), "UNAUTHENTICATED: uid 4242 is no tenant's: the operator has to add its user to `uids`"),
         (
-            Proof(key="x" * 40),
+            PeerCredential(key="x" * 40),
             f"UNAUTHENTICATED: key {'x' * 40} is no tenant's: the operator has to add its public key",
         ),
-        (Proof(), "UNAUTHENTICATED: host 192.0.2.1 is no tenant's: the operator has to add"),
+        (PeerCredential(), "UNAUTHENTICATED: host 192.0.2.1 is no tenant's: the operator has to add"),
     ],
 )
-def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: Proof, text: str) -> None:
+def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: PeerCredential, text: str) -> None:
     there = access(TABLES)
     stranger = comes(there, proof)
     assert stranger.tenant is None
@@ -63,16 +63,16 @@ def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: Proof, text: str)
 
 def test_a_listener_is_for_those_alone_whom_it_admits() -> None:
     there = access(TABLES, {"lan": ("ann",)})
-    assert comes(there, Proof(key=KEY), "lan").tenant is there.tenants.get("ann")
-    assert comes(there, Proof(1002)).tenant is there.tenants.get("gateway")
-    refused = comes(there, Proof(1002), "lan")
+    assert comes(there, PeerCredential(key=KEY), "lan").tenant is there.tenants.get("ann")
+    assert comes(there, PeerCredential(1002)).tenant is there.tenants.get("gateway")
+    refused = comes(there, PeerCredential(1002), "lan")
     with pytest.raises(PermissionDenied, match="listener lan is not for tenant gateway"):
         there.resolve_tenant(refused, None)
 
 
 def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> None:
     there = access(TABLES)
-    gateway, ann = comes(there, Proof(1002)), comes(there, Proof(1001))
+    gateway, ann = comes(there, PeerCredential(1002)), comes(there, PeerCredential(1001))
     of_ann = there.resolve_tenant(gateway, "ann")
     assert of_ann is ann.tenant
     assert there.resolve_tenant(gateway, "gateway") is there.resolve_tenant(gateway, None) is gateway.tenant
@@ -85,7 +85,7 @@ def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> Non
 
 def test_who_asks_for_another_sees_what_that_one_does() -> None:
     there = access({**TABLES, "gateway": TenantConfig(user_ids=(1002,), may=RIGHTS, acts_for=("ann", "staff"))})
-    gateway, root = comes(there, Proof(1002)), comes(there, Proof(1003, is_operator=True))
+    gateway, root = comes(there, PeerCredential(1002)), comes(there, PeerCredential(1003, is_operator=True))
     assert there.resolve_viewer(gateway) == (gateway.tenant, True)
     assert there.resolve_viewer(gateway, "ann") == (there.tenants.get("ann"), False)
     assert there.resolve_viewer(gateway, "staff") == (there.tenants.get("staff"), True)
@@ -97,54 +97,54 @@ def test_who_asks_for_another_sees_what_that_one_does() -> None:
 
 def test_who_operates() -> None:
     there = access(TABLES)
-    root = Proof(0, is_operator=True)
-    for proof in (Proof(1003), root):
+    root = PeerCredential(0, is_operator=True)
+    for proof in (PeerCredential(1003), root):
         there.check_operator(comes(there, proof), "update")
-    for other in (comes(there, Proof(1001)), comes(there, Proof(1003), "lan", near=False)):
+    for other in (comes(there, PeerCredential(1001)), comes(there, PeerCredential(1003), "lan", near=False)):
         with pytest.raises(PermissionDenied, match=r'only a tenant that may "operate".* may update.*unix socket$'):
             there.check_operator(other, "update")
     alone = access({})
     alone.check_operator(comes(alone, root), "update")
     with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update"):
-        alone.check_operator(comes(alone, Proof(1001)), "update")
+        alone.check_operator(comes(alone, PeerCredential(1001)), "update")
 
 
 def test_who_reloads_operates_every_model() -> None:
     some = TenantConfig(user_ids=(1001,), may=RIGHTS, models=("a*", "b"))
     there = access({"ann": some, "staff": TenantConfig(user_ids=(1003,), may=RIGHTS)})
-    for proof in (Proof(1003), Proof(0, is_operator=True), Proof(1001, is_operator=True)):
+    for proof in (PeerCredential(1003), PeerCredential(0, is_operator=True), PeerCredential(1001, is_operator=True)):
         there.check_reload(comes(there, proof))
     with pytest.raises(
         PermissionDenied, match=r'tenant ann may not reload .* expected "\*" in its `models`, got a\*, b$'
     ):
-        there.check_reload(comes(there, Proof(1001)))
+        there.check_reload(comes(there, PeerCredential(1001)))
     with pytest.raises(PermissionDenied, match="on the daemon's unix socket"):
-        there.check_reload(comes(there, Proof(1003), "lan", near=False))
+        there.check_reload(comes(there, PeerCredential(1003), "lan", near=False))
 
 
 def test_files_are_named_by_the_right_of_the_user_or_by_that_of_the_operator() -> None:
     there = access({"ann": TenantConfig(user_ids=(1001,), may=RIGHTS, model_directories=("/models/ann",))})
-    assert there.file_grant(comes(there, Proof(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
-    assert there.file_grant(comes(there, Proof(1001, (5, 6), is_operator=True))) == OPERATOR
+    assert there.file_grant(comes(there, PeerCredential(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
+    assert there.file_grant(comes(there, PeerCredential(1001, (5, 6), is_operator=True))) == OPERATOR
     # Of whom nothing is known, nobody has a right.
-    assert there.file_grant(comes(there, Proof())) == Grant(65534)
+    assert there.file_grant(comes(there, PeerCredential())) == Grant(65534)
 
 
 def test_one_connection_too_many_counts_until_it_leaves() -> None:
     there = access({"ann": TenantConfig(user_ids=(1001,), max_connections=1)})
-    first = comes(there, Proof(1001))
-    second = Connection(b"2", mock.Mock(), first.identity, 0.0)
+    first = comes(there, PeerCredential(1001))
+    second = ClientConnection(b"2", mock.Mock(), first.identity, 0.0)
     assert isinstance(there.assign_tenant(second), QuotaExceeded)
     there.remove_connection(second)
     there.remove_connection(first)
-    comes(there, Proof(1001))
+    comes(there, PeerCredential(1001))
 
 
 def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
     there = access({})
     [everyone] = there.tenants
     before = everyone.quota.connections
-    ann, gateway = comes(there, Proof(1001)), comes(there, Proof(1002))
+    ann, gateway = comes(there, PeerCredential(1001)), comes(there, PeerCredential(1002))
     assert everyone.quota.connections == before + 2
     there.tenants.configure({"ann": ANN})
     for each in (ann, gateway):
@@ -157,7 +157,7 @@ def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
     assert (ann.user, gateway.user) == (NO_TENANT, "tenant gateway")
 
 
-def asked(there: Access, client: Connection, name: str | None = None) -> Request:
+def asked(there: Authorizer, client: ClientConnection, name: str | None = None) -> Request:
     described = SimpleNamespace(model_name="m")
     tenant = there.resolve_tenant(client, name)
     return mock.Mock(spec=Request, client=client.key, tenant=tenant, description=described)
@@ -179,7 +179,7 @@ def test_what_a_reload_takes_away_is_what_waits_of_it(
     tables: Mapping[str, TenantConfig], own: bool, others: bool
 ) -> None:
     there = access(TABLES)
-    gateway = comes(there, Proof(1002))
+    gateway = comes(there, PeerCredential(1002))
     requests = asked(there, gateway), asked(there, gateway, "ann")
     before = {gateway.key: gateway.tenant}
     there.tenants.configure(tables)
@@ -193,20 +193,20 @@ def test_what_a_reload_takes_away_is_what_waits_of_it(
 def test_all_users_of_no_tenant_are_one_owner_and_one_account() -> None:
     there = access(TABLES, {"lan": ("ann",)})
 
-    def owner(proof: Proof, far: str) -> str:
-        return there.limit_account_of(Identity(Origin("pid 7", far), is_direct=True, credential=proof))
+    def owner(proof: PeerCredential, far: str) -> str:
+        return there.limit_account_of(ClientIdentity(ClientOrigin("pid 7", far), is_direct=True, credential=proof))
 
-    strangers = [Proof(uid) for uid in (100_000, 100_001, 65534)]
+    strangers = [PeerCredential(uid) for uid in (100_000, 100_001, 65534)]
     assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}
-    assert {each.tenant_name for each in (*(comes(there, each) for each in strangers), comes(there, Proof()))} == {
+    assert {each.tenant_name for each in (*(comes(there, each) for each in strangers), comes(there, PeerCredential()))} == {
         NO_TENANT
     }
     # Nor is one a tenant at a listener that does not admit it.
-    assert comes(there, Proof(1002), "lan").tenant_name == NO_TENANT
-    assert comes(there, Proof(1002)).tenant_name == "gateway"
-    assert owner(Proof(1001), "uid 1001") == "uid 1001"
+    assert comes(there, PeerCredential(1002), "lan").tenant_name == NO_TENANT
+    assert comes(there, PeerCredential(1002)).tenant_name == "gateway"
+    assert owner(PeerCredential(1001), "uid 1001") == "uid 1001"
     # A host may show a key later.
-    assert owner(Proof(), "host 192.0.2.1") == "host 192.0.2.1"
+    assert owner(PeerCredential(), "host 192.0.2.1") == "host 192.0.2.1"
     # Without tables, everyone is one account.
     there = access({})
     assert owner(strangers[0], "uid 100000") == "uid 100000"

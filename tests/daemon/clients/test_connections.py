@@ -16,16 +16,16 @@ from typing import Any, cast
 import pytest
 
 from weightd.daemon.clients import connections, departed
-from weightd.daemon.clients.connection import Connection, Identity, proxied_identity, unix_identity
-from weightd.daemon.clients.connections import Calls, Connections
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity, proxied_identity, unix_identity
+from weightd.daemon.clients.connections import ConnectionCallbacks, ClientConnections
 from weightd.daemon.clients.departed import unread_bytes
-from weightd.daemon.clients.room import Room
+from weightd.daemon.clients.room import MemoryBudget
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.admission import Admission, Limits
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.requests.request import Origin
-from weightd.daemon.tenants.directory import Proof
+from weightd.daemon.host.admission import ConnectionAdmission, UserConnectionLimits
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.requests.request import ClientOrigin
+from weightd.daemon.tenants.directory import PeerCredential
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.framing import Message, message_prefix
@@ -34,22 +34,22 @@ from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
 ROOM = 2**20
-LIMITS = Limits(max_connections=3)
-SOMEBODY = Identity(Origin("process 1 of uid 7", "uid 7"))
+LIMITS = UserConnectionLimits(max_connections=3)
+SOMEBODY = ClientIdentity(ClientOrigin("process 1 of uid 7", "uid 7"))
 
 
 class Hall:
     """Connections that answer nothing by themselves."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
-        self.room = Room(ROOM, lambda _: SOMEBODY.origin.party)
-        self.messages: list[tuple[Connection, Message]] = []
+        self.loop = EventLoop()
+        self.room = MemoryBudget(ROOM, lambda _: SOMEBODY.origin.party)
+        self.messages: list[tuple[ClientConnection, Message]] = []
         self.broken: list[str] = []
         self.excess: RequestError | None = None
         self.tenants: dict[str, Tenant] = {}
-        self.gone: list[Connection] = []
-        self.calls = Calls(
+        self.gone: list[ClientConnection] = []
+        self.calls = ConnectionCallbacks(
             free_memory=lambda key, nbytes: False,
             limit_account_of=lambda identity: identity.origin.party,
             assign_tenant=self._introduce,
@@ -57,14 +57,14 @@ class Hall:
             on_disconnecting=lambda connection, error: self.broken.append(str(error)),
             on_disconnected=self.gone.append,
         )
-        self.connections = Connections(self.loop, self.room, Admission(LIMITS), self.calls)
+        self.connections = ClientConnections(self.loop, self.room, ConnectionAdmission(LIMITS), self.calls)
         self.stack = contextlib.ExitStack()
 
-    def _introduce(self, connection: Connection) -> RequestError | None:
+    def _introduce(self, connection: ClientConnection) -> RequestError | None:
         connection.tenant = self.tenants.setdefault(connection.user, Tenant(connection.user, TenantConfig()))
         return self.excess
 
-    def come(self, identity: Identity = SOMEBODY) -> socket.socket:
+    def come(self, identity: ClientIdentity = SOMEBODY) -> socket.socket:
         """Return the other end of a new client's connection."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
@@ -136,7 +136,7 @@ def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.M
     client, other = hall.come(), hall.come()
     [connection, _] = hall.connections
 
-    def hang_up(by: Connection, received: Message) -> None:
+    def hang_up(by: ClientConnection, received: Message) -> None:
         hall.messages.append((by, received))
         if by is not connection:
             count.append(len(hall.messages))
@@ -281,7 +281,7 @@ def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
 ) -> None:
     client = hall.come()
 
-    def refuse(connection: Connection, message: Message) -> None:
+    def refuse(connection: ClientConnection, message: Message) -> None:
         hall.messages.append((connection, message))
         hall.connections.disconnect(connection, "as a test")
 
@@ -332,19 +332,19 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
         [connection] = hall.connections
         user = f"uid {os.getuid()}"
         gids = (os.getgid(), *os.getgroups())
-        origin = Origin(f"process {os.getpid()} of {user}", user)
-        assert connection.identity == Identity(origin, is_direct=True, credential=Proof(os.getuid(), gids, is_operator=True))
+        origin = ClientOrigin(f"process {os.getpid()} of {user}", user)
+        assert connection.identity == ClientIdentity(origin, is_direct=True, credential=PeerCredential(os.getuid(), gids, is_operator=True))
 
 
 def test_a_gates_word_is_no_reason_to_obey() -> None:
     with socket.socket() as connection:
         number = connection.fileno()
         near = proxied_identity(connection, "inside", PeerIdentity(0, 12, "uid 0", (7, 8)))
-        proof = Proof(0, (7, 8))
-        assert near == Identity(Origin("process 12 of uid 0", "uid 0"), credential=proof, listener="inside")
+        proof = PeerCredential(0, (7, 8))
+        assert near == ClientIdentity(ClientOrigin("process 12 of uid 0", "uid 0"), credential=proof, listener="inside")
         far = proxied_identity(connection, "outside", PeerIdentity(None, None, "host 10.0.0.1", public_key="k"))
-        origin = Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1")
-        assert far == Identity(origin, credential=Proof(key="k"), listener="outside")
+        origin = ClientOrigin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1")
+        assert far == ClientIdentity(origin, credential=PeerCredential(key="k"), listener="outside")
 
 
 @pytest.mark.parametrize("uid", [os.getuid() + 1, 12345])
@@ -360,8 +360,8 @@ def test_another_user_may_not_operate_and_a_process_without_a_number_here_is_its
             return 5
 
     identity = unix_identity(cast(socket.socket, Connected()))
-    proof = Proof(uid, (3, 4, 5))
-    assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_direct=True, credential=proof)
+    proof = PeerCredential(uid, (3, 4, 5))
+    assert identity == ClientIdentity(ClientOrigin(f"{near} of uid {uid}", f"uid {uid}"), is_direct=True, credential=proof)
 
 
 def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:
@@ -398,7 +398,7 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
     monkeypatch.setattr(connections, "_MOST_EXPECTANT", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
-    modest = Identity(Origin("process 2 of uid 8", "uid 8"), is_direct=True)
+    modest = ClientIdentity(ClientOrigin("process 2 of uid 8", "uid 8"), is_direct=True)
     for identity in (SOMEBODY._replace(is_near=True), SOMEBODY._replace(is_near=True), modest):
         client = hall.come(identity)
         socket.send_fds(client, [b"\1"], [memory])
@@ -413,7 +413,7 @@ def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_SLICE_S", 0.0)
-    loud, modest = Identity(Origin("loud", "loud")), Identity(Origin("modest", "modest"))
+    loud, modest = ClientIdentity(ClientOrigin("loud", "loud")), ClientIdentity(ClientOrigin("modest", "modest"))
     first, storm = hall.come(modest), [hall.come(loud) for _ in range(10)]
     # Both have spoken of late.
     for number, each in enumerate((first, storm[0])):
@@ -435,7 +435,7 @@ def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
 
 def test_who_goes_while_it_waits_for_its_turn_is_gone(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_SLICE_S", 0.0)
-    one, other = (hall.come(Identity(Origin(name, name))) for name in ("one", "other"))
+    one, other = (hall.come(ClientIdentity(ClientOrigin(name, name))) for name in ("one", "other"))
     for each in (one, other):
         each.sendall(message(b"x") * 3)
     hall.until(lambda: len(hall.messages) == 6)
@@ -476,9 +476,9 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
-    introduced: list[Connection] = []
+    introduced: list[ClientConnection] = []
 
-    def introduce(connection: Connection) -> None:
+    def introduce(connection: ClientConnection) -> None:
         introduced.append(connection)
 
     monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, introduce=introduce))
@@ -539,7 +539,7 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 40
-    tenants = [Identity(Origin("process 1", name)) for name in ("uid 1", "uid 2")]
+    tenants = [ClientIdentity(ClientOrigin("process 1", name)) for name in ("uid 1", "uid 2")]
     for tenant in tenants:
         hall.come(tenant).send(message(b"speaks"))
     hall.until(lambda: len(hall.messages) == 2)
@@ -548,7 +548,7 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
     reports: Counter[bytes] = Counter()
     receive = hall.connections._on_readable  # pyright: ignore[reportPrivateUsage]
 
-    def counted(connection: Connection) -> None:
+    def counted(connection: ClientConnection) -> None:
         reports[connection.key] += 1
         receive(connection)
 
@@ -618,7 +618,7 @@ def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_do
     monkeypatch.setattr(connections, "_MOST_ROOMY", 2)
     near = SOMEBODY._replace(is_near=True)
     clients = [hall.come(near) for _ in range(4)]
-    clients += [hall.come(near._replace(origin=Origin("process 1 of uid 8", "uid 8"))) for _ in range(2)]
+    clients += [hall.come(near._replace(origin=ClientOrigin("process 1 of uid 8", "uid 8"))) for _ in range(2)]
     for each in hall.connections:
         hall.connections.send(each.key, [bytes(500_000)])
     kept = [unread_bytes(each.stream.connection) for each in hall.connections]

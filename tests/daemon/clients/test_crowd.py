@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 
 from weightd.daemon.clients import crowd
-from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.crowd import Doorkeeper, max_total_regions
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
+from weightd.daemon.clients.crowd import ClientConnectionLimiter, max_total_regions
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import EVERYONE as EVERYBODY
-from weightd.daemon.host.crowding import NO_TENANT, Crowd, raise_descriptor_limit, max_client_descriptors
-from weightd.daemon.requests.request import Origin
+from weightd.daemon.host.crowding import NO_TENANT, ConnectionLimiter, raise_descriptor_limit, max_client_descriptors
+from weightd.daemon.requests.request import ClientOrigin
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.shared.stream import Stream
 
@@ -25,17 +25,17 @@ class Hall:
     """Clients in the order in which they came, and a crowd of at most ten."""
 
     def __init__(self) -> None:
-        self.there: list[Connection] = []
+        self.there: list[ClientConnection] = []
         self.sockets: list[socket.socket] = []
-        self.crowd = Doorkeeper(ClientLog())
-        self._turned_away: list[Connection] = []
+        self.crowd = ClientConnectionLimiter(ClientLog())
+        self._turned_away: list[ClientConnection] = []
 
     def come(self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = DEFAULT_TENANT) -> None:
         for _ in range(count):
             ours, theirs = socket.socketpair()
             self.sockets += [ours, theirs]
             number = len(self.there)
-            came = Connection(number.to_bytes(8, "big"), Stream(ours), Identity(Origin("near", user)), float(number))
+            came = ClientConnection(number.to_bytes(8, "big"), Stream(ours), ClientIdentity(ClientOrigin("near", user)), float(number))
             came.has_sent_message, came.tenant = speak, tenant
             self.there.append(came)
             # Their end is told later: who is turned away counts among those that are there.
@@ -110,11 +110,11 @@ class Guest:
         self.has_spoken = self.is_busy = False
 
 
-class Place:
+class LimiterHarness:
     """A crowd, and the connections in it in the order in which they were opened."""
 
     def __init__(self, most: int) -> None:
-        self.crowd: Crowd[Guest] = Crowd()
+        self.crowd: ConnectionLimiter[Guest] = ConnectionLimiter()
         self.most = most
         self.there: list[Guest] = []
 
@@ -133,14 +133,14 @@ class Place:
 
 
 def test_users_without_a_tenant_have_a_quarter_however_many_they_are() -> None:
-    place = Place(100)
+    place = LimiterHarness(100)
     for number in range(1000):
         place.opens(f"uid {number}", NO_TENANT, speaks=number % 2 == 0, busy=number % 3 == 0)
     assert place.of(NO_TENANT) == 25
 
 
 def test_users_without_a_tenant_end_before_those_of_a_tenant() -> None:
-    place = Place(100)
+    place = LimiterHarness(100)
     for number in range(25):
         place.opens(f"uid {number}", NO_TENANT, busy=True)
     for _ in range(100):
@@ -152,7 +152,7 @@ def test_users_without_a_tenant_end_before_those_of_a_tenant() -> None:
 
 
 def test_a_tenant_keeps_its_share_whatever_another_one_opens() -> None:
-    place = Place(100)
+    place = LimiterHarness(100)
     own = place.opens("b", "b") or place.there[:]
     for number in range(49):
         place.opens("b", "b", speaks=number % 2 == 0)
@@ -162,7 +162,7 @@ def test_a_tenant_keeps_its_share_whatever_another_one_opens() -> None:
     assert own[0] in place.there
     assert (place.of("a"), place.of("b")) == (50, 50)
     # And it gets its share back from a tenant that has more.
-    other = Place(100)
+    other = LimiterHarness(100)
     for number in range(200):
         other.opens(f"uid {number}", "a", busy=True)
     for _ in range(50):
@@ -170,7 +170,7 @@ def test_a_tenant_keeps_its_share_whatever_another_one_opens() -> None:
 
 
 def test_many_users_with_one_connection_each_push_out_nobody_who_has_two_in_use() -> None:
-    place = Place(100)
+    place = LimiterHarness(100)
     for _ in range(2):
         place.opens("b", busy=True)
     own = place.there[:]
@@ -186,7 +186,7 @@ def test_many_users_with_one_connection_each_push_out_nobody_who_has_two_in_use(
 
 
 def test_where_all_have_spoken_the_new_connection_is_refused() -> None:
-    place = Place(10)
+    place = LimiterHarness(10)
     for number in range(10):
         place.opens(f"uid {number}", busy=True)
     new = place.opens("new")
@@ -194,7 +194,7 @@ def test_where_all_have_spoken_the_new_connection_is_refused() -> None:
 
 
 def test_of_a_user_the_newest_connection_without_a_request_under_way_ends() -> None:
-    place = Place(3)
+    place = LimiterHarness(3)
     for busy in (False, False, True):
         place.opens("a", busy=busy)
     _, newest_idle, _ = place.there
@@ -203,14 +203,14 @@ def test_of_a_user_the_newest_connection_without_a_request_under_way_ends() -> N
 
 def test_of_accounts_that_have_as_many_the_one_without_a_request_under_way_loses() -> None:
     for busy in ("a", "b"):
-        place = Place(2)
+        place = LimiterHarness(2)
         for account in ("a", "b"):
             place.opens(account, account, busy=account == busy)
         assert [each.account for each in place.opens("c", "c")] != [busy]
 
 
 def test_the_reason_names_the_limit_and_the_numbers() -> None:
-    crowd: Crowd[Guest] = Crowd()
+    crowd: ConnectionLimiter[Guest] = ConnectionLimiter()
     for number in range(9):
         crowd.add(Guest("x"), "uid 1", "a" if number else "b")
     [gone, *_] = crowd.evict_excess(8, "max_connections")
@@ -259,7 +259,7 @@ EVENTS = st.tuples(
 def test_which_connections_end_is_by_the_rule_whatever_has_happened(
     events: list[tuple[str, int, str]], most: int
 ) -> None:
-    crowd: Crowd[Guest] = Crowd()
+    crowd: ConnectionLimiter[Guest] = ConnectionLimiter()
     there: list[Guest] = []
     for number, (event, index, account) in enumerate(events):
         if event == "open":

@@ -12,17 +12,17 @@ from typing import NoReturn, cast
 import msgpack
 import pytest
 
-from weightd.daemon.clients.access import Access
-from weightd.daemon.clients.connection import Identity
-from weightd.daemon.clients.frontend import Daemon, Frontend
+from weightd.daemon.clients.access import Authorizer
+from weightd.daemon.clients.connection import ClientIdentity
+from weightd.daemon.clients.frontend import DaemonControl, RequestRouter
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host.admission import Limits
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.models.fleet import Fleet
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.signature import Signature, Waiter
-from weightd.daemon.tenants.accounts import Accounts
-from weightd.daemon.tenants.directory import Directory, Proof
+from weightd.daemon.host.admission import UserConnectionLimits
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.models.fleet import ModelRegistry
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.signature import Signature, MetadataRequest
+from weightd.daemon.tenants.accounts import UsageTable
+from weightd.daemon.tenants.directory import TenantResolver, PeerCredential
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, decode, encode, max_request_items
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -57,9 +57,9 @@ class FakeModel:
     desk = SimpleNamespace(signature=Signature())
 
     def __init__(self) -> None:
-        self.frontend: Frontend
+        self.frontend: RequestRouter
         self.waiting: list[Request] = []
-        self.waiters: list[Waiter] = []
+        self.waiters: list[MetadataRequest] = []
         self.turned_away: list[str] = []
 
     def infer(self, request: Request, now: float) -> None:
@@ -76,7 +76,7 @@ class FakeModel:
             self.waiting.remove(request)
             self.frontend.reply_request_error(request, error)
 
-    def metadata(self, waiter: Waiter) -> None:
+    def metadata(self, waiter: MetadataRequest) -> None:
         self.waiters.append(waiter)
 
     def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
@@ -112,22 +112,22 @@ class World:
 
     def __init__(self, tenants: Mapping[str, TenantConfig] = MappingProxyType({})) -> None:
         self.model = FakeModel()
-        self.loop = Loop()
+        self.loop = EventLoop()
         self._peers: list[Peer] = []
         self.models = {"m": self.model}
         fleet = SimpleNamespace(models=self.models, everyone=lambda: [self.model])
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).buffered_bytes
         self.daemon = SimpleNamespace(stopping=False)
-        self.accounts = Accounts()
-        self.tenants = Directory(tenants)
-        self.frontend = Frontend(
+        self.accounts = UsageTable()
+        self.tenants = TenantResolver(tenants)
+        self.frontend = RequestRouter(
             self.loop,
-            cast(Fleet, fleet),
+            cast(ModelRegistry, fleet),
             3 * kept,
-            cast(Daemon, self.daemon),
+            cast(DaemonControl, self.daemon),
             max_shm_bytes=0,
-            user_limits=Limits(),
-            authorizer=Access(self.tenants, self.accounts, {}),
+            user_limits=UserConnectionLimits(),
+            authorizer=Authorizer(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
@@ -136,8 +136,8 @@ class World:
     ) -> Peer:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
-        proof = Proof(uid, gids, is_operator=may_operate)
-        self.frontend.adopt(ours, Identity(Origin(near, near), is_direct=is_near, credential=proof))
+        proof = PeerCredential(uid, gids, is_operator=may_operate)
+        self.frontend.adopt(ours, ClientIdentity(ClientOrigin(near, near), is_direct=is_near, credential=proof))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 

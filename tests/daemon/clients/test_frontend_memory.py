@@ -14,15 +14,15 @@ from typing import Any, cast
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.clients.access import Access
-from weightd.daemon.clients.connection import Identity
-from weightd.daemon.clients.frontend import Daemon, Frontend
-from weightd.daemon.host.admission import Limits
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.models.fleet import Fleet
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.tenants.accounts import Accounts
-from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.clients.access import Authorizer
+from weightd.daemon.clients.connection import ClientIdentity
+from weightd.daemon.clients.frontend import DaemonControl, RequestRouter
+from weightd.daemon.host.admission import UserConnectionLimits
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.models.fleet import ModelRegistry
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.tenants.accounts import UsageTable
+from weightd.daemon.tenants.directory import TenantResolver
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument
 from weightd.protocol.framing import message_prefix
@@ -37,8 +37,8 @@ from weightd.protocol.messages.data import (
     TensorSpec,
 )
 from weightd.protocol.messages.regions import (
-    InputPlace,
-    OutputPlace,
+    InputLocation,
+    OutputLocation,
     Regions,
     Register,
     Registered,
@@ -59,19 +59,19 @@ class World:
     config = SimpleNamespace(timeout=30.0, level=1, priority_levels=2)
 
     def __init__(self) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.waiting: list[Request] = []
         fleet = SimpleNamespace(models={"m": self}, everyone=lambda: [self])
         self.unmapped: list[int] = []
         daemon = SimpleNamespace(stopping=False, unmap=self.unmapped.extend)
-        access = Access(Directory({}), Accounts(), {})
-        self.frontend = Frontend(
+        access = Authorizer(TenantResolver({}), UsageTable(), {})
+        self.frontend = RequestRouter(
             self.loop,
-            cast(Fleet, fleet),
+            cast(ModelRegistry, fleet),
             10**9,
-            cast(Daemon, daemon),
+            cast(DaemonControl, daemon),
             max_shm_bytes=10_000,
-            user_limits=Limits(),
+            user_limits=UserConnectionLimits(),
             authorizer=access,
         )
         self._clients: list[Stream] = []
@@ -86,7 +86,7 @@ class World:
 
     def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
         ours, theirs = socket.socketpair()
-        self.frontend.adopt(ours, Identity(Origin(f"process {len(self._clients)}", user), is_direct=is_near))
+        self.frontend.adopt(ours, ClientIdentity(ClientOrigin(f"process {len(self._clients)}", user), is_direct=is_near))
         self._clients.append(Stream(theirs))
         return self._clients[-1]
 
@@ -116,9 +116,9 @@ class World:
         assert isinstance(answer, Registered)
         return answer.region
 
-    def ask(self, client: Stream, *places: InputPlace | OutputPlace, request_id: str = "1") -> None:
-        inputs = tuple(place for place in places if isinstance(place, InputPlace))
-        outputs = tuple(place for place in places if isinstance(place, OutputPlace))
+    def ask(self, client: Stream, *places: InputLocation | OutputLocation, request_id: str = "1") -> None:
+        inputs = tuple(place for place in places if isinstance(place, InputLocation))
+        outputs = tuple(place for place in places if isinstance(place, OutputLocation))
         asked = Infer(request_id, RequestDescription("m", (X,)), Parameters(regions=Regions(inputs, outputs)))
         client.send([*encode(asked), *([] if inputs else [bytes(1000)])])
 
@@ -148,7 +148,7 @@ def world() -> Iterator[World]:
 def test_a_request_names_places_and_its_answer_what_was_written(world: World) -> None:
     client = world.client()
     region = world.register(client)
-    world.ask(client, InputPlace(0, region, 3000), OutputPlace(0, region, 100, 50))
+    world.ask(client, InputLocation(0, region, 3000), OutputLocation(0, region, 100, 50))
     world.until(lambda: world.waiting)
     [request] = world.waiting
     found = [(each.offset, each.nbytes) for each in (request.locations.inputs[0], request.locations.outputs[0])]
@@ -163,7 +163,7 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
 
 def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
     client = world.client()
-    world.ask(client, OutputPlace(0, world.register(client), 100, 50))
+    world.ask(client, OutputLocation(0, world.register(client), 100, 50))
     world.until(lambda: world.waiting)
     [request] = world.waiting
     for running in (True, None):
@@ -177,13 +177,13 @@ def test_a_region_is_nobody_elses(world: World, user: str) -> None:
     region = world.register(world.client())
     other = world.client(user)
     world.register(other, 100)
-    for place in (InputPlace(0, region, 0), OutputPlace(0, region, 0, 10)):
+    for place in (InputLocation(0, region, 0), OutputLocation(0, region, 0, 10)):
         world.ask(other, place)
         refusal = world.refusal(other)
         assert refusal.startswith("NOT_FOUND: parameters.regions.")
         assert region not in refusal
     other.send(encode(Unregister("u", region)))
-    world.ask(other, InputPlace(0, region, 0))
+    world.ask(other, InputLocation(0, region, 0))
     assert world.refusal(other).startswith("NOT_FOUND")
     assert not world.frontend.regions.closed_regions
     assert not world.waiting
@@ -195,7 +195,7 @@ def test_behind_a_gate_nothing_is_shared(world: World) -> None:
     for message in (Register("1"), Unregister("1", "0" * 32)):
         client.send(encode(message))
     assert world.refusal(client) == "INVALID_ARGUMENT: memory can be shared on the unix socket alone"
-    world.ask(client, InputPlace(0, "0" * 32, 0))
+    world.ask(client, InputLocation(0, "0" * 32, 0))
     assert "on the unix socket alone" in world.refusal(client)
 
 
@@ -203,10 +203,10 @@ def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world
     before = world.descriptors()
     client = world.client()
     region = world.register(client)
-    world.ask(client, InputPlace(0, region, 0))
+    world.ask(client, InputLocation(0, region, 0))
     world.until(lambda: world.waiting)
     client.send(encode(Unregister("u", region)))
-    world.ask(client, InputPlace(0, region, 0))
+    world.ask(client, InputLocation(0, region, 0))
     assert world.refusal(client).startswith("NOT_FOUND")
     [number] = [memory.number for memory in world.waiting[0].locations.regions]
     assert not world.frontend.regions.closed_regions
@@ -234,7 +234,7 @@ def test_what_is_no_memory_is_closed_and_holds_nobody_up(world: World, message: 
             world.until(client.receive)
         client.close()
     region = world.register(other)
-    world.ask(other, InputPlace(0, region, 0))
+    world.ask(other, InputLocation(0, region, 0))
     world.until(lambda: world.waiting)
     # But for the region, all that came is closed.
     world.until(lambda: world.descriptors() == before + 1)

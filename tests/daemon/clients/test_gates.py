@@ -22,13 +22,13 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.clients.gates import Bounds, Gates, Lock, backoff_s
+from weightd.daemon.clients.gates import ProxyLimits, ZmqProxies, ListenerAuth, backoff_s
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.admission import Limits
+from weightd.daemon.host.admission import UserConnectionLimits
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.listening import listen_on
 from weightd.daemon.host.logs import client_of
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.membership import Members
 from weightd.protocol.framing import MAX_FRAMES
 from weightd.shared.stream import Stream
@@ -38,11 +38,11 @@ MIB = 2**20
 
 Socket = zmq.Socket[bytes]
 
-OPEN = Lock()
+OPEN = ListenerAuth()
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)
 READY = b"\4\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
-FREE = Limits(0, 0.0)
+FREE = UserConnectionLimits(0, 0.0)
 
 
 class Daemon:
@@ -59,13 +59,13 @@ class Daemon:
         self,
         listeners: dict[str, socket.socket],
         max_memory_bytes: int = 256 * MIB,
-        lock: Lock = OPEN,
-        limits: Limits = FREE,
+        lock: ListenerAuth = OPEN,
+        limits: UserConnectionLimits = FREE,
     ) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.lanes: dict[Stream, tuple[str, PeerIdentity]] = {}
         each = {name: (listener, lock) for name, listener in listeners.items()}
-        self.gates = Gates(each, self.loop, self._adopt, Bounds(max_memory_bytes, limits), ClientLog())
+        self.gates = ZmqProxies(each, self.loop, self._adopt, ProxyLimits(max_memory_bytes, limits), ClientLog())
         self.answered = 0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -126,7 +126,7 @@ def serve(address: str) -> Iterator[Callable[..., Daemon]]:
     made: list[Daemon] = []
     with listen_on(address) as listener:
 
-        def started(max_memory_bytes: int = 256 * MIB, lock: Lock = OPEN, **others: socket.socket) -> Daemon:
+        def started(max_memory_bytes: int = 256 * MIB, lock: ListenerAuth = OPEN, **others: socket.socket) -> Daemon:
             made.append(Daemon({"default": listener, **others}, max_memory_bytes, lock))
             return made[-1]
 
@@ -191,7 +191,7 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
 ) -> None:
     (server, secret), (one, its), (other, others) = (zmq.curve_keypair() for _ in range(3))
-    daemon = serve(lock=Lock(secret.decode(), [one.decode()]))
+    daemon = serve(lock=ListenerAuth(secret.decode(), [one.decode()]))
 
     def come(public: bytes, private: bytes, of: bytes = server) -> tuple[Socket, Socket]:
         client = connect("", CURVE_SERVERKEY=of, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=private)
@@ -211,7 +211,7 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     plain = connect()
     plain.send(b"hello")
     # A reload has another key in the place of the first; who is there, the daemon ends if it wants that.
-    daemon.gates.update_auth({"default": Lock(keys=[other.decode()])})
+    daemon.gates.update_auth({"default": ListenerAuth(keys=[other.decode()])})
     stranger, monitor = come(one, its)
     assert monitor.poll(LIMIT_MS)
     welcome, _ = come(other, others)
@@ -234,7 +234,7 @@ def test_a_gate_is_told_all_keys_however_many_they_are(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], count: int
 ) -> None:
     keys = [f"{number:040}" for number in range(count)]
-    lock = Lock(tenants=[Members("team", [os.getuid()], keys=keys)])
+    lock = ListenerAuth(tenants=[Members("team", [os.getuid()], keys=keys)])
     daemon = serve(lock=lock)
     client = connect()
     assert ask(client, b"first") == [b"first"]
@@ -249,7 +249,7 @@ def test_whoever_has_shown_no_key_pushes_out_nobody_who_has(
 ) -> None:
     (server, secret), (one, its) = (zmq.curve_keypair() for _ in range(2))
     tables = [Members("one", keys=[one.decode()])]
-    daemon = serve(lock=Lock(secret.decode(), [one.decode()], 8, tables))
+    daemon = serve(lock=ListenerAuth(secret.decode(), [one.decode()], 8, tables))
     keys = {"CURVE_SERVERKEY": server, "CURVE_PUBLICKEY": one, "CURVE_SECRETKEY": its}
     with contextlib.ExitStack() as stack:
 
@@ -600,7 +600,7 @@ def test_a_client_with_heartbeats_and_large_messages_is_served(
 ) -> None:
     (server, secret), (public, private) = (zmq.curve_keypair() for _ in range(2))
     keys = {"CURVE_SERVERKEY": server, "CURVE_PUBLICKEY": public, "CURVE_SECRETKEY": private} if is_secured else {}
-    serve(lock=Lock(secret.decode() if is_secured else "", None))
+    serve(lock=ListenerAuth(secret.decode() if is_secured else "", None))
     client = connect("", HEARTBEAT_IVL=20, HEARTBEAT_TIMEOUT=LIMIT_MS, **keys)
     monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     client.connect(address)
@@ -621,7 +621,7 @@ def test_large_encrypted_messages_of_one_client_do_not_hold_up_another(
 ) -> None:
     (server, secret), (public, private) = (zmq.curve_keypair() for _ in range(2))
     keys = {"CURVE_SERVERKEY": server, "CURVE_PUBLICKEY": public, "CURVE_SECRETKEY": private}
-    daemon = serve(lock=Lock(secret.decode(), None))
+    daemon = serve(lock=ListenerAuth(secret.decode(), None))
     large, small = (connect(address, **keys) for _ in range(2))
     assert ask(small, b"hello") == [b"hello"]
     for _ in range(2):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.lanes import Lanes
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
+from weightd.daemon.clients.lanes import TenantReadQueue
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.requests.request import Origin
+from weightd.daemon.requests.request import ClientOrigin
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.shared.stream import Stream
 
@@ -23,13 +23,13 @@ def stream() -> Iterator[Stream]:
         made.close()
 
 
-def connection(stream: Stream, tenant: Tenant | None, user: str = "") -> Connection:
-    made = Connection(b"", stream, Identity(Origin("", user)), 0.0)
+def connection(stream: Stream, tenant: Tenant | None, user: str = "") -> ClientConnection:
+    made = ClientConnection(b"", stream, ClientIdentity(ClientOrigin("", user)), 0.0)
     made.tenant = tenant
     return made
 
 
-def turns(lanes: Lanes, seconds: dict[Connection, float], count: int) -> Counter[str]:
+def turns(lanes: TenantReadQueue, seconds: dict[ClientConnection, float], count: int) -> Counter[str]:
     """Who has its turn, where all wait again; in seconds."""
     had: Counter[str] = Counter()
     for _ in range(count):
@@ -43,7 +43,7 @@ def turns(lanes: Lanes, seconds: dict[Connection, float], count: int) -> Counter
 def test_time_goes_by_tenants_and_their_weights_and_not_by_connections(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig(weight=3.0))
     many, few = [connection(stream, a) for _ in range(30)], [connection(stream, b)]
-    lanes = Lanes()
+    lanes = TenantReadQueue()
     for each in many + few:
         lanes.put(each)
     seconds = {**dict.fromkeys(many, 1e-3), **dict.fromkeys(few, 1e-4)}
@@ -53,7 +53,7 @@ def test_time_goes_by_tenants_and_their_weights_and_not_by_connections(stream: S
 
 def test_nobody_has_more_time_than_a_tenant(stream: Stream) -> None:
     light, nobody = connection(stream, Tenant("light", TenantConfig(weight=0.001))), connection(stream, None)
-    lanes = Lanes()
+    lanes = TenantReadQueue()
     for each in (light, nobody):
         lanes.put(each)
     had = turns(lanes, dict.fromkeys((light, nobody), 1e-4), 100)
@@ -63,7 +63,7 @@ def test_nobody_has_more_time_than_a_tenant(stream: Stream) -> None:
 def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
     loud, modest = connection(stream, a), connection(stream, b)
-    lanes = Lanes()
+    lanes = TenantReadQueue()
     lanes.put(loud)
     seconds = dict.fromkeys((loud, modest), 1e-4)
     turns(lanes, seconds, 1000)
@@ -78,7 +78,7 @@ def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> 
 def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("weightd.daemon.host.clock.now", lambda: now)
-    lanes = Lanes()
+    lanes = TenantReadQueue()
     a, nobody = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
     assert [lanes.is_contended(each) for each in (a, a, nobody, a)] == [False, False, True, True]
     now = 60.0
@@ -88,7 +88,7 @@ def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: p
 
 
 def test_users_of_one_tenant_take_turns_however_many_connections_they_have(stream: Stream) -> None:
-    tenant, lanes = Tenant("a", TenantConfig()), Lanes()
+    tenant, lanes = Tenant("a", TenantConfig()), TenantReadQueue()
     many = [connection(stream, tenant, "uid 1") for _ in range(30)]
     other = connection(stream, tenant, "uid 2")
     for each in [*many, other]:
@@ -100,20 +100,20 @@ def test_users_of_one_tenant_take_turns_however_many_connections_they_have(strea
         lanes.put(each)
         lanes.on_served(who, 1e-4)
     assert taken == ["uid 1", "uid 2"] * 20
-    fresh = Lanes()
+    fresh = TenantReadQueue()
     assert [fresh.is_contended(each) for each in (*many[:2], other)] == [False, False, True]
 
 
 def test_who_has_gone_after_a_reload_changed_its_user_has_no_turn(stream: Stream) -> None:
-    lanes, each = Lanes(), connection(stream, None, "uid 1")
+    lanes, each = TenantReadQueue(), connection(stream, None, "uid 1")
     lanes.put(each)
-    each.origin = Origin("", "users without a tenant")
+    each.origin = ClientOrigin("", "users without a tenant")
     lanes.remove(each)
     assert not lanes
 
 
 def test_who_has_gone_has_no_turn(stream: Stream) -> None:
-    lanes = Lanes()
+    lanes = TenantReadQueue()
     nobody = connection(stream, None)
     lanes.put(nobody)
     lanes.remove(nobody)
@@ -123,7 +123,7 @@ def test_who_has_gone_has_no_turn(stream: Stream) -> None:
 def test_who_is_hung_up_while_another_one_of_its_tenant_has_its_turn_is_no_trouble(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
     first, second, other = connection(stream, a), connection(stream, a), connection(stream, b)
-    lanes = Lanes()
+    lanes = TenantReadQueue()
     for each in (first, second, other):
         lanes.put(each)
     assert lanes.take() == (a, first)

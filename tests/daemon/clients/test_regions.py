@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.clients.regions import MAX_USER_REGIONS, Registry
-from weightd.daemon.requests.regions import Places
+from weightd.daemon.clients.regions import MAX_USER_REGIONS, RegionRegistry
+from weightd.daemon.requests.regions import TensorLocations
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
 from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd.shared import memfd
 
 FOUR_FLOATS = (TensorSpec("x", "FP32", (2, 2)),)
@@ -36,24 +36,24 @@ def nothing() -> None:
 
 
 @pytest.fixture
-def registry() -> Registry:
-    return Registry(10_000, user, nothing)
+def registry() -> RegionRegistry:
+    return RegionRegistry(10_000, user, nothing)
 
 
-def places(registry: Registry, client: bytes, region: str, offset: int, room: int | None = None) -> Places:
-    outputs = () if room is None else (OutputPlace(0, region, offset, room),)
-    inputs = (InputPlace(0, region, offset),) if room is None else ()
+def places(registry: RegionRegistry, client: bytes, region: str, offset: int, room: int | None = None) -> TensorLocations:
+    outputs = () if room is None else (OutputLocation(0, region, offset, room),)
+    inputs = (InputLocation(0, region, offset),) if room is None else ()
     return registry.locate(client, Regions(inputs, outputs), FOUR_FLOATS)
 
 
-def open_descriptors(registry: Registry) -> int:
+def open_descriptors(registry: RegionRegistry) -> int:
     gc.collect()
     while registry.closed_regions:
         os.close(registry.closed_regions.pop()[2])
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry: Registry) -> None:
+def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry: RegionRegistry) -> None:
     first = registry.register(b"a1", deque([memfd.create(100)]))
     second = registry.register(b"a2", deque([memfd.create(100)]))
     assert re.fullmatch("[0-9a-f]{32}", first)
@@ -66,7 +66,7 @@ def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry:
 
 
 def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
-    registry = Registry(100, user, nothing)
+    registry = RegionRegistry(100, user, nothing)
     with pytest.raises(ResourceExhausted, match="max_shm_bytes"):
         registry.register(b"a1", deque([memfd.create(101)]))
     region = registry.register(b"a1", deque([memfd.create(150)]), 200)
@@ -81,7 +81,7 @@ def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
 
 @given(offset=st.integers(0, 200) | st.integers(0, limits.MAX_COUNT), room=st.integers(0, 200))
 def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
-    registry = Registry(10_000, user, nothing)
+    registry = RegionRegistry(10_000, user, nothing)
     region = registry.register(b"a1", deque([memfd.create(100)]))
     for nbytes, asked in ((16, None), (room, room)):
         if offset + nbytes <= 100:
@@ -94,24 +94,24 @@ def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
 @pytest.mark.parametrize(
     ("descriptors", "why"), [(0, "one descriptor, got 0"), (2, "one descriptor, got 2"), (1, "a memfd, got")]
 )
-def test_what_is_refused_is_left_where_it_is(registry: Registry, descriptors: int, why: str) -> None:
+def test_what_is_refused_is_left_where_it_is(registry: RegionRegistry, descriptors: int, why: str) -> None:
     given = deque([0] * descriptors)
     with pytest.raises(InvalidArgument, match=f"register: expected {why}"):
         registry.register(b"a1", given)
     assert len(given) == descriptors
 
 
-def _many(registry: Registry) -> None:
+def _many(registry: RegionRegistry) -> None:
     for _ in range(limits.MAX_REGIONS + 1):
         registry.register(b"a1", deque([memfd.create(1)]))
 
 
-def _of_many_connections(registry: Registry) -> None:
+def _of_many_connections(registry: RegionRegistry) -> None:
     for index in range(MAX_USER_REGIONS + 1):
         registry.register(b"a%d" % (index // limits.MAX_REGIONS), deque([memfd.create(1)]))
 
 
-def _large(registry: Registry) -> None:
+def _large(registry: RegionRegistry) -> None:
     registry.register(b"a1", deque([memfd.create(6_000)]))
     registry.register(b"a2", deque([memfd.create(4_001)]))
 
@@ -124,13 +124,13 @@ def _large(registry: Registry) -> None:
         (_large, "user has 6000 bytes in regions already; the bound is 10000"),
     ],
 )
-def test_a_connection_and_a_user_have_bounds(registry: Registry, fill: Callable[[Registry], None], why: str) -> None:
+def test_a_connection_and_a_user_have_bounds(registry: RegionRegistry, fill: Callable[[RegionRegistry], None], why: str) -> None:
     with pytest.raises(ResourceExhausted, match=why):
         fill(registry)
     registry.register(b"b1", deque([memfd.create(10_000)]))
 
 
-def test_all_clients_together_leave_descriptors_to_others(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_clients_together_leave_descriptors_to_others(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightd.daemon.clients.regions.max_regions", lambda: 2)
     registry.register(b"a1", deque([memfd.create(1)]))
     second = registry.register(b"b1", deque([memfd.create(1)]))
@@ -140,7 +140,7 @@ def test_all_clients_together_leave_descriptors_to_others(registry: Registry, mo
     registry.register(b"c1", deque([memfd.create(1)]))
 
 
-def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Registry) -> None:
+def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: RegionRegistry) -> None:
     registry.register(b"a1", deque([memfd.create(1_000)]))
     before = open_descriptors(registry)
     for _ in range(1000):
@@ -151,7 +151,7 @@ def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Regis
 
 
 @pytest.mark.parametrize("client_goes", [True, False])
-def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry, *, client_goes: bool) -> None:
+def test_a_region_lasts_until_the_last_request_that_names_it(registry: RegionRegistry, *, client_goes: bool) -> None:
     before = open_descriptors(registry)
     region = registry.register(b"a1", deque([memfd.create(9_000)]))
     named = places(registry, b"a1", region, 0)
@@ -174,7 +174,7 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry,
     assert open_descriptors(registry) == before + 1
 
 
-def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_until_memory_is_freed(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, closed = threading.Event(), queue.SimpleQueue[int]()
 
     def close(descriptor: int) -> None:
@@ -193,9 +193,9 @@ def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pyt
     os.close(descriptor)
 
 
-def test_what_was_found_before_is_found_at_once_and_not_when_it_is_gone(registry: Registry) -> None:
+def test_what_was_found_before_is_found_at_once_and_not_when_it_is_gone(registry: RegionRegistry) -> None:
     region = registry.register(b"a1", deque([memfd.create(100)]))
-    said = Regions((InputPlace(0, region, 0),))
+    said = Regions((InputLocation(0, region, 0),))
     assert registry.locate(b"a1", said, FOUR_FLOATS) is registry.locate(b"a1", said, FOUR_FLOATS)
     with pytest.raises(NotFound):
         registry.locate(b"a2", said, FOUR_FLOATS)

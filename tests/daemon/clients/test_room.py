@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.clients.room import Room
+from weightd.daemon.clients.room import MemoryBudget
 
 CLIENTS = st.sampled_from([b"a1", b"a2", b"b1", b"c1"])
 BYTES = st.integers(0, 100)
@@ -18,7 +18,7 @@ def user(client: bytes) -> str:
 
 
 def test_whose_turn_it_is_has_most_of_the_user_that_has_most() -> None:
-    room = Room(100, user)
+    room = MemoryBudget(100, user)
     room.reserve(b"b1", 50)
     room.reserve(b"a1", 30)
     room.reserve(b"a2", 29)
@@ -29,7 +29,7 @@ def test_whose_turn_it_is_has_most_of_the_user_that_has_most() -> None:
 
 
 def test_what_is_alone_may_be_more() -> None:
-    room = Room(100, user)
+    room = MemoryBudget(100, user)
     assert room.can_reserve(1000)
     room.reserve(b"a1", 1000)
     assert not room.can_reserve(1)
@@ -44,7 +44,7 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = Room(100, user)
+        self.room = MemoryBudget(100, user)
         self.held: dict[bytes, int] = {}
 
     @rule(client=CLIENTS, nbytes=BYTES)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.clients.room import LARGE_BYTES, Room
-from weightd.daemon.clients.upkeep import TRIM_DELAY_S, Upkeep
+from weightd.daemon.clients.room import LARGE_BYTES, MemoryBudget
+from weightd.daemon.clients.upkeep import TRIM_DELAY_S, HeapTrimmer
 from weightd.daemon.host import memory
 
 
@@ -11,8 +11,8 @@ def test_memory_is_given_back_once_after_large_messages_when_none_is_under_way(m
     trims: list[None] = []
     monkeypatch.setattr(memory, "trim", lambda: trims.append(None))
     clock = iter([2.0, 3.0])
-    room = Room(2**40, lambda _: "somebody", lambda: upkeep.on_large_message(next(clock)))
-    upkeep = Upkeep(room)
+    room = MemoryBudget(2**40, lambda _: "somebody", lambda: upkeep.on_large_message(next(clock)))
+    upkeep = HeapTrimmer(room)
     room.reserve(b"c", LARGE_BYTES - 1)
     assert upkeep.timer.due_at == float("inf")
     room.reserve(b"c", LARGE_BYTES)

@@ -13,17 +13,17 @@ from unittest import mock
 import pytest
 
 from weightd.daemon.config import defaults
-from weightd.daemon.config.batching import Batching, Split
+from weightd.daemon.config.batching import BatchingConfig, SplitConfig
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.defaults import default_path
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.shared import tables, tcp
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 
@@ -121,8 +121,8 @@ def test_what_the_file_says_is_taken(file: Path) -> None:
     expected: dict[str, Any] = {
         **GIVEN,
         "devices": tuple(GIVEN["devices"]),
-        "batching": Batching(8, exact=True, sizes=(2, 8)),
-        "split": Split(8, 512, exact=False),
+        "batching": BatchingConfig(8, exact=True, sizes=(2, 8)),
+        "split": SplitConfig(8, 512, exact=False),
         "mindspore_lite": MindSporeLiteOptions(**GIVEN_OPTIONS),
     }
     assert config.models["resnet-50.v1"] == ModelConfig(**expected)
@@ -147,13 +147,13 @@ def test_what_is_noted_of_a_file_is_not_looked_through_for_each_of_its_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []
-    wrong = Problems.wrong_keys
+    wrong = ErrorCollector.wrong_keys
 
-    def counted(problems: Problems) -> set[str]:
+    def counted(problems: ErrorCollector) -> set[str]:
         calls.append(None)
         return wrong(problems)
 
-    monkeypatch.setattr(Problems, "wrong", counted)
+    monkeypatch.setattr(ErrorCollector, "wrong", counted)
     for count in (1, 100):
         calls.clear()
         with pytest.raises(ConfigError) as caught:
@@ -622,7 +622,7 @@ def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Pat
     [
         ({"workers": 3}, 3),
         ({"workers": 3, "devices": ("ascend:0", "ascend:1")}, 6),
-        ({"ranks": Ranks(size=2, groups=(("cpu", "cpu"),) * 2)}, 2),
+        ({"ranks": RanksConfig(size=2, groups=(("cpu", "cpu"),) * 2)}, 2),
         ({"devices": ("ascend:0", "ascend:1"), "group": Membership("g", "both", ("m", "n"), "digest")}, 2),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from weightd.daemon.config.load import ConfigError, parse
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.schema import decode, plain
 
@@ -27,7 +27,7 @@ def completed(ranks: object, devices: object = None, **keys: Any) -> ModelConfig
     return parse(tables(ranks, devices, **keys), BASE).models["big"]
 
 
-def of(model: ModelConfig) -> Ranks:
+def of(model: ModelConfig) -> RanksConfig:
     assert model.ranks is not None
     return model.ranks
 

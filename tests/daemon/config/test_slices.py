@@ -15,7 +15,7 @@ from weightd.daemon.config import check, slices
 from weightd.daemon.config.load import parse
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import Device
+from weightd.daemon.engines.ranktable import RankDevice
 from weightd.protocol.version import VERSION
 
 FP32, INT32 = 1, 6
@@ -50,7 +50,7 @@ def mindir(
     return field(2, producer) + field(7, graph) + field(15, weights)
 
 
-class Place:
+class SliceFiles:
     """A directory with the files of two ranks, all of them good."""
 
     def __init__(self, directory: Path) -> None:
@@ -79,30 +79,30 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path) -> SliceFiles:
+    return SliceFiles(tmp_path)
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_set_of_slices_that_is_good(place: Place) -> None:
+def test_a_set_of_slices_that_is_good(place: SliceFiles) -> None:
     assert place.problems() == []
 
 
-def test_a_slice_that_is_missing(place: Place) -> None:
+def test_a_slice_that_is_missing(place: SliceFiles) -> None:
     place.slice(1).unlink()
     assert place.problems() == [f"path: rank 1: {place.slice(1)}: No such file or directory"]
 
 
-def test_a_slice_that_is_none(place: Place) -> None:
+def test_a_slice_that_is_none(place: SliceFiles) -> None:
     place.slice(0).write_bytes(b"PK\x03\x04")
     assert place.problems() == [
         f"path: rank 0: {place.slice(0)}: expected a MindIR; this is something else, or only a part of one"
     ]
 
 
-def test_a_slice_that_was_converted(place: Place) -> None:
+def test_a_slice_that_was_converted(place: SliceFiles) -> None:
     place.slice(1).write_bytes(mindir("weights", [("x", FP32, [4, 2])], [("output_0", FP32, [4, 3])], "Converter"))
     [problem] = place.problems()
     assert problem.endswith(
@@ -110,7 +110,7 @@ def test_a_slice_that_was_converted(place: Place) -> None:
     )
 
 
-def test_a_slice_that_no_request_could_be_sent_to(place: Place) -> None:
+def test_a_slice_that_no_request_could_be_sent_to(place: SliceFiles) -> None:
     for rank in range(2):
         place.slice(rank).write_bytes(mindir(f"weights of {rank}", [("main:x", 8, [4])]))
     problems = place.problems()
@@ -133,20 +133,20 @@ def test_a_slice_that_no_request_could_be_sent_to(place: Place) -> None:
         ),
     ],
 )
-def test_slices_of_two_models(place: Place, inputs: Any, outputs: Any, difference: str) -> None:
+def test_slices_of_two_models(place: SliceFiles, inputs: Any, outputs: Any, difference: str) -> None:
     place.slice(1).write_bytes(mindir("weights of 1", inputs, outputs))
     [problem] = place.problems()
     assert problem.startswith(f"path: rank 1: {place.slice(1)}: {difference.rstrip('*')}")
 
 
-def test_two_ranks_with_one_slice(place: Place) -> None:
+def test_two_ranks_with_one_slice(place: SliceFiles) -> None:
     place.slice(1).write_bytes(place.slice(0).read_bytes())
     [problem] = place.problems()
     same = f"has the same content as that of rank 0, {place.slice(0)}; each rank has another slice"
     assert problem == f"path: rank 1: {place.slice(1)}: {same}"
 
 
-def test_a_slice_that_differs_in_its_last_byte_only(place: Place) -> None:
+def test_a_slice_that_differs_in_its_last_byte_only(place: SliceFiles) -> None:
     place.slice(0).write_bytes(mindir("a" * 100 + "0"))
     place.slice(1).write_bytes(mindir("a" * 100 + "1"))
     assert place.problems() == []
@@ -156,14 +156,14 @@ def test_a_slice_that_differs_in_its_last_byte_only(place: Place) -> None:
 
 
 @pytest.mark.parametrize("names", [["x"], ["x", "output_0", "z"], ["output_0"], ["x", "output_1"]])
-def test_a_canary_without_the_right_answer(place: Place, names: list[str]) -> None:
+def test_a_canary_without_the_right_answer(place: SliceFiles, names: list[str]) -> None:
     place.save_canary(*names)
     [problem] = place.problems()
     expected = "expected arrays x, output_0, the inputs and the right outputs"
     assert problem == f"canary: {place.directory}/canary.npz: {expected}, got {', '.join(names)}"
 
 
-def test_a_canary_that_is_no_npz(place: Place) -> None:
+def test_a_canary_that_is_no_npz(place: SliceFiles) -> None:
     (place.directory / "canary.npz").write_bytes(b"x = 1")
     [problem] = place.problems()
     assert problem.startswith(f"canary: {place.directory}/canary.npz: expected an .npz of plain arrays: ")
@@ -174,24 +174,24 @@ def test_a_canary_that_is_no_npz(place: Place) -> None:
 TABLE = {"devices": ["ascend:0", "ascend:1"], "rank_table": "table.json"}
 
 
-def write(place: Place, *devices: Device, name: str = "table.json") -> Path:
+def write(place: SliceFiles, *devices: RankDevice, name: str = "table.json") -> Path:
     path = place.directory / name
     path.write_text(ranktable.generate(devices))
     return path
 
 
-def test_a_table_of_these_devices(place: Place) -> None:
-    write(place, Device(4), Device(5))
+def test_a_table_of_these_devices(place: SliceFiles) -> None:
+    write(place, RankDevice(4), RankDevice(5))
     assert place.problems(place.model(TABLE), visible="4,5") == []
 
 
-def test_a_table_of_other_devices(place: Place) -> None:
-    path = write(place, Device(0), Device(2))
+def test_a_table_of_other_devices(place: SliceFiles) -> None:
+    path = write(place, RankDevice(0), RankDevice(2))
     expected = "rank 1: expected device_id 1, which ascend:1 is, got 2"
     assert place.problems(place.model(TABLE)) == [f"ranks.rank_table: {path}: {expected}"]
 
 
-def test_a_table_that_is_missing_or_wrong(place: Place) -> None:
+def test_a_table_that_is_missing_or_wrong(place: SliceFiles) -> None:
     path = place.directory / "table.json"
     assert place.problems(place.model(TABLE)) == [f"ranks.rank_table: {path}: No such file or directory"]
     path.write_text(json.dumps({"version": 1.0}))
@@ -203,20 +203,20 @@ def test_a_table_that_is_missing_or_wrong(place: Place) -> None:
     ]
 
 
-def test_a_link_to_a_table_of_another_name(place: Place) -> None:
-    write(place, Device(0), Device(1), name="table.txt")
+def test_a_link_to_a_table_of_another_name(place: SliceFiles) -> None:
+    write(place, RankDevice(0), RankDevice(1), name="table.txt")
     (place.directory / "table.json").symlink_to("table.txt")
     [problem] = place.problems(place.model(TABLE))
     assert problem.startswith(f"ranks.rank_table: {place.directory}/table.json: links resolved, expected a path with ")
 
 
-def test_a_card_that_is_not_visible(place: Place) -> None:
+def test_a_card_that_is_not_visible(place: SliceFiles) -> None:
     text = "ranks.devices: ascend:1: ASCEND_RT_VISIBLE_DEVICES is '4', which has no such card"
     assert place.problems(visible="4") == [text]
 
 
-def test_models_whose_ranks_meet_on_a_port_that_a_table_names(place: Place) -> None:
-    write(place, Device(0, port=16667), Device(1, port=16667))
+def test_models_whose_ranks_meet_on_a_port_that_a_table_names(place: SliceFiles) -> None:
+    write(place, RankDevice(0, port=16667), RankDevice(1, port=16667))
     model = place.model(TABLE)
     assert place.problems(model, name="one") == []
     assert place.problems(name="two") == []  # on HCCL's own
@@ -228,14 +228,14 @@ def test_models_whose_ranks_meet_on_a_port_that_a_table_names(place: Place) -> N
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_group_info_that_is_missing(place: Place) -> None:
+def test_group_info_that_is_missing(place: SliceFiles) -> None:
     (place.directory / "groups0.pb").touch()
     model = place.model({"devices": ["ascend:0", "ascend:1"], "group_info_file": "groups{rank}.pb"})
     path = place.directory / "groups1.pb"
     assert place.problems(model) == [f"ranks.group_info_file: {path}: No such file or directory"]
 
 
-def test_a_time_limit_after_which_nothing_is_answered(place: Place) -> None:
+def test_a_time_limit_after_which_nothing_is_answered(place: SliceFiles) -> None:
     file = place.directory / "lite.ini"
     file.write_text("[ge_session_options]\nstream_sync_timeout=1000\n")
     [problem] = place.problems(place.model(mindspore_lite={"config_file": "lite.ini"}))
@@ -243,7 +243,7 @@ def test_a_time_limit_after_which_nothing_is_answered(place: Place) -> None:
 
 
 def test_each_problem_has_the_name_of_the_model_and_the_interpreter_is_asked_for_ranks(
-    place: Place, tmp_path: Path
+    place: SliceFiles, tmp_path: Path
 ) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$2" > {tmp_path}/asked; echo {VERSION}\n')
@@ -264,7 +264,7 @@ def test_a_member_of_a_group_needs_a_library_that_has_them(tmp_path: Path, monke
     assert check.find_problems({"m": model})["m"][-1] != of_a_member
 
 
-def test_what_each_model_will_be(place: Place) -> None:
+def test_what_each_model_will_be(place: SliceFiles) -> None:
     ranks = {"devices": [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]}
     card = {"devices": ["ascend:4", "ascend:5"]}
     models = {

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.children.launchers.keeper import link
-from weightd.daemon.children.launchers.keeper.link import Keeper
+from weightd.daemon.children.launchers.keeper.link import ShimClient
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity.claim import lock_instance, make_private_directory
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """
@@ -77,7 +77,7 @@ def stale_socket(path: Path) -> None:
 
 def refused(config: DaemonConfig) -> str:
     """Return why the daemon's paths cannot be had."""
-    with pytest.raises(ClaimError) as caught, lock_instance(config):
+    with pytest.raises(PathInUse) as caught, lock_instance(config):
         pass
     return str(caught.value)
 
@@ -226,7 +226,7 @@ def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonC
 
 
 @pytest.fixture
-def keeper(config: DaemonConfig) -> Iterator[Keeper]:
+def keeper(config: DaemonConfig) -> Iterator[ShimClient]:
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "left").touch()
     made = link.start_shim(config.private_dir)
@@ -237,7 +237,7 @@ def keeper(config: DaemonConfig) -> Iterator[Keeper]:
 
 
 def test_a_directory_whose_keeper_does_not_end_is_refused(
-    config: DaemonConfig, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    config: DaemonConfig, keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightd.daemon.continuity.claim._PATIENCE_S", 0.05)
     why = f"{config.private_dir}: the processes of an earlier weightd have not ended within 0.05 s; kill them"
@@ -246,7 +246,7 @@ def test_a_directory_whose_keeper_does_not_end_is_refused(
 
 
 def test_a_private_directory_is_made_once_its_keeper_has_ended(
-    config: DaemonConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: DaemonConfig, keeper: ShimClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sleep(_: float) -> None:
         if keeper.descriptor >= 0:

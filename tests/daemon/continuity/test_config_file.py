@@ -13,7 +13,7 @@ import pytest
 
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.continuity.config_file import ConfigFile
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 
 WRONG = "nonsense"
 
@@ -94,5 +94,5 @@ def test_what_this_version_does_not_understand_is_of_no_use(tmp_path: Path, hold
     os.pwrite(holder.inherited["config"][0], b"\xff", 0)
     with pytest.raises(ConfigError, match="not TOML"):
         begin(path, holder, WRONG)
-    with pytest.raises(ClaimError):
+    with pytest.raises(PathInUse):
         begin(path, holder, good(tmp_path, 1, cache_dir=tmp_path / "c" / "below a file"))

@@ -21,7 +21,7 @@ from weightd.protocol.messages.children import CHILD_PROTOCOL_VERSION, Built, He
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
@@ -58,7 +58,7 @@ MODEL = ModelRecord(
         ),
         {},
         Path("/models"),
-        Problems(),
+        ErrorCollector(),
     ),
     source=3,
     previous=2,

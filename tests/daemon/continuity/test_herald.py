@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.continuity.herald import Herald
-from weightd.daemon.models.model import Model
+from weightd.daemon.continuity.herald import SystemdNotifier
+from weightd.daemon.models.model import ServedModel
 
 EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
 LOAD_TIMEOUT_S = 100.0
@@ -40,12 +40,12 @@ class Stage:
     """A herald, and what it looks at."""
 
     def __init__(self, *models: FakeModel, watchdog: float | None = None) -> None:
-        self.herald = Herald(watchdog)
+        self.herald = SystemdNotifier(watchdog)
         self.models = list(models)
         self.now = 1000.0
 
     @property
-    def seen(self) -> list[Model]:
+    def seen(self) -> list[ServedModel]:
         return cast("list[Model]", self.models)
 
     def look(self, seconds: float = 0.0, note: str = "") -> list[str]:

@@ -18,15 +18,15 @@ import pytest
 
 import testkit.manager
 from testkit.keeping import LIMIT_S, ended
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launch import ProcessSpec
 from weightd.daemon.children.launchers.keeper import link
-from weightd.daemon.children.launchers.keeper.link import KeeperLost
+from weightd.daemon.children.launchers.keeper.link import ShimLost
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover, keeping
 from weightd.daemon.continuity.claim import make_private_directory
-from weightd.daemon.continuity.keeping import Keeping
-from weightd.daemon.continuity.service import SHIM, Manager
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.continuity.keeping import ShimLauncher
+from weightd.daemon.continuity.service import SHIM, ServiceManager
+from weightd.daemon.host.directories import PathInUse
 from weightd.daemon.host.processes import reap
 
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
@@ -45,12 +45,12 @@ class Service(testkit.manager.Manager):
         self._environment = {"NOTIFY_SOCKET": str(directory / "notify")}
         self.keepers: set[int] = set()
 
-    def start(self, config: DaemonConfig, *more: int) -> Keeping:
+    def start(self, config: DaemonConfig, *more: int) -> ShimLauncher:
         """The next daemon, which is passed these descriptors, too."""
         self.drain_notifications()
-        manager = Manager({**self._environment})
+        manager = ServiceManager({**self._environment})
         manager.inherited = {SHIM: [os.dup(self.stored_fds[SHIM]), *more]} if self.stored_fds else {}
-        made = Keeping(manager, config)
+        made = ShimLauncher(manager, config)
         self.keepers.add(made.pid)
         self.drain_notifications()
         return made
@@ -70,9 +70,9 @@ def service(tmp_path: Path) -> Iterator[Service]:
     made.close()
 
 
-def started(daemon: Keeping, name: str, log: Path) -> int:
+def started(daemon: ShimLauncher, name: str, log: Path) -> int:
     """Start a child that says its arguments; return its pid."""
-    child = daemon.start(Launch(name, ["sh", "-c", 'echo "$0 $1"'], [], log, ENVIRONMENT))
+    child = daemon.start(ProcessSpec(name, ["sh", "-c", 'echo "$0 $1"'], [], log, ENVIRONMENT))
     assert select.select([child.pidfd], [], [], LIMIT_S)[0]
     assert reap(child) == 0
     return child.pid
@@ -94,7 +94,7 @@ def test_without_a_service_manager_that_holds_on_to_it_it_ends(
 
 def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     first = service.start(config)
-    child = first.start(Launch("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
+    child = first.start(ProcessSpec("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
     handover.write(first.handover_path, [], [])
     os.close(child.pidfd)
     first.close()
@@ -132,7 +132,7 @@ def test_with_another_directory_the_old_processes_end_first(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = service.start(config)
-    child = first.start(Launch("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
+    child = first.start(ProcessSpec("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
     handover.write(first.handover_path, [], [])
     first.close()
 
@@ -197,7 +197,7 @@ def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
         os.kill(daemon.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(link, "wait_until_gone", mock.Mock(return_value=False))
-            with pytest.raises(KeeperLost, match="its children do not end"):
+            with pytest.raises(ShimLost, match="its children do not end"):
                 started(daemon, "c", tmp_path / "log")
         started(daemon, "c", tmp_path / "log")
         service.keepers.add(daemon.pid)
@@ -208,7 +208,7 @@ def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
 ) -> None:
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(link, "start", mock.Mock(side_effect=refused))
-    with pytest.raises(ClaimError, match="the limit of processes and threads is reached"):
+    with pytest.raises(PathInUse, match="the limit of processes and threads is reached"):
         service.start(config)
 
 
@@ -221,7 +221,7 @@ def test_a_directory_that_is_not_free_is_refused(
     # As if it had been free when it was looked at.
     monkeypatch.setattr(keeping, "make_private", mock.Mock())
     with pytest.raises(
-        ClaimError, match=r"^cannot start the keeper of the processes: .*another keeper has the directory"
+        PathInUse, match=r"^cannot start the keeper of the processes: .*another keeper has the directory"
     ):
         service.start(config)
     assert other.surviving_processes() == []

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.continuity import ledger
-from weightd.daemon.continuity.ledger import INTERVAL_S, Book, Entry, Ledger, LedgerError
-from weightd.daemon.meters.meters import MeterFigures, Meters
-from weightd.daemon.meters.totals import TotalFigures, Totals
+from weightd.daemon.continuity.ledger import INTERVAL_S, CounterSource, CounterEntry, CounterStore, CounterStoreError
+from weightd.daemon.meters.meters import ModelCounterRecord, CounterRegistry
+from weightd.daemon.meters.totals import DaemonCounterRecord, DaemonCounters
 from weightd.daemon.observe.tenants import tenant_statuses
-from weightd.daemon.tenants.accounts import OTHER_MODELS, Accounts, Figures
+from weightd.daemon.tenants.accounts import OTHER_MODELS, UsageTable, UsageRecord
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.errors import NotFound
 from weightd.protocol.schema import plain
 
-RECORDS = {"account": Figures, "model": MeterFigures, "daemon": TotalFigures}
+RECORDS = {"account": UsageRecord, "model": ModelCounterRecord, "daemon": DaemonCounterRecord}
 
 
-def read(path: Path) -> list[Figures]:
+def read(path: Path) -> list[UsageRecord]:
     """The accounts that are written there."""
     return ledger.read(path, RECORDS)["account"]
 
@@ -34,14 +34,14 @@ class Daemon:
     """What counts, on a file; and what it has to do soon."""
 
     def __init__(self, path: Path, *, opened: bool = True) -> None:
-        self.accounts = Accounts()
-        self.meters = Meters()
+        self.accounts = UsageTable()
+        self.meters = CounterRegistry()
         self.dropped = 0
-        self.totals = Totals(lambda: self.dropped)
+        self.totals = DaemonCounters(lambda: self.dropped)
         self.soon: list[Callable[[], object]] = []
-        books: tuple[Book, ...] = (self.accounts, self.meters, self.totals)
-        entries = {word: Entry(book, RECORDS[word]) for word, book in zip(RECORDS, books, strict=True)}
-        self.ledger = Ledger(path, entries, self.soon.append)
+        books: tuple[CounterSource, ...] = (self.accounts, self.meters, self.totals)
+        entries = {word: CounterEntry(book, RECORDS[word]) for word, book in zip(RECORDS, books, strict=True)}
+        self.ledger = CounterStore(path, entries, self.soon.append)
         if opened:
             self.ledger.open(0.0)
 
@@ -64,7 +64,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "w.counters"
 
 
-def ask(accounts: Accounts, tenant: str, model: str) -> None:
+def ask(accounts: UsageTable, tenant: str, model: str) -> None:
     account = accounts.usage_of(tenant, model)
     account.count_accepted(100)
     account.add_queue_time(0.125)
@@ -176,8 +176,8 @@ def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, cap
 
 def test_what_is_wrong_is_told_with_its_place(path: Path) -> None:
     path.write_bytes(b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": -1}}\n{"lines": 1}\n')
-    with pytest.raises(LedgerError, match=r"^daemon\.dropped: expected integer"):
-        ledger.read(path, {"daemon": TotalFigures})
+    with pytest.raises(CounterStoreError, match=r"^daemon\.dropped: expected integer"):
+        ledger.read(path, {"daemon": DaemonCounterRecord})
 
 
 def test_half_a_file_is_none(path: Path) -> None:
@@ -188,13 +188,13 @@ def test_half_a_file_is_none(path: Path) -> None:
     whole = path.read_bytes()
     for size in range(len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(LedgerError):
+        with pytest.raises(CounterStoreError):
             read(path)
 
 
 def test_neither_a_pipe_nor_a_link_nor_something_huge_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(path)
-    with pytest.raises(LedgerError):
+    with pytest.raises(CounterStoreError):
         read(path)
     path.unlink()
     path.symlink_to("/dev/zero")
@@ -203,7 +203,7 @@ def test_neither_a_pipe_nor_a_link_nor_something_huge_is_read(path: Path, monkey
     path.unlink()
     monkeypatch.setattr(ledger, "_MOST_BYTES", 100)
     path.write_bytes(bytes(101))
-    with pytest.raises(LedgerError, match="expected a file of at most 100 bytes"):
+    with pytest.raises(CounterStoreError, match="expected a file of at most 100 bytes"):
         read(path)
 
 

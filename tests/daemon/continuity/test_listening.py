@@ -8,7 +8,7 @@ import pytest
 
 from weightd.daemon.config.load import Config, parse
 from weightd.daemon.continuity.listening import listen
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 from weightd.daemon.host.listening import listen_addresses, listen_on
 
 MODELS = {"m": {"path": "/m.onnx"}}
@@ -76,7 +76,7 @@ def test_units_that_pass_no_unix_socket_can_do_without_one(tmp_path: Path, caplo
 def test_without_units_the_unix_socket_is_needed(tmp_path: Path) -> None:
     with (
         listen_on(f"unix://{tmp_path}/weightd.sock.unix"),
-        pytest.raises(ClaimError, match="another program listens there"),
+        pytest.raises(PathInUse, match="another program listens there"),
         listen(config(tmp_path, []), []),
     ):
         pass

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.running import Running
+from weightd.daemon.children.running import ProcessTable
 from weightd.daemon.config.load import load
-from weightd.daemon.continuity.reading import ConfigReader, Read
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.continuity.reading import ConfigReader, ReadConfig
+from weightd.daemon.host.loop import EventLoop
 
 MODEL = '[models.m]\npath = "m.mindir"\npython = "python3"\n'
 
@@ -22,19 +22,19 @@ class Scene:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.loop = Loop()
-        self.running = Running(self.loop)
+        self.loop = EventLoop()
+        self.running = ProcessTable(self.loop)
         self.reader = ConfigReader(self.running)
-        self.found: list[Read] = []
+        self.found: list[ReadConfig] = []
 
     def start(self) -> None:
         self.reader.start(self.path, (), self.found.append)
 
-    def read(self) -> Read:
+    def read(self) -> ReadConfig:
         self.start()
         return self.wait()
 
-    def wait(self) -> Read:
+    def wait(self) -> ReadConfig:
         while not self.found:
             self.loop.run_once(30)
         return self.found.pop()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.continuity.service import CLIENTS, CONFIG, SHIM, Manager
+from weightd.daemon.continuity.service import CLIENTS, CONFIG, SHIM, ServiceManager
 
 # Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
 _SERVICE = """
@@ -50,9 +50,9 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[socket.
 
 
 @pytest.fixture
-def manager(listener: socket.socket) -> Manager:
+def manager(listener: socket.socket) -> ServiceManager:
     name = listener.getsockname()
-    return Manager({"NOTIFY_SOCKET": name if isinstance(name, str) else f"@{name[1:].decode()}"})
+    return ServiceManager({"NOTIFY_SOCKET": name if isinstance(name, str) else f"@{name[1:].decode()}"})
 
 
 def received(listener: socket.socket) -> list[str]:
@@ -63,16 +63,16 @@ def received(listener: socket.socket) -> list[str]:
 
 
 def test_where_nobody_is_nothing_happens() -> None:
-    manager = Manager({})
+    manager = ServiceManager({})
     assert (manager.is_present, manager.watchdog_s, manager.inherited) == (False, None, {})
     manager.notify("READY=1")
     manager.notify_reloading()
     manager.store_descriptor(SHIM, 0)
     manager.remove_descriptor(SHIM)
-    assert not Manager({"NOTIFY_SOCKET": ""}).is_present
+    assert not ServiceManager({"NOTIFY_SOCKET": ""}).is_present
 
 
-def test_each_time_it_is_told_in_one_datagram(manager: Manager, listener: socket.socket) -> None:
+def test_each_time_it_is_told_in_one_datagram(manager: ServiceManager, listener: socket.socket) -> None:
     assert manager.is_present
     manager.notify("READY=1", "STATUS=two models")
     manager.remove_descriptor(SHIM)
@@ -80,7 +80,7 @@ def test_each_time_it_is_told_in_one_datagram(manager: Manager, listener: socket
     assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=keeper"]
 
 
-def test_a_reload_tells_when_it_began(manager: Manager, listener: socket.socket) -> None:
+def test_a_reload_tells_when_it_began(manager: ServiceManager, listener: socket.socket) -> None:
     before = time.monotonic_ns() // 1000
     manager.notify_reloading()
     first, second = received(listener)
@@ -89,7 +89,7 @@ def test_a_reload_tells_when_it_began(manager: Manager, listener: socket.socket)
     assert before <= int(microseconds) <= time.monotonic_ns() // 1000
 
 
-def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(manager: Manager, listener: socket.socket) -> None:
+def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(manager: ServiceManager, listener: socket.socket) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         manager.store_descriptor(SHIM, ours.fileno())
@@ -103,17 +103,17 @@ def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(manager: Manager
 
 
 def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
-    manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    manager = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
     manager.notify("READY=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
     manager.notify("READY=1")
     manager.store_descriptor(SHIM, 0)
-    Manager({"NOTIFY_SOCKET": "/x" * 100}).notify("READY=1")
+    ServiceManager({"NOTIFY_SOCKET": "/x" * 100}).notify("READY=1")
 
 
 def test_a_socket_that_is_full_keeps_nobody(
-    manager: Manager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    manager: ServiceManager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("weightd.daemon.continuity.service.PATIENCE_S", 0.05)
     sent = 1000
@@ -153,7 +153,7 @@ def test_a_socket_that_is_full_keeps_nobody(
     ],
 )
 def test_a_sign_of_life_is_expected_of_this_process_alone(given: dict[str, str], watchdog: float | None) -> None:
-    assert Manager(given).watchdog_s == watchdog
+    assert ServiceManager(given).watchdog_s == watchdog
 
 
 # --- what it passes -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from weightd.daemon.doctor.render import render_json, render_table
-from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, Finding, Verdict, exit_status, failed, passed, untestable
+from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, Finding, CheckResult, exit_status, failed, passed, untestable
 from weightd.protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")
@@ -50,7 +50,7 @@ def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
 
 
 def test_nothing_to_tell() -> None:
-    assert render_table([Finding("driver", Verdict.PASS, "")]).splitlines()[0] == "pass          driver"
+    assert render_table([Finding("driver", CheckResult.PASS, "")]).splitlines()[0] == "pass          driver"
     assert render_table([]) == "0 pass, 0 fail, 0 not testable\n"
 
 

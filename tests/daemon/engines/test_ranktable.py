@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import Device
+from weightd.daemon.engines.ranktable import RankDevice
 from weightd.protocol.schema import FieldError
 
 Path = tuple[str | int, ...]
 GONE = object()
 
-TWO = [Device(4, "192.168.1.8", 16667), Device(5, "192.168.1.9", 16667)]
+TWO = [RankDevice(4, "192.168.1.8", 16667), RankDevice(5, "192.168.1.9", 16667)]
 # As the vendor's documents have it, of an A3.
 PODS: dict[str, Any] = {
     "version": "1.2",
@@ -58,19 +58,19 @@ def changed(table: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
 
 
 @st.composite
-def _groups(draw: st.DrawFn) -> list[Device]:
+def _groups(draw: st.DrawFn) -> list[RankDevice]:
     numbers = draw(st.lists(st.integers(0, 255), min_size=1, max_size=64, unique=True))
     ips = draw(st.lists(st.ip_addresses().map(str), min_size=len(numbers), max_size=len(numbers), unique=True))
     has_ips = draw(st.booleans())
     port = draw(st.sampled_from([0, 1, 16667, 65535]))
-    return [Device(number, ip if has_ips else "", port) for number, ip in zip(numbers, ips, strict=True)]
+    return [RankDevice(number, ip if has_ips else "", port) for number, ip in zip(numbers, ips, strict=True)]
 
 
 GROUPS = _groups()
 
 
 @given(GROUPS)
-def test_what_is_generated_is_good_and_says_what_it_was_given(group: list[Device]) -> None:
+def test_what_is_generated_is_good_and_says_what_it_was_given(group: list[RankDevice]) -> None:
     table = ranktable.parse(ranktable.generate(group, "host"))
     assert (list(table.devices), table.server) == (group, "host")
     assert list(ranktable.device_problems(table, {f"ascend:{rank}": each.physical_id for rank, each in enumerate(group)})) == []
@@ -93,7 +93,7 @@ NO_TEXT = st.one_of(st.integers(), st.none(), st.booleans(), st.lists(st.text(ma
 
 @given(GROUPS, st.data(), NO_TEXT)
 def test_a_value_that_is_no_text_is_refused_by_its_name(
-    group: list[Device], data: st.DataObject, value: object
+    group: list[RankDevice], data: st.DataObject, value: object
 ) -> None:
     table: dict[str, Any] = json.loads(ranktable.generate(group))
     path = data.draw(st.sampled_from(paths(table)))
@@ -169,14 +169,14 @@ def test_several_hosts_are_none_of_ours() -> None:
 
 
 def test_addresses_are_written_if_all_are_known() -> None:
-    table = ranktable.parse(ranktable.generate([TWO[0], Device(5)]))
+    table = ranktable.parse(ranktable.generate([TWO[0], RankDevice(5)]))
     assert [each.ip for each in table.devices] == ["", ""]
     assert [each.port for each in table.devices] == [16667, 0]
 
 
 def test_a_table_of_super_pods() -> None:
     table = ranktable.parse(json.dumps(PODS))
-    assert table.devices == (Device(0, "192.168.1.6"), Device(1, "192.168.1.7"))
+    assert table.devices == (RankDevice(0, "192.168.1.6"), RankDevice(1, "192.168.1.7"))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.gate.client import Client, DescriptorsError, kernel_buffer_bytes, configure_socket, identify_user
+from weightd.daemon.gate.client import ProxyClient, DescriptorsSent, kernel_buffer_bytes, configure_socket, identify_user
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.gate.zmtp import Bounds, Connection, Null
-from weightd.daemon.host.closing import Closing
+from weightd.daemon.gate.zmtp import ZmtpLimits, ZmtpConnection, NullMechanism
+from weightd.daemon.host.closing import DescriptorCloser
 from weightd.shared.peers import Peers
 from weightd.shared.stream import Stream
 
@@ -32,7 +32,7 @@ def accepted(host: str, family: int = socket.AF_INET) -> tuple[socket.socket, so
 def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        made = Client(ours, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
+        made = ProxyClient(ours, "uid 0", ZmtpConnection(NullMechanism(), ZmtpLimits(1, 1)), 0.0, lambda _: True)
         assert made.identity() == PeerIdentity(
             os.getuid(), os.getpid(), f"uid {os.getuid()}", (os.getgid(), *os.getgroups())
         )
@@ -76,7 +76,7 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
 def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
     """Whatever is read of it: before Linux 6.16 the kernel lets a client send descriptors."""
     ours, theirs = socket.socketpair()
-    made = Client(ours, "uid 1", Connection(Null(), Bounds(1 << 24, 1 << 24)), 0.0, lambda _: True, Closing(print))
+    made = ProxyClient(ours, "uid 1", ZmtpConnection(NullMechanism(), ZmtpLimits(1 << 24, 1 << 24)), 0.0, lambda _: True, DescriptorCloser(print))
     sent, reads_nothing = lingering(LINGER_S)
     with theirs, reads_nothing:
         if what == "a large frame":
@@ -87,7 +87,7 @@ def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
             # What is in flight has it now: this close waits for nothing.
         begin = time.monotonic()
         if what != "nothing":
-            with pytest.raises(DescriptorsError):
+            with pytest.raises(DescriptorsSent):
                 made.receive()
         made.close()
         assert time.monotonic() - begin < LINGER_S / 10
@@ -97,7 +97,7 @@ def test_what_cannot_be_sent_waits_and_counts() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
-        made = Client(ours, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
+        made = ProxyClient(ours, "uid 0", ZmtpConnection(NullMechanism(), ZmtpLimits(1, 1)), 0.0, lambda _: True)
         piece = bytes(100 * KIB)
         sent = [made.send([b"head", piece]) for _ in range(10)]
         assert not all(sent)
@@ -116,7 +116,7 @@ def test_a_client_that_has_a_stream_counts_what_the_daemon_has_not_read() -> Non
     ours, theirs = socket.socketpair()
     near, peer = socket.socketpair()
     with theirs, peer:
-        made = Client(near, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
+        made = ProxyClient(near, "uid 0", ZmtpConnection(NullMechanism(), ZmtpLimits(1, 1)), 0.0, lambda _: True)
         made.daemon_stream = Stream(ours)
         made.daemon_stream.send([bytes(1 << 20)])
         assert made.count_buffered_bytes() == made.daemon_stream.unsent > 0

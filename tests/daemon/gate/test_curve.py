@@ -12,15 +12,15 @@ from nacl import bindings
 from zmq.utils import z85
 
 from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.curve import Curve, decode_secret_key
-from weightd.daemon.gate.zmtp import CRYPTO_THREAD_BYTES, Bounds, Connection
+from weightd.daemon.gate.curve import CurveMechanism, decode_secret_key
+from weightd.daemon.gate.zmtp import CRYPTO_THREAD_BYTES, ZmtpLimits, ZmtpConnection
 from weightd.protocol.framing import MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, DEALER, MORE, SEALED_COMMAND, CurveClient, frame, metadata
 
 SERVER, SECRET = bindings.crypto_box_keypair()
 OTHER, _ = bindings.crypto_box_keypair()
-BOUNDS = Bounds(max_frame_bytes=2 * CRYPTO_THREAD_BYTES, max_message_bytes=3 * CRYPTO_THREAD_BYTES)
+BOUNDS = ZmtpLimits(max_frame_bytes=2 * CRYPTO_THREAD_BYTES, max_message_bytes=3 * CRYPTO_THREAD_BYTES)
 
 Change = Callable[[bytes], bytes]
 
@@ -32,7 +32,7 @@ class Scene:
         self.client = client or CurveClient(SERVER, bindings.crypto_box_keypair()[1])
         self.shown: list[str] = []
         self.is_known = is_known
-        self.connection = Connection(Curve(SECRET, self.admits), BOUNDS)
+        self.connection = ZmtpConnection(CurveMechanism(SECRET, self.admits), BOUNDS)
         assert self.connection.receive(CURVE_GREETING) == []
         self.connection.replies.clear()
 

@@ -20,9 +20,9 @@ from testkit.waiting import until
 from weightd.daemon.gate import client as clients
 from weightd.daemon.gate import gate as module
 from weightd.daemon.gate import link
-from weightd.daemon.gate.client import Client
-from weightd.daemon.gate.gate import Gate
-from weightd.daemon.gate.link import Met, Said, Terms
+from weightd.daemon.gate.client import ProxyClient
+from weightd.daemon.gate.gate import ZmqProxy
+from weightd.daemon.gate.link import PeerConnected, ProxyLogLine, ProxyConfig
 from weightd.daemon.host.credentials import Credentials
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.host.listening import listen_on
@@ -101,11 +101,11 @@ class Daemon:
     def hear(self) -> None:
         for each in self.link.receive():
             said = link.parse_proxy_message(each.frames[0])
-            if isinstance(said, Met):
+            if isinstance(said, PeerConnected):
                 self.lanes.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
                 self.lanes[-1].connection.settimeout(LIMIT_S)
                 self.peers = said.peer_count
-            elif isinstance(said, Said):
+            elif isinstance(said, ProxyLogLine):
                 self.lines.append(said.text)
             else:
                 self.peers = said
@@ -118,7 +118,7 @@ class Scene:
         self.path = str(path)
         self.peers: list[Any] = []
         self.daemon: Daemon
-        self.gate: Gate
+        self.gate: ZmqProxy
 
     def connect(self) -> Peer:
         self.peers.append(Peer(self.path).connection)
@@ -154,7 +154,7 @@ Start = Callable[..., Scene]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    scenes: list[tuple[Scene, Gate, threading.Thread, socket.socket]] = []
+    scenes: list[tuple[Scene, ZmqProxy, threading.Thread, socket.socket]] = []
     # The tests' own user is limited like any other.
     monkeypatch.setattr(clients, "_OPERATORS", ())
 
@@ -167,7 +167,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     ) -> Scene:
         ours, its = socket.socketpair()
         listener = stack.enter_context(listen_on(f"ipc://{tmp_path}/s"))
-        terms = Terms(
+        terms = ProxyConfig(
             "default",
             "",
             max_memory_bytes,
@@ -180,7 +180,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             tenants,
             link.error_prefix(bytes(NO_TEXT)),
         )
-        gate = Gate(listener, Stream(its), terms)
+        gate = ZmqProxy(listener, Stream(its), terms)
         thread = threading.Thread(target=gate.run)
         thread.start()
         scene = Scene(tmp_path / "s")
@@ -466,9 +466,9 @@ def received_all(lane: Stream) -> list[list[Any]]:
 
 
 def link_incoming() -> Any:
-    from weightd.protocol.framing import Incoming
+    from weightd.protocol.framing import FrameReader
 
-    return Incoming(max_header_bytes=2**30)
+    return FrameReader(max_header_bytes=2**30)
 
 
 def test_a_ping_flood_is_answered_now_and_then(start: Start) -> None:
@@ -689,15 +689,15 @@ def test_a_client_that_has_left_when_something_is_sent_to_it_concerns_nobody_els
     monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
     scene = start()
     other, lane = scene.met()
-    send = Client.send
+    send = ProxyClient.send
 
-    def broken(client: Client, pieces: Sequence[Any]) -> bool:
+    def broken(client: ProxyClient, pieces: Sequence[Any]) -> bool:
         if b"".join(pieces).startswith(begin):
             raise BrokenPipeError
         return send(client, pieces)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Client, "send", broken)
+        patched.setattr(ProxyClient, "send", broken)
         assert is_hung_up(scene.raw(GREETING + READY + data))
     other.send(message([b"y"]))
     assert received(lane) == [[b"y"]]

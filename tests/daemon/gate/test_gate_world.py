@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weightd.daemon.gate import client as clients
 from weightd.daemon.gate import link
-from weightd.daemon.gate.gate import Gate
-from weightd.daemon.gate.link import Met, Terms
+from weightd.daemon.gate.gate import ZmqProxy
+from weightd.daemon.gate.link import PeerConnected, ProxyConfig
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.host.listening import listen_on
 from weightd.daemon.host.membership import Members
@@ -93,13 +93,13 @@ class World(RuleBasedStateMachine):
         self.stack.enter_context(patch)
         listener = self.stack.enter_context(listen_on(f"ipc://{self.path}"))
         ours, its = socket.socketpair()
-        terms = Terms("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT)))
+        terms = ProxyConfig("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT)))
         self.link: Stream = Stream(ours, accepts_descriptors=True)
         stream = Stream(its)
         self.refusing = _Refusing(its)
         stream.connection = self.refusing  # type: ignore[assignment]
         its.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        self.gate = Gate(listener, stream, terms)
+        self.gate = ZmqProxy(listener, stream, terms)
         self.stack.callback(its.close)
         self.stack.callback(self.gate.close)
 
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
     def hear(self) -> None:
         while select.select([self.link], [], [], 0)[0]:
             for each in self.link.receive():
-                if isinstance(link.parse_proxy_message(each.frames[0]), Met):
+                if isinstance(link.parse_proxy_message(each.frames[0]), PeerConnected):
                     self.lanes.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
 
     @precondition(lambda self: self.lanes)

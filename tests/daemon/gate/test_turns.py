@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightd.daemon.gate.turns import Turns
+from weightd.daemon.gate.turns import FairQueue
 
 
 def test_users_take_turns_and_so_do_the_connections_of_each() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for name in ("a1", "a2", "a3", "b1", "c1"):
         turns.put(name[0], name)
     taken: list[str] = []
@@ -18,7 +18,7 @@ def test_users_take_turns_and_so_do_the_connections_of_each() -> None:
 
 
 def test_what_is_forgotten_waits_no_more() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for name in ("a1", "a2", "b1"):
         turns.put(name[0], name)
     turns.remove("b", "b1")

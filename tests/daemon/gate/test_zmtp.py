@@ -11,30 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.zmtp import MAX_COMMAND_BYTES, MAX_FRAMES_PER_PARSE, MAX_MESSAGES_PER_PARSE, Bounds, Connection, Null
+from weightd.daemon.gate.zmtp import MAX_COMMAND_BYTES, MAX_FRAMES_PER_PARSE, MAX_MESSAGES_PER_PARSE, ZmtpLimits, ZmtpConnection, NullMechanism
 from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, GREETING, MORE, PING, READY, frame, message, metadata
 
-BOUNDS = Bounds(max_frame_bytes=4 * LARGE_BYTES, max_message_bytes=5 * LARGE_BYTES)
+BOUNDS = ZmtpLimits(max_frame_bytes=4 * LARGE_BYTES, max_message_bytes=5 * LARGE_BYTES)
 
 Messages = list[list[bytes]]
 
 
-def connection(*sent: bytes, bounds: Bounds = BOUNDS) -> Connection:
-    made = Connection(Null(), bounds)
+def connection(*sent: bytes, bounds: ZmtpLimits = BOUNDS) -> ZmtpConnection:
+    made = ZmtpConnection(NullMechanism(), bounds)
     for each in sent:
         assert made.receive(each) == []
     return made
 
 
-def ready() -> Connection:
+def ready() -> ZmtpConnection:
     made = connection(GREETING, READY)
     assert made.is_ready
     return made
 
 
-def fed(to: Connection, data: bytes) -> Messages:
+def fed(to: ZmtpConnection, data: bytes) -> Messages:
     """What these bytes complete, as a gate takes them in."""
     messages: Messages = []
     while data or to.is_backlogged:

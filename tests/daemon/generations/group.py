@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from weightd.daemon.generations.actions import Action, Kill, Role, Send
-from weightd.daemon.generations.plan import RankTerms, Rows, Source, Terms
+from weightd.daemon.generations.plan import RankGroupSpec, RowTestSpec, ModelSource, GenerationSpec
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import record_generation, resume_rank_group
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.generations.unit import Unit
-from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import Broken, Hello, Stop, Traits
+from weightd.daemon.generations.unit import RankGroup
+from weightd.daemon.host.ends import ExitCause
+from weightd.protocol.messages.children import ProcessFailed, Hello, Stop, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCases
-from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 
@@ -28,9 +28,9 @@ SEAT = "m.7"
 BROKER = "m.7.broker"
 R0, R1, R2 = (f"m.7.rank{rank}" for rank in range(3))
 CASES: SelfTestCases = ({"x": (1, 4)},)
-WARMED = Warmed("canary", CASES)
-ENTER, WARM, STOP = Enter(), Warm(), Stop()
-EXITED = End(3)
+WARMED = SelfTestDone("canary", CASES)
+ENTER, WARM, STOP = JoinGroup(), RunSelfTest(), Stop()
+EXITED = ExitCause(3)
 
 
 def digest(rank: int) -> str:
@@ -46,7 +46,7 @@ def hello_of(name: str, **fields: Any) -> Hello:
     if name == BROKER:
         return replace(Hello("pid", "broker", {"weightd": VERSION}, TRAITS), **fields)
     rank = rank_of(name)
-    hello = Hello("pid", digest(rank), {"weightd": VERSION}, TRAITS, slice=Slice(rank, (X,), (Y,)))
+    hello = Hello("pid", digest(rank), {"weightd": VERSION}, TRAITS, slice=RankSlice(rank, (X,), (Y,)))
     return replace(hello, **fields)
 
 
@@ -58,23 +58,23 @@ def sends(order: Any, *names: str) -> list[Action]:
     return [Send(name, order) for name in names]
 
 
-class Group:
+class RankGroupHarness:
     """A unit. Each event returns what it wants done then; what it takes to come to a place returns the group."""
 
-    def __init__(self, size: int = 2, *, rows: Rows | None = None, **ranks: Any) -> None:
+    def __init__(self, size: int = 2, *, rows: RowTestSpec | None = None, **ranks: Any) -> None:
         self.now = 1000.0
         ranks = {"reply": size - 1, "has_broker": True, **ranks}
         devices = tuple(f"ascend:{rank}" for rank in range(size))
-        self.ranks = RankTerms(size, devices, CONNECT_TIMEOUT_S, **ranks)
-        self.terms = Terms(
+        self.ranks = RankGroupSpec(size, devices, CONNECT_TIMEOUT_S, **ranks)
+        self.terms = GenerationSpec(
             1,
             LOAD_TIMEOUT_S,
             is_sharing=False,
             predict_timeout=PREDICT_TIMEOUT_S,
-            row_test=rows or Rows(),
+            row_test=rows or RowTestSpec(),
             rank_group=self.ranks,
         )
-        self.unit = Unit("m.7", self.terms, "ascend:0", Source("/m{rank}.mindir", number=3), number=7)
+        self.unit = RankGroup("m.7", self.terms, "ascend:0", ModelSource("/m{rank}.mindir", number=3), number=7)
         self.unit.start()
 
     @property
@@ -107,18 +107,18 @@ class Group:
             self.unit.on_hello(name, hello_of(name, **fields), self.now)
         return self.wanted()
 
-    def entered(self, *names: str, entered: Entered | None = None) -> list[Action]:
+    def entered(self, *names: str, entered: JoinedGroup | None = None) -> list[Action]:
         for name in names:
-            self.unit.on_joined(name, entered or Entered((X,), (Y,)), self.now)
+            self.unit.on_joined(name, entered or JoinedGroup((X,), (Y,)), self.now)
         return self.wanted()
 
-    def warmed(self, *names: str, warmed: Warmed = WARMED) -> list[Action]:
+    def warmed(self, *names: str, warmed: SelfTestDone = WARMED) -> list[Action]:
         for name in names:
             self.unit.on_selftest_done(name, warmed, self.now)
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.unit.on_process_failed(name, Broken(cause, is_out_of_memory=no_room), self.now)
+        self.unit.on_process_failed(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
         return self.wanted()
 
     def leaves(self, name: str, why: str = "") -> list[Action]:
@@ -133,7 +133,7 @@ class Group:
         self.unit.on_hung(name, why, self.now)
         return self.wanted()
 
-    def exits(self, *names: str, end: End = EXITED) -> list[Action]:
+    def exits(self, *names: str, end: ExitCause = EXITED) -> list[Action]:
         for name in names:
             self.unit.on_exit(name, end, self.now)
         return self.wanted()
@@ -154,23 +154,23 @@ class Group:
 
     # --- to where a test begins ---
 
-    def spawned(self) -> Group:
+    def spawned(self) -> RankGroupHarness:
         self.pinned()
         return self
 
-    def loading(self) -> Group:
+    def loading(self) -> RankGroupHarness:
         self.spawned().hello(*self.names)
         return self
 
-    def warming(self) -> Group:
+    def warming(self) -> RankGroupHarness:
         self.loading().entered(*self.rank_names)
         return self
 
-    def serving(self) -> Group:
+    def serving(self) -> RankGroupHarness:
         self.warming().warmed(*self.rank_names)
         return self
 
-    def resumed(self) -> Group:
+    def resumed(self) -> RankGroupHarness:
         """The next daemon has read what this one wrote."""
         written = record_generation(self.unit, None)
         assert written is not None

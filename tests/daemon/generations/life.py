@@ -7,20 +7,20 @@ from typing import Any
 
 from weightd.daemon.generations.actions import Action, Kill, Role, Send
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Canary, Source, Terms
+from weightd.daemon.generations.plan import SelfTestSpec, ModelSource, GenerationSpec
 from weightd.daemon.generations.records import GenerationRecord, SealRecord
 from weightd.daemon.generations.resume import record_generation, resume_generation
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
     Attached,
-    Broken,
+    ProcessFailed,
     Built,
     Hello,
-    Settle,
+    TrimStore,
     Stop,
     Traits,
 )
@@ -30,7 +30,7 @@ from weightd.protocol.version import VERSION
 
 FOREVER = float("inf")
 SEAL = SealRecord(8192, 10**18)
-EXITED = End(3)
+EXITED = ExitCause(3)
 LOAD_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 40.0
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
@@ -39,7 +39,7 @@ ATTACHED = Attached("canary", 4000, "another note")
 CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 HOLDER, HOLDER2, HOLDER3 = "m.7.holder", "m.7.holder2", "m.7.holder3"
-SETTLE = Send(HOLDER, Settle())
+SETTLE = Send(HOLDER, TrimStore())
 
 
 def worker(number: int) -> str:
@@ -70,14 +70,14 @@ def allow(name: str) -> Action:
     return Send(HOLDER, Allow((pid(name),)))
 
 
-class Life:
+class GenerationHarness:
     """A generation. Each event returns what it wants done then; what it takes to come to a place returns the life."""
 
     def __init__(self, workers: int = 2, traits: Traits = CPU, **terms: Any) -> None:
         self.traits = traits
         self.now = 1000.0
-        self.terms = Terms(workers, LOAD_TIMEOUT_S, predict_timeout=PREDICT_TIMEOUT_S, **terms)
-        self.generation = Generation("m.7", self.terms, "ascend:0", Source("/m.mindir", number=3), number=7)
+        self.terms = GenerationSpec(workers, LOAD_TIMEOUT_S, predict_timeout=PREDICT_TIMEOUT_S, **terms)
+        self.generation = Generation("m.7", self.terms, "ascend:0", ModelSource("/m.mindir", number=3), number=7)
         self.generation.start()
 
     @property
@@ -96,7 +96,7 @@ class Life:
     def wanted(self) -> list[Action]:
         return self.generation.take_actions()
 
-    def pinned(self, known: Canary | None = None) -> list[Action]:
+    def pinned(self, known: SelfTestSpec | None = None) -> list[Action]:
         self.generation.on_snapshot_taken(SHA, self.now, known)
         return self.wanted()
 
@@ -115,7 +115,7 @@ class Life:
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.generation.on_process_failed(name, Broken(cause, is_out_of_memory=no_room), self.now)
+        self.generation.on_process_failed(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
         return self.wanted()
 
     def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:
@@ -130,7 +130,7 @@ class Life:
         self.generation.on_hung(name, "silence", self.now, has_answered=useful)
         return self.wanted()
 
-    def exits(self, *names: str, end: End = EXITED) -> list[Action]:
+    def exits(self, *names: str, end: ExitCause = EXITED) -> list[Action]:
         for name in names:
             self.generation.on_exit(name, end, self.now)
         return self.wanted()
@@ -158,19 +158,19 @@ class Life:
 
     # --- to where a test begins ---
 
-    def spawned(self) -> Life:
+    def spawned(self) -> GenerationHarness:
         self.pinned()
         return self
 
-    def building(self) -> Life:
+    def building(self) -> GenerationHarness:
         self.spawned().hello(*self.generation.children)
         return self
 
-    def attaching(self) -> Life:
+    def attaching(self) -> GenerationHarness:
         self.building().built()
         return self
 
-    def serving(self) -> Life:
+    def serving(self) -> GenerationHarness:
         self.attaching().attached(*self.names())
         return self
 
@@ -181,7 +181,7 @@ class Life:
             self.when_due()
         return self.hello(by)
 
-    def resumed(self) -> Life:
+    def resumed(self) -> GenerationHarness:
         """The next daemon has read what this one wrote."""
         written = record_generation(self.generation, SEAL)
         assert written is not None

@@ -9,25 +9,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generations.child import Child
+from weightd.daemon.generations.actions import RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Role, Send, Spawn
+from weightd.daemon.generations.child import WorkerProcess
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Terms
+from weightd.daemon.generations.plan import GenerationSpec
 from weightd.daemon.generations.states import ACTIVE, USABLE, LOADING, ChildState, GenerationState
 from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
     Attached,
-    Broken,
+    ProcessFailed,
     Build,
     Built,
     Hello,
     ChildOrder,
-    Probe,
-    Probing,
+    ContinueSelfTest,
+    TryingSelfTest,
     Stop,
     Traits,
 )
@@ -38,7 +38,7 @@ from .life import BUILT, FOREVER, SHA, pid
 
 TRIED: SelfTestCases = ({"x": (4,)},)
 
-Message = Hello | Probing | Built | Attached | Broken | None
+Message = Hello | TryingSelfTest | Built | Attached | ProcessFailed | None
 """What a child says; None is that a predict has spoilt its model."""
 
 
@@ -96,18 +96,18 @@ class World(RuleBasedStateMachine):
         self.forks = may_fork and not traits.pids_fixed_at_build
         self.built = replace(BUILT, handle="" if template else handle, canary=canary, is_template=template)
         self.devices = devices or ("cpu",)
-        terms = Terms(workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices)
+        terms = GenerationSpec(workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices)
         self.generation = Generation("m.1", terms)
         self.generation.attach_limit = lambda: self.at_once
         self.generation.start()
-        assert self.generation.take_actions() == [Pin()]
+        assert self.generation.take_actions() == [TakeSnapshot()]
 
     # --- the daemon's part: what is wanted is done ---
 
     def perform(self) -> None:
         for action in self.generation.take_actions():
             match action:
-                case Pin() | Forget():
+                case TakeSnapshot() | DeleteFiles():
                     raise AssertionError(f"{action}: pinned twice, or what only a deployment wants")
                 case Spawn(name, role, template):
                     self.spawn(name, role, template)
@@ -119,10 +119,10 @@ class World(RuleBasedStateMachine):
                     assert not (abort and process.aborted)
                     # One that hangs may survive it.
                     process.aborted, process.killed = process.aborted or abort, not abort
-                case Enlist(name):
+                case AddSlot(name):
                     assert name not in self.enlisted
                     self.enlisted.add(name)
-                case Dismiss(name):
+                case RemoveSlot(name):
                     assert name in self.enlisted or self.spares
                     self.enlisted.discard(name)
 
@@ -165,7 +165,7 @@ class World(RuleBasedStateMachine):
     def is_shared(self) -> bool:
         return bool(self.built.handle) or self.built.is_template
 
-    def counted(self, role: Role) -> list[Child]:
+    def counted(self, role: Role) -> list[WorkerProcess]:
         return [each for each in self.generation.children.values() if each.role is role and each.state in USABLE]
 
     def count(self, state: ChildState) -> int:
@@ -178,7 +178,7 @@ class World(RuleBasedStateMachine):
                 child = self.generation.children.get(name)
                 if child is not None and child.hello is not None:
                     self.processes[name].hello_taken = True
-            case Probing():
+            case TryingSelfTest():
                 self.generation.on_trying_selftest(name, message)
             case Built():
                 if name in self.processes:
@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
                 self.generation.on_holder_built(name, message, self.now)
             case Attached():
                 self.generation.on_attached(name, message, self.now)
-            case Broken():
+            case ProcessFailed():
                 if name in self.processes:
                     self.processes[name].said_broken = True
                 self.generation.on_process_failed(name, message, self.now)
@@ -202,7 +202,7 @@ class World(RuleBasedStateMachine):
     def exit(self, name: str) -> None:
         del self.processes[name]
         self.enlisted.discard(name)
-        self.generation.on_exit(name, End(3), self.now)
+        self.generation.on_exit(name, ExitCause(3), self.now)
         self.perform()
 
     def obey(self, name: str) -> None:
@@ -215,8 +215,8 @@ class World(RuleBasedStateMachine):
         elif process.orders:
             match process.orders.pop(0):
                 case Build(search_selftest=True):
-                    self.say(name, Probing(TRIED, ()))
-                case Build() | Probe():
+                    self.say(name, TryingSelfTest(TRIED, ()))
+                case Build() | ContinueSelfTest():
                     self.say(name, self.built)
                 case Attach():
                     self.say(name, Attached("canary", 4000))
@@ -273,13 +273,13 @@ class World(RuleBasedStateMachine):
         says: list[Message] = [
             self.hello(name),
             wrong,
-            Probing(TRIED, TRIED),
-            Probing((), TRIED),
+            TryingSelfTest(TRIED, TRIED),
+            TryingSelfTest((), TRIED),
             self.built,
             Attached("canary", 1),
             Attached("wrong", 1),
-            Broken("cannot"),
-            Broken("no room", is_out_of_memory=True),
+            ProcessFailed("cannot"),
+            ProcessFailed("no room", is_out_of_memory=True),
             None,
         ]
         self.say(name, data.draw(st.sampled_from(says)))

@@ -5,15 +5,15 @@ import itertools
 import pytest
 
 from weightd.daemon.generations import restarts as restarts_module
-from weightd.daemon.generations.restarts import MAX_FAILED_STARTS, EARLY_DEATH_S, Restarts
+from weightd.daemon.generations.restarts import MAX_FAILED_STARTS, EARLY_DEATH_S, RestartBackoff
 
 
 @pytest.fixture
-def restarts() -> Restarts:
-    return Restarts(lambda: 0.0)
+def restarts() -> RestartBackoff:
+    return RestartBackoff(lambda: 0.0)
 
 
-def test_each_failed_start_waits_longer_than_the_one_before_until_it_fails(restarts: Restarts) -> None:
+def test_each_failed_start_waits_longer_than_the_one_before_until_it_fails(restarts: RestartBackoff) -> None:
     dues: list[float] = []
     assert (restarts.due_at, restarts.delay_s) == (0.0, 0.0)
     failing: list[bool] = []
@@ -25,7 +25,7 @@ def test_each_failed_start_waits_longer_than_the_one_before_until_it_fails(resta
     assert dues == pytest.approx([100.1, 100.2, 100.4])
 
 
-def test_a_worker_that_became_ready_ends_the_row(restarts: Restarts) -> None:
+def test_a_worker_that_became_ready_ends_the_row(restarts: RestartBackoff) -> None:
     for _ in range(MAX_FAILED_STARTS - 1):
         restarts.on_start_failed(100.0)
     restarts.on_ready()
@@ -33,7 +33,7 @@ def test_a_worker_that_became_ready_ends_the_row(restarts: Restarts) -> None:
     assert not restarts.is_exhausted
 
 
-def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while(restarts: Restarts) -> None:
+def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while(restarts: RestartBackoff) -> None:
     waits, now = list[float](), 100.0
     while now < 130.0:
         restarts.on_out_of_memory(now, 30.0)
@@ -52,7 +52,7 @@ def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while(restarts: Resta
 
 @pytest.mark.parametrize(("lived", "useful"), [(EARLY_DEATH_S, False), (0.1, True)])
 def test_who_lived_long_or_was_useful_is_replaced_at_once_and_ends_the_row(
-    restarts: Restarts, lived: float, useful: bool
+    restarts: RestartBackoff, lived: float, useful: bool
 ) -> None:
     for _ in range(6):
         restarts.on_death(1.0, 100.0)
@@ -63,7 +63,7 @@ def test_who_lived_long_or_was_useful_is_replaced_at_once_and_ends_the_row(
     assert restarts.due_at == 400.0
 
 
-def test_short_lives_wait_longer_and_longer_but_never_for_ever(restarts: Restarts) -> None:
+def test_short_lives_wait_longer_and_longer_but_never_for_ever(restarts: RestartBackoff) -> None:
     waits: list[float] = []
     for _ in range(3000):  # and are counted without an overflow
         restarts.on_death(EARLY_DEATH_S - 0.01, 100.0)
@@ -78,7 +78,7 @@ def test_chance_makes_a_delay_shorter_and_never_longer(monkeypatch: pytest.Monke
     monkeypatch.setattr(restarts_module, "_JITTER", 0.25)
     dues: list[float] = []
     for chance in (0.0, 0.3, 1.0):
-        restarts = Restarts(itertools.repeat(chance).__next__)
+        restarts = RestartBackoff(itertools.repeat(chance).__next__)
         restarts.on_start_failed(100.0)
         dues.append(restarts.due_at)
     assert dues == pytest.approx([100.1, 100.0925, 100.075])

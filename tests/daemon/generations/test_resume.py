@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Spawn
+from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, Role, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
 from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import Traits
 from weightd.protocol.messages.findings import DeviceMemory
 
@@ -32,7 +32,7 @@ from .life import (
     W3,
     W4,
     W5,
-    Life,
+    GenerationHarness,
     abort,
     allow,
     attach,
@@ -41,14 +41,14 @@ from .life import (
 )
 
 PATIENCE_S = RECONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S
-KILLED, UNSEEN = End(-signal.SIGKILL), End(None, "it ended while no daemon was there")
+KILLED, UNSEEN = ExitCause(-signal.SIGKILL), ExitCause(None, "it ended while no daemon was there")
 
 
 def spawn(name: str) -> Action:
     return Spawn(name, Role.WORKER)
 
 
-def recorded(life: Life) -> list[str]:
+def recorded(life: GenerationHarness) -> list[str]:
     """Who is written down."""
     written = record_generation(life.generation, SEAL)
     return [each.name for each in written.children] if written is not None else []
@@ -57,11 +57,11 @@ def recorded(life: Life) -> list[str]:
 # --- what is written down -------------------------------------------------------------------------------------------
 
 
-UNFIT: dict[str, Callable[[Life], object]] = {
-    "pinning": Life.wanted,
-    "spawning": Life.spawned,
-    "building": Life.building,
-    "attaching": Life.attaching,
+UNFIT: dict[str, Callable[[GenerationHarness], object]] = {
+    "pinning": GenerationHarness.wanted,
+    "spawning": GenerationHarness.spawned,
+    "building": GenerationHarness.building,
+    "attaching": GenerationHarness.attaching,
     "draining": lambda life: life.serving().drain(),
     "failed": lambda life: life.serving().fails("why"),
     "invalid": lambda life: life.serving().generation.on_store_lost("truncated", life.now),
@@ -70,13 +70,13 @@ UNFIT: dict[str, Callable[[Life], object]] = {
 
 @pytest.mark.parametrize("how", UNFIT)
 def test_only_what_serves_can_be_gone_on_with(how: str) -> None:
-    life = Life()
+    life = GenerationHarness()
     UNFIT[how](life)
     assert record_generation(life.generation, SEAL) is None
 
 
 def test_what_serves_is_written_down() -> None:
-    life = Life().serving()
+    life = GenerationHarness().serving()
     written = record_generation(life.generation, SEAL)
     assert written is not None
     assert (written.number, written.source, written.device, written.is_sharing) == (7, 3, "ascend:0", True)
@@ -89,7 +89,7 @@ def test_what_serves_is_written_down() -> None:
 
 
 def test_workers_are_where_they_were_before_and_so_is_who_follows_them() -> None:
-    after = Life(1, devices=("cpu:0", "cpu:1")).serving().resumed()
+    after = GenerationHarness(1, devices=("cpu:0", "cpu:1")).serving().resumed()
     assert [child.device for child in after.generation.children.values()] == ["ascend:0", "cpu:0", "cpu:1"]
     after.back(W1, W2)
     after.exits(W2)
@@ -98,7 +98,7 @@ def test_workers_are_where_they_were_before_and_so_is_who_follows_them() -> None
 
 
 def test_neither_who_attaches_nor_who_leaves_is_written_down() -> None:
-    life = Life().attaching()
+    life = GenerationHarness().attaching()
     life.attached(W1)
     # The other one loads: nobody would know what becomes of it.
     assert recorded(life) == [HOLDER, W1]
@@ -109,14 +109,14 @@ def test_neither_who_attaches_nor_who_leaves_is_written_down() -> None:
 
 @pytest.mark.parametrize(("traits", "sharing"), [(CPU, True), (CARD, True), (CARD, False)])
 def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Traits, sharing: bool) -> None:
-    life = Life(1, traits, sharing=sharing).building()
+    life = GenerationHarness(1, traits, sharing=sharing).building()
     life.built(replace(BUILT, handle=""))
-    life.exits(HOLDER, end=End(0))
+    life.exits(HOLDER, end=ExitCause(0))
     life.attached(W1)
     written = record_generation(life.generation, SEAL)
     assert written is not None
     assert (written.is_sharing, [each.name for each in written.children]) == (sharing, [W1])
-    assert life.resumed().back(W1) == [Enlist(W1)]
+    assert life.resumed().back(W1) == [AddSlot(W1)]
     assert (life.generation.is_complete, life.generation.attach_control.can_trust_answers(lambda _: False)) == (True, True)
     assert life.replaced(W1, by=W2) == [attach(W2, "")]
 
@@ -125,40 +125,40 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Tr
 
 
 def test_workers_serve_once_they_are_back() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     generation = life.generation
     assert (generation.state, life.wanted(), generation.ready_workers) == (GenerationState.RESUMING, [], [])
     assert (generation.built, generation.sha256, generation.number) == (BUILT, SHA, 7)
     assert (generation.next_tick_at, generation.progress) == (life.now + PATIENCE_S, "attaching 0/2")
-    assert (life.back(W1), generation.state, generation.ready_workers) == ([Enlist(W1)], GenerationState.SERVING, [W1])
+    assert (life.back(W1), generation.state, generation.ready_workers) == ([AddSlot(W1)], GenerationState.SERVING, [W1])
     assert not generation.is_complete
-    assert life.back(W2) == [Enlist(W2), SETTLE]
+    assert life.back(W2) == [AddSlot(W2), SETTLE]
     assert (generation.is_complete, generation.has_all_workers, generation.next_tick_at, generation.deaths) == (True, True, FOREVER, 0)
     assert [each.shared_bytes for each in generation.children.values()] == [4096, 4000, 4000]
     assert life.after(1e6) == []
 
 
 def test_spares_are_spares_again() -> None:
-    life = Life(1, spares=1).serving().resumed()
-    assert life.back(W2, W1) == [Enlist(W2), SETTLE]
-    assert life.exits(W2)[0] == Enlist(W1)
+    life = GenerationHarness(1, spares=1).serving().resumed()
+    assert life.back(W2, W1) == [AddSlot(W2), SETTLE]
+    assert life.exits(W2)[0] == AddSlot(W1)
 
 
 def test_only_who_was_ready_before_is_back_and_only_once() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     assert life.back(HOLDER, worker(9), "stranger") == []
-    assert life.back(W1, W1) == [Enlist(W1)]
+    assert life.back(W1, W1) == [AddSlot(W1)]
     life.back(W2)
     life.exits(W2)
     assert life.back(W3) == []
     assert attach(W3) in life.hello(W3)
     assert life.back(W3) == []
     assert life.generation.ready_workers == [W1]
-    assert Life().attaching().back(W1) == []
+    assert GenerationHarness().attaching().back(W1) == []
 
 
 def test_who_never_comes_back_is_aborted_and_replaced() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     life.back(W1)
     assert life.after(PATIENCE_S - 0.1) == []
     assert life.after(0.1) == [abort(W2), spawn(W3)]
@@ -169,44 +169,44 @@ def test_who_never_comes_back_is_aborted_and_replaced() -> None:
 
 
 def test_who_ended_meanwhile_is_replaced_once_it_is_known_who_else_is_back() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     life.exits(W1, end=UNSEEN)
     life.after(1.0)
     assert life.names() == [W2, W3]
     assert life.hello(W3) == []
-    assert life.back(W2) == [Enlist(W2), attach(W3)]
+    assert life.back(W2) == [AddSlot(W2), attach(W3)]
 
 
 def test_that_many_are_not_back_is_no_reason_to_give_up() -> None:
-    life = Life(5).serving().resumed()
+    life = GenerationHarness(5).serving().resumed()
     life.back(W1)
     life.exits(W2, W3, end=UNSEEN)
     life.after(PATIENCE_S)
-    life.exits(W4, W5, end=End(-signal.SIGABRT))
+    life.exits(W4, W5, end=ExitCause(-signal.SIGABRT))
     life.after(0.1)
     assert life.names() == [W1, *map(worker, range(6, 10))]
 
 
 def test_if_all_have_ended_others_come() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     life.exits(W1, W2, end=UNSEEN)
     assert (life.names(), life.state) == ([W3, W4], GenerationState.RESUMING)
     assert "ended while no daemon was there" in life.cause
     life.hello(W4)
-    assert life.attached(W4) == [Enlist(W4)]
+    assert life.attached(W4) == [AddSlot(W4)]
     assert life.state is GenerationState.SERVING
 
 
 def test_those_that_come_instead_may_not_fail_for_ever() -> None:
-    life = Life(3).serving().resumed()
+    life = GenerationHarness(3).serving().resumed()
     life.exits(W1, W2, W3, end=UNSEEN)
-    life.exits(W4, W5, worker(6), end=End(1))
-    life.exits(*life.names(), end=End(1))
+    life.exits(W4, W5, worker(6), end=ExitCause(1))
+    life.exits(*life.names(), end=ExitCause(1))
     assert (life.state, life.cause) == (GenerationState.FAILED, f"{worker(6)}: exited with status 1")
 
 
 def test_it_can_be_handed_on_before_all_are_back() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     before = record_generation(life.generation, SEAL)
     assert recorded(life) == [HOLDER, W1, W2]
     life.back(W1)
@@ -218,16 +218,16 @@ def test_it_can_be_handed_on_before_all_are_back() -> None:
 
 
 def test_it_drains_and_stops_all_of_them() -> None:
-    life = Life().serving().resumed()
+    life = GenerationHarness().serving().resumed()
     life.back(W1)
-    assert life.drain() == [Dismiss(W1), stop(W1), stop(W2)]
+    assert life.drain() == [RemoveSlot(W1), stop(W1), stop(W2)]
 
 
 # --- what it knows --------------------------------------------------------------------------------------------------
 
 
 def test_names_are_not_used_again() -> None:
-    life = Life().serving()
+    life = GenerationHarness().serving()
     assert life.exits(W2) == [spawn(W3)]
     # The next one is not written down, and its name is not given to another.
     assert life.resumed().names() == [W1]
@@ -235,7 +235,7 @@ def test_names_are_not_used_again() -> None:
 
 
 def test_without_its_holder_nothing_counts_after_either() -> None:
-    life, lost_meanwhile = Life(2, CARD).serving(), Life(2, CARD).serving().resumed()
+    life, lost_meanwhile = GenerationHarness(2, CARD).serving(), GenerationHarness(2, CARD).serving().resumed()
     assert not life.generation.attach_control.can_trust_answers(lambda _: False)
     life.resumed().back(W1, W2)
     assert life.generation.attach_control.can_trust_answers(lambda name: name == HOLDER)
@@ -249,25 +249,25 @@ def test_without_its_holder_nothing_counts_after_either() -> None:
 
 @pytest.mark.parametrize("terms", [{"outlives_holder": True}, {"sharing": False}], ids=str)
 def test_a_holder_that_need_not_live_is_not_asked_for(terms: dict[str, bool]) -> None:
-    life = Life(2, CARD, **terms).attaching()
+    life = GenerationHarness(2, CARD, **terms).attaching()
     if "sharing" in terms:
-        life.exits(HOLDER, end=End(0))
+        life.exits(HOLDER, end=ExitCause(0))
     life.attached(W1, W2)
     assert life.resumed().generation.attach_control.can_trust_answers(lambda _: False)
 
 
 def test_what_has_lost_its_holder_stays_frozen() -> None:
-    life = Life(2, CARD, outlives_holder=True).serving()
+    life = GenerationHarness(2, CARD, outlives_holder=True).serving()
     life.exits(HOLDER, end=KILLED)
     assert recorded(life) == [W1, W2]
-    assert life.resumed().back(W1, W2) == [Enlist(W1), Enlist(W2)]
+    assert life.resumed().back(W1, W2) == [AddSlot(W1), AddSlot(W2)]
     assert (life.generation.attach_control.is_frozen, life.generation.should_be_replaced) == (True, True)
     assert life.generation.progress == "serving 2/2, frozen: the holder is lost"
     assert life.exits(W1) + life.after(1000.0) == []
 
 
 def test_where_nobody_can_attach_any_more_that_is_still_so() -> None:
-    life = Life(2, CARD).serving()
+    life = GenerationHarness(2, CARD).serving()
     assert life.replaced(W2, by=W3) == [allow(W3)]
     life.allowed("no such call")
     seen = life.resumed().back(W1)
@@ -276,7 +276,7 @@ def test_where_nobody_can_attach_any_more_that_is_still_so() -> None:
 
 
 def test_one_more_worker_of_a_card_has_to_be_let_in() -> None:
-    life = Life(2, CARD).serving()
+    life = GenerationHarness(2, CARD).serving()
     # What was asked when the daemon ended is forgotten.
     assert life.replaced(W2, by=W3) == [allow(W3)]
     life.resumed().back(W1)
@@ -284,7 +284,7 @@ def test_one_more_worker_of_a_card_has_to_be_let_in() -> None:
 
 
 def test_what_a_process_takes_of_a_card_is_known() -> None:
-    life = Life(2, CARD).building()
+    life = GenerationHarness(2, CARD).building()
     life.built(replace(BUILT, device=DeviceMemory(1000, 900)))
     for name, free in ((W1, 880), (W2, 870)):
         life.attached(name, attached=replace(ATTACHED, device=DeviceMemory(1000, free)))

@@ -15,8 +15,8 @@ from weightd.daemon.generations.states import (
     ATTACH_TRANSITIONS,
     CHILD_TRANSITIONS,
     GENERATION_TRANSITIONS,
-    AccessEvent,
-    AccessState,
+    AttachEvent,
+    AttachState,
     ChildEvent,
     ChildState,
     GenerationEvent,
@@ -34,7 +34,7 @@ TABLES = pytest.mark.parametrize(
     [
         pytest.param(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, GenerationEvent, states.ENDED, id="generation"),
         pytest.param(CHILD_TRANSITIONS, ChildState.SPAWNED, ChildEvent, {ChildState.GONE}, id="child"),
-        pytest.param(ATTACH_TRANSITIONS, AccessState.OPEN, AccessEvent, {AccessState.INVALID}, id="access"),
+        pytest.param(ATTACH_TRANSITIONS, AttachState.OPEN, AttachEvent, {AttachState.INVALID}, id="access"),
     ],
 )
 
@@ -97,7 +97,7 @@ def test_the_groups_are_what_the_tables_do() -> None:
     # Who is got rid of is treated worse and worse, and counts no more.
     assert before(CHILD_TRANSITIONS, ChildEvent.ABORT) == {*states.USABLE, ChildState.STOPPING}
     assert before(CHILD_TRANSITIONS, ChildEvent.KILL) == {*states.USABLE, ChildState.STOPPING, ChildState.ABORTED}
-    assert before(ATTACH_TRANSITIONS, AccessEvent.INVALIDATE) == set(AccessState) - {AccessState.INVALID}
+    assert before(ATTACH_TRANSITIONS, AttachEvent.INVALIDATE) == set(AttachState) - {AttachState.INVALID}
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def test_the_groups_are_what_the_tables_do() -> None:
         # Nobody attaches to what is not built; a broker has nothing to build.
         (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.BUILDING}, {ChildState.JOINED}),
         # Whether another one is let in is the holder's to say.
-        (ATTACH_TRANSITIONS, AccessState.OPEN, {AccessState.ALLOW_PENDING}, {AccessState.CLOSED}),
+        (ATTACH_TRANSITIONS, AttachState.OPEN, {AttachState.ALLOW_PENDING}, {AttachState.CLOSED}),
         # And there is no way back at all.
         (GENERATION_TRANSITIONS, GenerationState.SERVING, NOBODY, states.LOADING),
         (GENERATION_TRANSITIONS, GenerationState.DRAINING, NOBODY, states.ACTIVE),
         (CHILD_TRANSITIONS, ChildState.HOLDING, NOBODY, {ChildState.READY, ChildState.ADMITTED, ChildState.BUILDING}),
         (CHILD_TRANSITIONS, ChildState.STOPPING, NOBODY, states.USABLE),
         (CHILD_TRANSITIONS, ChildState.KILLED, NOBODY, {ChildState.STOPPING, ChildState.ABORTED}),
-        (ATTACH_TRANSITIONS, AccessState.FORK_ONLY, NOBODY, {AccessState.OPEN, AccessState.LISTED, AccessState.FROZEN}),
-        (ATTACH_TRANSITIONS, AccessState.CLOSED, NOBODY, {AccessState.OPEN, AccessState.FORK_ONLY, AccessState.LISTED}),
-        (ATTACH_TRANSITIONS, AccessState.FROZEN, NOBODY, {AccessState.OPEN, AccessState.LISTED, AccessState.CLOSED}),
+        (ATTACH_TRANSITIONS, AttachState.FORK_ONLY, NOBODY, {AttachState.OPEN, AttachState.LISTED, AttachState.FROZEN}),
+        (ATTACH_TRANSITIONS, AttachState.CLOSED, NOBODY, {AttachState.OPEN, AttachState.FORK_ONLY, AttachState.LISTED}),
+        (ATTACH_TRANSITIONS, AttachState.FROZEN, NOBODY, {AttachState.OPEN, AttachState.LISTED, AttachState.CLOSED}),
     ],
     ids=lambda each: each.name if isinstance(each, enum.Enum) else "",
 )
@@ -133,7 +133,7 @@ def test_there_is_no_way_round_and_none_back(
 
 
 def test_what_is_written_down_of_who_may_attach_is_what_can_still_be_so_for_the_next_daemon() -> None:
-    assert {AccessState(each) for each in PERSISTED_STATES} == set(AccessState) - {AccessState.ALLOW_PENDING, AccessState.INVALID}
+    assert {AttachState(each) for each in PERSISTED_STATES} == set(AttachState) - {AttachState.ALLOW_PENDING, AttachState.INVALID}
 
 
 def test_people_are_not_told_of_states_that_are_ours() -> None:

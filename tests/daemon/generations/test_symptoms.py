@@ -8,7 +8,7 @@ import pytest
 
 from weightd.daemon.generations import symptoms
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.host.ends import By, End
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
 
 
 @pytest.mark.parametrize(
@@ -25,43 +25,43 @@ from weightd.daemon.host.ends import By, End
 )
 def test_what_a_library_says_because_of_another_process(words: str, *, is_symptom: bool) -> None:
     assert symptoms.is_peer_failure_text(words) is is_symptom
-    assert symptoms.is_peer_failure_exit(Role.RANK, End(1, words), has_connected=True) is is_symptom
+    assert symptoms.is_peer_failure_exit(Role.RANK, ExitCause(1, words), has_connected=True) is is_symptom
 
 
 @pytest.mark.parametrize(
     ("role", "end", "have_met", "is_symptom"),
     [
-        (Role.RANK, End(143), True, True),
-        (Role.RANK, End(-signal.SIGTERM), False, True),
-        (Role.RANK, End(1), True, False),
-        (Role.RANK, End(-signal.SIGKILL), True, False),
-        (Role.RANK, End(None, "no such file"), False, False),
-        (Role.BROKER, End(1), True, True),
-        (Role.BROKER, End(0), True, True),
-        (Role.BROKER, End(3), True, False),
+        (Role.RANK, ExitCause(143), True, True),
+        (Role.RANK, ExitCause(-signal.SIGTERM), False, True),
+        (Role.RANK, ExitCause(1), True, False),
+        (Role.RANK, ExitCause(-signal.SIGKILL), True, False),
+        (Role.RANK, ExitCause(None, "no such file"), False, False),
+        (Role.BROKER, ExitCause(1), True, True),
+        (Role.BROKER, ExitCause(0), True, True),
+        (Role.BROKER, ExitCause(3), True, False),
         # Its port is taken.
-        (Role.BROKER, End(1), False, False),
-        (Role.BROKER, End(-signal.SIGKILL), True, False),
-        (Role.BROKER, End(143), True, False),
+        (Role.BROKER, ExitCause(1), False, False),
+        (Role.BROKER, ExitCause(-signal.SIGKILL), True, False),
+        (Role.BROKER, ExitCause(143), True, False),
     ],
 )
-def test_how_a_process_ends_because_of_another_one(role: Role, end: End, *, have_met: bool, is_symptom: bool) -> None:
+def test_how_a_process_ends_because_of_another_one(role: Role, end: ExitCause, *, have_met: bool, is_symptom: bool) -> None:
     assert symptoms.is_peer_failure_exit(role, end, has_connected=have_met) is is_symptom
 
 
 @pytest.mark.parametrize(
     ("end", "is_own"),
     [
-        (End(-signal.SIGKILL, initiator=By.DAEMON), False),
-        (End(-signal.SIGKILL, initiator=By.KERNEL), True),
-        (End(-signal.SIGKILL), True),
+        (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), False),
+        (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL), True),
+        (ExitCause(-signal.SIGKILL), True),
         # The daemon has sent it a signal, but no such one.
-        (End(-signal.SIGSEGV, initiator=By.DAEMON), True),
-        (End(1), True),
-        (End(0), True),
-        (End(None, initiator=By.SHIM), False),
-        (End(None), False),
+        (ExitCause(-signal.SIGSEGV, initiator=ExitInitiator.DAEMON), True),
+        (ExitCause(1), True),
+        (ExitCause(0), True),
+        (ExitCause(None, initiator=ExitInitiator.SHIM), False),
+        (ExitCause(None), False),
     ],
 )
-def test_who_had_ended_before_it_was_killed(end: End, *, is_own: bool) -> None:
+def test_who_had_ended_before_it_was_killed(end: ExitCause, *, is_own: bool) -> None:
     assert symptoms.is_independent_exit(end) is is_own

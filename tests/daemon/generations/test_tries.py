@@ -9,19 +9,19 @@ import pytest
 
 from weightd.daemon.generations.actions import Action, Role, Send, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
-from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.progress import Outlook
+from weightd.daemon.generations.plan import SelfTestSpec
+from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
-from weightd.daemon.host.ends import By, End
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Build, Probe, Probing
+from weightd.protocol.messages.children import Build, ContinueSelfTest, TryingSelfTest
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 
-from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, Life, abort, pid
+from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, GenerationHarness, abort, pid
 
-SEGV, KILLED = End(-signal.SIGSEGV), End(-signal.SIGKILL)
-UNKNOWN = Canary()
+SEGV, KILLED = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
+UNKNOWN = SelfTestSpec()
 
 
 def x(size: int) -> SelfTestCase:
@@ -32,10 +32,10 @@ def holder(name: str) -> Action:
     return Spawn(name, Role.HOLDER)
 
 
-class Search(Life):
+class Search(GenerationHarness):
     """A generation with one worker, up to where its holder builds."""
 
-    def __init__(self, canary: Canary = UNKNOWN, *, on_card: bool = False, known: Canary | None = None) -> None:
+    def __init__(self, canary: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None) -> None:
         super().__init__(1, CARD if on_card else CPU, canary=canary)
         self.pinned(known)
         self.hello(W1)
@@ -47,8 +47,8 @@ class Search(Life):
         return order
 
     def try_(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
-        self.generation.on_trying_selftest(holder, Probing(cases, unfit))
-        assert self.wanted() == ([Send(holder, Probe())] if cases else [])
+        self.generation.on_trying_selftest(holder, TryingSelfTest(cases, unfit))
+        assert self.wanted() == ([Send(holder, ContinueSelfTest())] if cases else [])
 
 
 @pytest.mark.parametrize("on_card", [False, True])
@@ -59,12 +59,12 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     search.try_(x(1))
     search.try_(x(2), unfit=(x(1),))
     assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
-    assert (generation.state, generation.deaths, generation.retry_hint) == (GenerationState.GATHERING, 0, Outlook.SAME_FAILURE)
+    assert (generation.state, generation.deaths, generation.retry_hint) == (GenerationState.GATHERING, 0, RetryHint.SAME_FAILURE)
     assert search.begin(HOLDER2) == Build((pid(W1),), unfit_cases=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, canary_cases=(x(32),)), HOLDER2)
     assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
-    assert generation.selftest_search.spec == Canary(cases=(x(32),), failed_cases=(x(1), x(2)))
+    assert generation.selftest_search.spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)))
 
 
 def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
@@ -84,25 +84,25 @@ def test_a_death_out_of_a_try_is_what_it_was(tries: list[SelfTestCases]) -> None
         search.try_(*cases)
     search.exits(HOLDER, end=SEGV)
     assert (search.state, search.generation.deaths) == (GenerationState.FAILED, 1)
-    assert search.generation.retry_hint is Outlook.MAY_SUCCEED
+    assert search.generation.retry_hint is RetryHint.MAY_SUCCEED
 
 
-@pytest.mark.parametrize("canary", [UNKNOWN, Canary(should_search=False, cases=(x(7),))])
-def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(canary: Canary) -> None:
+@pytest.mark.parametrize("canary", [UNKNOWN, SelfTestSpec(should_search=False, cases=(x(7),))])
+def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(canary: SelfTestSpec) -> None:
     search = Search(canary)
     order = search.begin()
     search.try_(x(7))
     assert search.exits(HOLDER, end=KILLED) == [holder(HOLDER2)]
     assert search.begin(HOLDER2) == order
     search.try_(x(7), holder=HOLDER2)
-    again = search.exits(HOLDER2, end=End(-signal.SIGKILL, initiator=By.KERNEL))
+    again = search.exits(HOLDER2, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL))
     assert search.generation.deaths == 2
     if canary.should_search:
         assert again == [holder(HOLDER3)]
         assert search.begin(HOLDER3).unfit_cases == (x(7),)
     else:
         # The deployment waits, and loads it anew.
-        assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, Outlook.MAY_SUCCEED)
+        assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.MAY_SUCCEED)
 
 
 def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
@@ -136,25 +136,25 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
     assert abort(HOLDER) in search.after(LOAD_TIMEOUT_S)
     assert search.generation.deaths == 0
     search.now += ABORT_TIMEOUT_S
-    assert holder(HOLDER2) in search.exits(HOLDER, end=End(-signal.SIGABRT))
+    assert holder(HOLDER2) in search.exits(HOLDER, end=ExitCause(-signal.SIGABRT))
     order = search.begin(HOLDER2)
     assert (order.search_selftest, order.unfit_cases) == (False, (x(1),))
 
 
-@pytest.mark.parametrize("end", [SEGV, End(3)])
-def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: End) -> None:
-    search = Search(Canary(should_search=False, cases=(x(7),)))
+@pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
+def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: ExitCause) -> None:
+    search = Search(SelfTestSpec(should_search=False, cases=(x(7),)))
     order = search.begin()
     assert (order.search_selftest, order.selftest_cases) == (False, (x(7),))
     search.try_(x(7))
     search.exits(HOLDER, end=end)
-    assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, Outlook.SAME_FAILURE)
+    assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.SAME_FAILURE)
     assert search.cause == f"{HOLDER}: {end}; it ran the configured canary, x [1, 7]"
 
 
-@pytest.mark.parametrize("end", [SEGV, End(3)])
-def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: End) -> None:
-    search = Search(Canary(should_search=False, cases=(x(7),)))
+@pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
+def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: ExitCause) -> None:
+    search = Search(SelfTestSpec(should_search=False, cases=(x(7),)))
     search.begin()
     for cases in [(x(7),), (), (x(4),)]:
         search.try_(*cases)
@@ -167,7 +167,7 @@ def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: E
 
 
 def test_what_an_earlier_generation_has_found_comes_first() -> None:
-    known = Canary(cases=(x(48), x(96)), failed_cases=(x(1),))
+    known = SelfTestSpec(cases=(x(48), x(96)), failed_cases=(x(1),))
     search = Search(known=known)
     order = search.begin()
     assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (True, known.cases, known.failed_cases)
@@ -179,5 +179,5 @@ def test_what_an_earlier_generation_has_found_comes_first() -> None:
 def test_nobody_else_probes() -> None:
     search = Search()
     for name in (W1, HOLDER, "stranger"):
-        search.generation.on_trying_selftest(name, Probing((x(1),), ()))
+        search.generation.on_trying_selftest(name, TryingSelfTest((x(1),), ()))
     assert search.wanted() == []

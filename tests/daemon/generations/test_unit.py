@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Spawn
+from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, TakeSnapshot, Role, Spawn
 from weightd.daemon.generations.life import STOP_TIMEOUT_S
-from weightd.daemon.generations.plan import CONCAT, Rows, Terms
-from weightd.daemon.generations.progress import Outlook
+from weightd.daemon.generations.plan import CONCAT, RowTestSpec, GenerationSpec
+from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.generations.unit import Unit
-from weightd.daemon.host.ends import By, End
+from weightd.daemon.generations.unit import RankGroup
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Rows as Found
-from weightd.protocol.messages.ranks import Entered, Member, Proof, Slice, Warm, Warmed
+from weightd.protocol.messages.findings import RowSupport as Found
+from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestResult, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.version import VERSION
 
 from .group import (
@@ -38,7 +38,7 @@ from .group import (
     STOP,
     WARM,
     WARMED,
-    Group,
+    RankGroupHarness,
     X,
     Y,
     digest,
@@ -51,12 +51,12 @@ FOREVER = float("inf")
 
 def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    group = Group()
+    group = RankGroupHarness()
     unit, states = group.unit, GenerationState
     warm_timeout = CONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S
     spawned: list[Action] = [Spawn(BROKER, Role.BROKER), Spawn(R0, Role.RANK), Spawn(R1, Role.RANK)]
     steps: list[tuple[Callable[[], list[Action]], list[Action], GenerationState, str, float]] = [
-        (group.wanted, [Pin()], states.SNAPSHOTTING, "pinning", FOREVER),
+        (group.wanted, [TakeSnapshot()], states.SNAPSHOTTING, "pinning", FOREVER),
         (group.pinned, spawned, states.SPAWNING, "spawned, 0/3 processes up", LOAD_TIMEOUT_S),
         (lambda: group.hello(R1), [], states.GATHERING, "spawned, 1/3 processes up", LOAD_TIMEOUT_S),
         (lambda: group.hello(R0), [], states.GATHERING, "spawned, 2/3 processes up", LOAD_TIMEOUT_S),
@@ -70,12 +70,12 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
         (lambda: group.entered(R1), [], states.BUILDING, "loading, 1/2 ranks have entered", LOAD_TIMEOUT_S),
         (lambda: group.entered(R0), sends(WARM, R0, R1), states.ATTACHING, "attaching 0/2", warm_timeout),
         (lambda: group.warmed(R0), [], states.ATTACHING, "attaching 1/2", warm_timeout),
-        (lambda: group.warmed(R1), [Enlist(SEAT)], states.SERVING, "serving", FOREVER),
+        (lambda: group.warmed(R1), [AddSlot(SEAT)], states.SERVING, "serving", FOREVER),
         (lambda: group.after(1e6), [], states.SERVING, "serving", FOREVER),
-        (group.drain, [Dismiss(SEAT), *sends(STOP, R0, R1)], states.DRAINING, "draining", STOP_TIMEOUT_S),
-        (lambda: group.exits(R1, end=End(0)), [], states.DRAINING, "draining", STOP_TIMEOUT_S),
-        (lambda: group.exits(R0, end=End(0)), sends(STOP, BROKER), states.DRAINING, "draining", STOP_TIMEOUT_S),
-        (lambda: group.exits(BROKER, end=End(0)), [], states.GONE, "gone", FOREVER),
+        (group.drain, [RemoveSlot(SEAT), *sends(STOP, R0, R1)], states.DRAINING, "draining", STOP_TIMEOUT_S),
+        (lambda: group.exits(R1, end=ExitCause(0)), [], states.DRAINING, "draining", STOP_TIMEOUT_S),
+        (lambda: group.exits(R0, end=ExitCause(0)), sends(STOP, BROKER), states.DRAINING, "draining", STOP_TIMEOUT_S),
+        (lambda: group.exits(BROKER, end=ExitCause(0)), [], states.GONE, "gone", FOREVER),
     ]
     for event, wanted, state, progress, wait in steps:
         assert not unit.is_ended
@@ -88,9 +88,9 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_it_has_built_is_what_its_ranks_say() -> None:
-    group = Group(3, reply=1, rows=Rows(8, (4, 8))).loading()
+    group = RankGroupHarness(3, reply=1, rows=RowTestSpec(8, (4, 8))).loading()
     other = replace(X, name="other")
-    assert group.entered(R0, R1, R2, entered=Entered((X, other), (Y,))) == sends(Warm(8, (4, 8)), R0, R1, R2)
+    assert group.entered(R0, R1, R2, entered=JoinedGroup((X, other), (Y,))) == sends(RunSelfTest(8, (4, 8)), R0, R1, R2)
     built = group.unit.built
     # Whether it is a drop-in is known before it serves; whether it computes rightly is not.
     assert built is not None
@@ -101,7 +101,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
         "none: the ranks have not run it yet",
     )
     found = Found(("x",), ("y",), False, "one by one")
-    group.warmed(R0, R2, warmed=Warmed("", ()))
+    group.warmed(R0, R2, warmed=SelfTestDone("", ()))
     group.warmed(R1, warmed=replace(WARMED, rows=found))
     built = group.unit.built
     assert built is not None
@@ -111,10 +111,10 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
 
 
 def test_where_each_has_a_share_a_client_gets_as_many_rows_as_all_have() -> None:
-    group = Group(3, reply=CONCAT).loading()
+    group = RankGroupHarness(3, reply=CONCAT).loading()
     free, scalar = TensorSignature("free", "FP32", (-1, 3)), TensorSignature("scalar", "FP32", ())
     anything = TensorSignature("anything", "FP32", None)
-    group.entered(R0, R1, R2, entered=Entered((X,), (Y, free, scalar, anything)))
+    group.entered(R0, R1, R2, entered=JoinedGroup((X,), (Y, free, scalar, anything)))
     group.warmed(R0, R1, R2)
     built = group.unit.built
     assert built is not None
@@ -122,26 +122,26 @@ def test_where_each_has_a_share_a_client_gets_as_many_rows_as_all_have() -> None
 
 
 def test_without_a_broker_there_is_none() -> None:
-    group = Group(has_broker=False)
+    group = RankGroupHarness(has_broker=False)
     group.wanted()
     assert group.pinned() == [Spawn(R0, Role.RANK), Spawn(R1, Role.RANK)]
     assert [each.device for each in group.unit.children.values()] == ["ascend:0", "ascend:1"]
     assert group.hello(R0) == []
     assert group.hello(R1) == sends(ENTER, R0, R1)
     group.entered(R0, R1)
-    assert group.warmed(R0, R1) == [Enlist(SEAT)]
-    assert group.drain() == [Dismiss(SEAT), *sends(STOP, R0, R1)]
-    group.exits(R0, R1, end=End(0))
+    assert group.warmed(R0, R1) == [AddSlot(SEAT)]
+    assert group.drain() == [RemoveSlot(SEAT), *sends(STOP, R0, R1)]
+    group.exits(R0, R1, end=ExitCause(0))
     assert group.unit.is_ended
 
 
 def test_terms_of_workers_make_no_unit() -> None:
     with pytest.raises(ValueError, match="expected terms of ranks"):
-        Unit("m.7", Terms(1, 10.0))
+        RankGroup("m.7", GenerationSpec(1, 10.0))
 
 
 def test_it_is_pinned_once() -> None:
-    group = Group().spawned()
+    group = RankGroupHarness().spawned()
     assert group.pinned() == []
 
 
@@ -152,14 +152,14 @@ HELLOS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no version": (BROKER, {"versions": {}}, f"has weightd unknown, the daemon is {VERSION}"),
     "another slice": (R1, {"sha256": digest(0)}, "a model of sha256 000000000000, pinned is 111111111111"),
     "no rank": (R1, {"slice": None}, "expected rank 1 of a model that is cut, got a process that names none"),
-    "another rank": (R1, {"slice": Slice(0, (X,), (Y,))}, "expected rank 1, got rank 0"),
+    "another rank": (R1, {"slice": RankSlice(0, (X,), (Y,))}, "expected rank 1, got rank 0"),
 }
 
 
 @pytest.mark.parametrize("why", HELLOS)
 def test_who_is_not_what_was_started_ends_all(why: str) -> None:
     name, fields, words = HELLOS[why]
-    group = Group().spawned()
+    group = RankGroupHarness().spawned()
     group.hello(R0)
     assert group.hello(name, **fields) == kills(BROKER, R0, R1)
     assert group.state is GenerationState.FAILED
@@ -179,18 +179,18 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {
 def test_ranks_that_say_different_things_of_the_model_are_not_of_one(what: str) -> None:
     inputs, outputs, words = OTHERS[what]
     expected = f"{R1} and {R0} are not ranks of one model: {words}"
-    by_file, by_engine = Group().spawned(), Group().loading()
+    by_file, by_engine = RankGroupHarness().spawned(), RankGroupHarness().loading()
     by_file.hello(BROKER, R0)
-    assert by_file.hello(R1, slice=Slice(1, inputs, outputs)) == kills(BROKER, R0, R1)
+    assert by_file.hello(R1, slice=RankSlice(1, inputs, outputs)) == kills(BROKER, R0, R1)
     by_engine.entered(R0)
-    assert by_engine.entered(R1, entered=Entered(inputs, outputs)) == kills(BROKER, R0, R1)
+    assert by_engine.entered(R1, entered=JoinedGroup(inputs, outputs)) == kills(BROKER, R0, R1)
     for group in (by_file, by_engine):
         assert (group.state, group.cause) == (GenerationState.FAILED, expected)
 
 
 @pytest.mark.parametrize(("reply", "silent"), [(1, R1), (CONCAT, R0), (CONCAT, R1)])
 def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int, silent: str) -> None:
-    group = Group(reply=reply).warming()
+    group = RankGroupHarness(reply=reply).warming()
     for name in (R0, R1):
         group.warmed(name, warmed=replace(WARMED, canary="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
@@ -200,16 +200,16 @@ def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int
 
 # --- one is lost ----------------------------------------------------------------------------------------------------
 
-LOADS: dict[str, Callable[[Group], Group]] = {
-    "spawned": Group.spawned,
-    "loading": Group.loading,
-    "warming": Group.warming,
-    "serving": Group.serving,
+LOADS: dict[str, Callable[[RankGroupHarness], RankGroupHarness]] = {
+    "spawned": RankGroupHarness.spawned,
+    "loading": RankGroupHarness.loading,
+    "warming": RankGroupHarness.warming,
+    "serving": RankGroupHarness.serving,
     "resumed": lambda group: group.serving().resumed(),
 }
-LOSSES: dict[str, tuple[Callable[[Group, str], list[Action]], str]] = {
+LOSSES: dict[str, tuple[Callable[[RankGroupHarness, str], list[Action]], str]] = {
     "exit": (lambda group, name: group.exits(name), "exited with status 3"),
-    "death": (lambda group, name: group.exits(name, end=End(-signal.SIGSEGV)), "killed by SIGSEGV"),
+    "death": (lambda group, name: group.exits(name, end=ExitCause(-signal.SIGSEGV)), "killed by SIGSEGV"),
     "broken": (lambda group, name: group.broken(name, "step: expected 8, got 9"), "step: expected 8, got 9"),
     "hang": (lambda group, name: group.hangs(name), "silence"),
     "leaving": (lambda group, name: group.leaves(name, "no kernel"), "a predict failed: no kernel"),
@@ -221,12 +221,12 @@ LOSSES: dict[str, tuple[Callable[[Group, str], list[Action]], str]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("when", LOADS)
 def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: str) -> None:
-    group = LOADS[when](Group())
+    group = LOADS[when](RankGroupHarness())
     group.wanted()
     lose, why = LOSSES[loss]
     gone = loss in ("exit", "death")
     others = [each for each in (BROKER, R0, R1) if not (gone and each == name)]
-    dismissed: list[Action] = [Dismiss(SEAT)] if when == "serving" else []
+    dismissed: list[Action] = [RemoveSlot(SEAT)] if when == "serving" else []
     assert lose(group, name) == [*dismissed, *kills(*others)]
     assert (group.state, group.cause, group.unit.deaths) == (GenerationState.FAILED, f"{name}: {why}", 1)
     assert (group.unit.slots, group.unit.attach_control.is_valid) == ({}, False)
@@ -234,11 +234,11 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
     assert group.hello(R0, R1) + group.entered(R0, R1) + group.warmed(R0, R1) + group.back(R0, R1) == []
     assert group.broken(R0, "late") + group.leaves(R1) + group.hangs(R0) + group.drain() + group.after(1e6) == []
     assert not group.unit.is_ended
-    assert group.exits(*others, end=End(-signal.SIGKILL, initiator=By.DAEMON)) == []
+    assert group.exits(*others, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)) == []
     assert (group.unit.is_ended, group.cause, group.unit.deaths) == (True, f"{name}: {why}", 1)
 
 
-SAYS: dict[str, Callable[[Group, str], list[Action]]] = {
+SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
     "hello": lambda group, name: group.hello(name),
     "entered": lambda group, name: group.entered(name),
     "warmed": lambda group, name: group.warmed(name),
@@ -251,14 +251,14 @@ SAYS: dict[str, Callable[[Group, str], list[Action]]] = {
 def test_who_speaks_out_of_turn_does_not_know_where_it_is(when: str, what: str) -> None:
     if (when, what) in {("spawned", "hello"), ("loading", "entered"), ("warming", "warmed"), ("resumed", "back")}:
         return
-    group = LOADS[when](Group())
+    group = LOADS[when](RankGroupHarness())
     group.wanted()
     assert kills(BROKER, R0, R1) == [each for each in SAYS[what](group, R1) if isinstance(each, Kill)]
     assert group.cause == f"{R1}: it said {what}, which nobody has asked it for"
 
 
 def test_strangers_are_not_heard() -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     group.wanted()
     nobody = "m.7.rank9"
     assert group.strays(nobody, "attached") + group.hangs(nobody) + group.leaves(nobody) + group.exits(nobody) == []
@@ -277,15 +277,15 @@ SLOW: dict[str, tuple[float, str]] = {
 @pytest.mark.parametrize("when", SLOW)
 def test_whoever_takes_too_long_ends_all(when: str) -> None:
     patience, cause = SLOW[when]
-    group = LOADS[when](Group())
+    group = LOADS[when](RankGroupHarness())
     group.wanted()
     assert group.after(patience - 0.1) == []
     assert group.after(0.1) == kills(BROKER, R0, R1)
-    assert (group.cause, group.unit.retry_hint, group.unit.deaths) == (cause, Outlook.SAME_FAILURE, 1)
+    assert (group.cause, group.unit.retry_hint, group.unit.deaths) == (cause, RetryHint.SAME_FAILURE, 1)
 
 
 def test_ranks_have_as_long_to_find_each_other_as_the_library_gives_them() -> None:
-    group = Group()
+    group = RankGroupHarness()
     group.unit.spec = replace(group.terms, load_timeout=1.0)
     group.loading()
     assert group.after(CONNECT_TIMEOUT_S - 0.1) == []
@@ -294,89 +294,89 @@ def test_ranks_have_as_long_to_find_each_other_as_the_library_gives_them() -> No
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_what_the_daemon_gives_up_ends_at_once(given_up: bool) -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     group.wanted()
     if given_up:
         group.unit.give_up("not wanted", group.now)
     else:
         group.unit.fail("no drop-in", group.now)
-    assert group.wanted() == [Dismiss(SEAT), *kills(BROKER, R0, R1)]
+    assert group.wanted() == [RemoveSlot(SEAT), *kills(BROKER, R0, R1)]
     assert (group.state, group.unit.deaths) == (GenerationState.FAILED, 0)
     assert group.cause == ("not wanted: " if given_up else "no drop-in")
 
 
 # --- the first cause ------------------------------------------------------------------------------------------------
 
-OUR_KILL = End(-signal.SIGKILL, initiator=By.DAEMON)
+OUR_KILL = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
 
 
 def test_who_had_ended_by_itself_is_the_cause_of_what_was_noticed_first(caplog: pytest.LogCaptureFixture) -> None:
-    group = Group(3).serving()
+    group = RankGroupHarness(3).serving()
     group.broken(R0, "Launch kernel failed")
     assert group.cause == f"{R0}: Launch kernel failed"
-    group.exits(R0, end=End(1, "Launch kernel failed"))
+    group.exits(R0, end=ExitCause(1, "Launch kernel failed"))
     assert group.cause == f"{R0}: Launch kernel failed; its log ends: Launch kernel failed"
-    group.exits(R1, end=End(-signal.SIGSEGV, "a bad address", By.DAEMON))
+    group.exits(R1, end=ExitCause(-signal.SIGSEGV, "a bad address", ExitInitiator.DAEMON))
     assert group.cause == f"{R1}: killed by SIGSEGV: a bad address"
     assert f"the first that was lost is {R1}" in caplog.text
     # Only one can be the first.
-    group.exits(R2, end=End(9))
-    group.exits(BROKER, end=End(2))
+    group.exits(R2, end=ExitCause(9))
+    group.exits(BROKER, end=ExitCause(2))
     assert group.cause.startswith(R1)
     assert group.unit.deaths == 1
 
 
 def test_what_follows_from_a_loss_is_not_its_cause() -> None:
-    group = Group(3).serving()
-    group.exits(R0, end=End(143))
-    group.exits(R1, end=End(-signal.SIGTERM, initiator=By.DAEMON))
+    group = RankGroupHarness(3).serving()
+    group.exits(R0, end=ExitCause(143))
+    group.exits(R1, end=ExitCause(-signal.SIGTERM, initiator=ExitInitiator.DAEMON))
     group.exits(R2, end=OUR_KILL)
-    group.exits(BROKER, end=End(1))
+    group.exits(BROKER, end=ExitCause(1))
     assert (group.unit.is_ended, group.cause) == (True, f"{R0}: exited with status 143")
 
 
 def test_a_cause_of_its_own_is_not_put_in_doubt() -> None:
-    group = Group().serving()
-    group.exits(R0, end=End(-signal.SIGSEGV))
-    group.exits(R1, end=End(3))
+    group = RankGroupHarness().serving()
+    group.exits(R0, end=ExitCause(-signal.SIGSEGV))
+    group.exits(R1, end=ExitCause(3))
     assert group.cause == f"{R0}: killed by SIGSEGV"
 
 
 def test_the_last_words_of_the_cause_are_told_when_it_has_ended() -> None:
-    group = Group().loading()
+    group = RankGroupHarness().loading()
     group.broken(R1, "no such file")
-    group.exits(R0, end=End(-signal.SIGKILL, "of no interest", By.DAEMON))
+    group.exits(R0, end=ExitCause(-signal.SIGKILL, "of no interest", ExitInitiator.DAEMON))
     group.exits(R1, end=OUR_KILL)
     assert group.cause == f"{R1}: no such file"
-    another = Group().loading()
+    another = RankGroupHarness().loading()
     another.broken(R1, "no such file")
-    another.exits(R1, end=End(1, "Traceback"))
+    another.exits(R1, end=ExitCause(1, "Traceback"))
     assert another.cause == f"{R1}: no such file; its log ends: Traceback"
 
 
 EI = "EI0006: wait socket establish timeout"
-OUTLOOKS: dict[str, tuple[Callable[[Group], object], Outlook]] = {
-    "broken": (lambda group: group.broken(R0, "no such file"), Outlook.SAME_FAILURE),
-    "no room": (lambda group: group.broken(R0, "no memory", no_room=True), Outlook.WAIT_FOR_MEMORY),
-    "port": (lambda group: group.exits(BROKER, end=End(1)), Outlook.WAIT_FOR_MEMORY),
-    "killed": (lambda group: group.exits(R0, end=End(-signal.SIGKILL)), Outlook.MAY_SUCCEED),
-    "status": (lambda group: group.exits(R0, end=End(3)), Outlook.SAME_FAILURE),
-    "symptom": (lambda group: group.broken(R0, EI), Outlook.MAY_SUCCEED),
+OUTLOOKS: dict[str, tuple[Callable[[RankGroupHarness], object], RetryHint]] = {
+    "broken": (lambda group: group.broken(R0, "no such file"), RetryHint.SAME_FAILURE),
+    "no room": (lambda group: group.broken(R0, "no memory", no_room=True), RetryHint.WAIT_FOR_MEMORY),
+    "port": (lambda group: group.exits(BROKER, end=ExitCause(1)), RetryHint.WAIT_FOR_MEMORY),
+    "killed": (lambda group: group.exits(R0, end=ExitCause(-signal.SIGKILL)), RetryHint.MAY_SUCCEED),
+    "status": (lambda group: group.exits(R0, end=ExitCause(3)), RetryHint.SAME_FAILURE),
+    "symptom": (lambda group: group.broken(R0, EI), RetryHint.MAY_SUCCEED),
 }
 
 
 @pytest.mark.parametrize("how", OUTLOOKS)
 def test_what_the_next_one_may_expect(how: str) -> None:
     happens, outlook = OUTLOOKS[how]
-    group = Group().loading()
+    group = RankGroupHarness().loading()
     happens(group)
     assert group.unit.retry_hint is outlook
 
 
 def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
-    for group, status in ((Group().spawned(), 1), (Group().warming(), 5), (Group().loading(), 69)):
-        group.exits(BROKER, end=End(status))
-        assert group.unit.retry_hint is Outlook.SAME_FAILURE
+    for group, status in ((RankGroupHarness().spawned(), 1), (RankGroupHarness().warming(), 5), (RankGroupHarness().loading(), 69)):
+        group.exits(BROKER, end=ExitCause(status))
+        assert group.unit.retry_hint is RetryHint.SAME_FAILURE
 
 
 # --- how it leaves --------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
 
 @pytest.mark.parametrize("when", ["spawned", "loading", "warming", "resumed"])
 def test_who_loads_has_nothing_to_finish(when: str) -> None:
-    group = LOADS[when](Group())
+    group = LOADS[when](RankGroupHarness())
     group.wanted()
     assert group.drain() == kills(BROKER, R0, R1)
     group.exits(BROKER, R0, R1, end=OUR_KILL)
@@ -392,24 +392,24 @@ def test_who_loads_has_nothing_to_finish(when: str) -> None:
 
 
 def test_before_it_is_pinned_nothing_is_there() -> None:
-    group = Group()
+    group = RankGroupHarness()
     group.drain()
     assert (group.state, group.unit.is_ended) == (GenerationState.GONE, True)
 
 
-LEFT: dict[str, Callable[[Group], list[Action]]] = {
-    "crash": lambda group: group.exits(R0, end=End(-signal.SIGSEGV)),
+LEFT: dict[str, Callable[[RankGroupHarness], list[Action]]] = {
+    "crash": lambda group: group.exits(R0, end=ExitCause(-signal.SIGSEGV)),
     "broken": lambda group: group.broken(R0, "gap"),
     "leaving": lambda group: group.leaves(R0),
     "hang": lambda group: group.hangs(R0),
     "time": lambda group: group.after(STOP_TIMEOUT_S + 5.0),
-    "broker": lambda group: group.exits(BROKER, end=End(1)),
+    "broker": lambda group: group.exits(BROKER, end=ExitCause(1)),
 }
 
 
 @pytest.mark.parametrize("how", LEFT)
 def test_who_cannot_finish_without_another_does_not_wait(how: str) -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     group.drain(patience=5.0)
     assert group.after(STOP_TIMEOUT_S + 4.9) == []
     killed = LEFT[how](group)
@@ -420,15 +420,15 @@ def test_who_cannot_finish_without_another_does_not_wait(how: str) -> None:
 
 
 def test_a_broker_may_end_by_itself_when_its_ranks_have() -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     group.drain()
-    assert group.exits(BROKER, end=End(0)) == []
-    assert group.exits(R0, R1, end=End(0)) == []
+    assert group.exits(BROKER, end=ExitCause(0)) == []
+    assert group.exits(R0, R1, end=ExitCause(0)) == []
     assert (group.state, group.unit.deaths) == (GenerationState.GONE, 0)
 
 
 def test_a_second_drain_may_shorten_the_first() -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     group.drain(patience=1000.0)
     group.drain()
     assert group.after(STOP_TIMEOUT_S) == kills(BROKER, R0, R1)
@@ -438,7 +438,7 @@ def test_a_second_drain_may_shorten_the_first() -> None:
 
 
 def test_it_serves_again_once_all_are_back_at_the_same_step() -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     built, before = group.unit.built, record_generation(group.unit, None)
     group.resumed()
     unit = group.unit
@@ -452,13 +452,13 @@ def test_it_serves_again_once_all_are_back_at_the_same_step() -> None:
     assert record_generation(unit, None) == before
     assert (group.back(R1, step=41), unit.is_complete, unit.progress) == ([], False, "attaching 1/2")
     assert record_generation(unit, None) == before
-    assert (group.back(R0, step=41), unit.is_complete, unit.has_all_workers) == ([Enlist(SEAT)], True, True)
+    assert (group.back(R0, step=41), unit.is_complete, unit.has_all_workers) == ([AddSlot(SEAT)], True, True)
     assert (unit.step, unit.slots, unit.next_tick_at, unit.deaths) == (41, {SEAT: (R0, R1)}, FOREVER, 0)
     assert (group.after(1e6), group.resumed().unit.is_reconnecting) == ([], True)
 
 
 def test_ranks_that_are_not_in_step_would_mix_requests() -> None:
-    group = Group().serving().resumed()
+    group = RankGroupHarness().serving().resumed()
     group.back(R0, step=41)
     assert group.back(R1, step=42) == kills(BROKER, R0, R1)
     assert group.cause == f"the ranks are not in step: the last that was run is of {R0} the step 41, {R1} the step 42"
@@ -466,7 +466,7 @@ def test_ranks_that_are_not_in_step_would_mix_requests() -> None:
 
 @pytest.mark.parametrize("missing", [BROKER, R0, R1])
 def test_if_not_all_were_written_down_none_goes_on(missing: str) -> None:
-    group = Group().serving()
+    group = RankGroupHarness().serving()
     written = record_generation(group.unit, None)
     assert written is not None
     children = tuple(each for each in written.children if each.name != missing)
@@ -479,20 +479,20 @@ def test_if_not_all_were_written_down_none_goes_on(missing: str) -> None:
 @pytest.mark.parametrize("when", ["spawned", "loading", "warming", "draining", "failed"])
 def test_only_what_serves_can_be_gone_on_with(when: str) -> None:
     if when in LOADS:
-        group = LOADS[when](Group())
+        group = LOADS[when](RankGroupHarness())
     else:
-        group = Group().serving()
+        group = RankGroupHarness().serving()
         group.drain() if when == "draining" else group.exits(R0)
     assert record_generation(group.unit, None) is None
 
 
 # --- one process of several models ----------------------------------------------------------------------------------
 
-MEMBERS = Entered((), (), members=(Member((X,), (Y,)), Member((Y,), (X,))))
+MEMBERS = JoinedGroup((), (), members=(RankMember((X,), (Y,)), RankMember((Y,), (X,))))
 
 
-def household() -> Group:
-    group = Group(1, reply=0, has_broker=False, is_cut=False, members=2)
+def household() -> RankGroupHarness:
+    group = RankGroupHarness(1, reply=0, has_broker=False, is_cut=False, members=2)
     group.unit.on_snapshot_taken(digest(0), group.now)
     group.wanted()
     assert group.hello(R0, slice=None) == sends(ENTER, R0)
@@ -502,7 +502,7 @@ def household() -> Group:
 def test_one_process_serves_several_models() -> None:
     group = household()
     assert group.entered(R0, entered=MEMBERS) == sends(WARM, R0)
-    assert group.warmed(R0, warmed=Warmed("", (), members=(Proof("one", CASES), Proof("", ())))) == [Enlist(SEAT)]
+    assert group.warmed(R0, warmed=SelfTestDone("", (), members=(SelfTestResult("one", CASES), SelfTestResult("", ())))) == [AddSlot(SEAT)]
     one, other = group.unit.models
     assert (one.inputs, one.outputs, one.selftest_digest, one.selftest_cases) == ((X,), (Y,), "one", CASES)
     assert (other.inputs, other.outputs, other.selftest_digest, other.selftest_cases) == ((Y,), (X,), "", ())
@@ -510,14 +510,14 @@ def test_one_process_serves_several_models() -> None:
     assert (group.unit.built, group.unit.slots) == (one, {SEAT: (R0,)})
     models = group.unit.models
     group.resumed()
-    assert (group.back(R0), group.unit.models) == ([Enlist(SEAT)], models)
+    assert (group.back(R0), group.unit.models) == ([AddSlot(SEAT)], models)
 
 
 def test_the_end_of_the_only_process_is_the_end_of_its_seat() -> None:
     group = household()
     group.entered(R0, entered=MEMBERS)
-    group.warmed(R0, warmed=Warmed("", (), members=(Proof("one", CASES), Proof("", ()))))
-    assert group.exits(R0) == [Dismiss(SEAT)]
+    group.warmed(R0, warmed=SelfTestDone("", (), members=(SelfTestResult("one", CASES), SelfTestResult("", ()))))
+    assert group.exits(R0) == [RemoveSlot(SEAT)]
     assert (group.state, group.unit.is_ended) == (GenerationState.FAILED, True)
 
 

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generations.plan import CONCAT, RankTerms, Terms
+from weightd.daemon.generations.actions import RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Role, Send, Spawn
+from weightd.daemon.generations.plan import CONCAT, RankGroupSpec, GenerationSpec
 from weightd.daemon.generations.resume import record_generation, resume_rank_group
 from weightd.daemon.generations.states import ACTIVE, GenerationState
-from weightd.daemon.generations.unit import Unit
-from weightd.daemon.host.ends import By, End
-from weightd.protocol.messages.children import Broken
+from weightd.daemon.generations.unit import RankGroup
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.protocol.messages.children import ProcessFailed
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
 
 from .group import BROKER, CASES, SEAT, SHA, X, Y, digest, hello_of, rank_of
 
 OTHER = TensorSignature("x", "FP32", (-1, 5))
 ENDS = {
-    "clean": End(0),
-    "status": End(3),
-    "crash": End(-signal.SIGSEGV),
-    "killed": End(-signal.SIGKILL),
-    "sigterm": End(143),
-    "words": End(1, "Launch kernel failed"),
-    "unseen": End(None, initiator=By.SHIM),
+    "clean": ExitCause(0),
+    "status": ExitCause(3),
+    "crash": ExitCause(-signal.SIGSEGV),
+    "killed": ExitCause(-signal.SIGKILL),
+    "sigterm": ExitCause(143),
+    "words": ExitCause(1, "Launch kernel failed"),
+    "unseen": ExitCause(None, initiator=ExitInitiator.SHIM),
 }
 # What may only follow from another one's loss, of a rank and of a broker whose ranks have met.
 SYMPTOMS = {"sigterm", "words"}
@@ -66,8 +66,8 @@ class World(RuleBasedStateMachine):
     def begin(self, size: int, steps: int, *, has_broker: bool, concat: bool) -> None:
         self.size = size
         self.answering = [*range(size)] if concat else [size - 1]
-        ranks = RankTerms(size, ("cpu",) * size, 120.0, CONCAT if concat else size - 1, has_broker)
-        self.terms = Terms(1, 500.0, is_sharing=False, rank_group=ranks)
+        ranks = RankGroupSpec(size, ("cpu",) * size, 120.0, CONCAT if concat else size - 1, has_broker)
+        self.terms = GenerationSpec(1, 500.0, is_sharing=False, rank_group=ranks)
         self.expected = [*([BROKER] if has_broker else []), *(f"{SEAT}.rank{rank}" for rank in range(size))]
         self.another_unit(steps)
 
@@ -81,9 +81,9 @@ class World(RuleBasedStateMachine):
         # Whose loss it was, and whether that may have followed from another one.
         self.first: str | None = None
         self.is_doubtful = False
-        self.unit = Unit(SEAT, self.terms, number=7)
+        self.unit = RankGroup(SEAT, self.terms, number=7)
         self.unit.start()
-        assert self.unit.take_actions() == [Pin()]
+        assert self.unit.take_actions() == [TakeSnapshot()]
         # Whoever says something out of turn ends all: so it begins somewhere on the way.
         for _ in range(steps):
             self.obey(0)
@@ -100,7 +100,7 @@ class World(RuleBasedStateMachine):
     def perform(self) -> None:
         for action in self.unit.take_actions():
             match action:
-                case Pin() | Forget():
+                case TakeSnapshot() | DeleteFiles():
                     raise AssertionError(f"{action}: pinned twice, or what only a deployment wants")
                 case Spawn(name, role):
                     assert name not in self.spawned
@@ -112,14 +112,14 @@ class World(RuleBasedStateMachine):
                     assert not abort
                     assert not self.processes[name].killed
                     self.processes[name].killed = True
-                case Enlist(name):
+                case AddSlot(name):
                     assert name == SEAT
                     assert not self.enlisted
                     # Never of fewer than all, and of none that has not shown what it computes.
                     assert self.all_are("warm")
                     assert not any(each.killed or each.stopping for each in self.processes.values())
                     self.enlisted = True
-                case Dismiss(name):
+                case RemoveSlot(name):
                     assert name == SEAT
                     assert self.enlisted
                     self.enlisted = False
@@ -128,12 +128,12 @@ class World(RuleBasedStateMachine):
         assert not process.killed
         assert not process.stopping
         match order:
-            case Enter():
+            case JoinGroup():
                 # All are there, or nobody waits for anybody.
                 assert [*self.processes] == self.expected
                 assert all(each.phase in ("greeted", "entering", "holding") for each in self.processes.values())
                 process.phase = "entering" if process.role is Role.RANK else "holding"
-            case Warm():
+            case RunSelfTest():
                 assert all(each.phase in ("entered", "warming") for each in self.ranks)
                 assert len(self.ranks) == self.size
                 process.phase = "warming"
@@ -211,7 +211,7 @@ class World(RuleBasedStateMachine):
     def talk(self, chosen: int, what: str) -> None:
         """Somebody says anything, also one that was killed and is not dead yet, or one of which nothing was heard."""
         name = self.expected[chosen % len(self.expected)]
-        broken = Broken("no such file" if what == "broken" else "Launch kernel failed")
+        broken = ProcessFailed("no such file" if what == "broken" else "Launch kernel failed")
         said: dict[str, tuple[Callable[[], None], bool]] = {
             "astray": (lambda: self.unit.on_unexpected_message(name, "built", self.now), self.counts(name)),
             "broken": (lambda: self.unit.on_process_failed(name, broken, self.now), self.present(name)),
@@ -235,9 +235,9 @@ class World(RuleBasedStateMachine):
             rank = rank_of(name)
             wrong = {
                 "digest": replace(said, sha256=SHA),
-                "rank": replace(said, slice=Slice((rank + 1) % self.size, (X,), (Y,))),
+                "rank": replace(said, slice=RankSlice((rank + 1) % self.size, (X,), (Y,))),
                 "none": replace(said, slice=None),
-                "other": replace(said, slice=Slice(rank, (OTHER,), (Y,))),
+                "other": replace(said, slice=RankSlice(rank, (OTHER,), (Y,))),
             }
             said = wrong[how]
         is_good = how in ("good", "other") or (name == BROKER and how != "version")
@@ -261,7 +261,7 @@ class World(RuleBasedStateMachine):
             process.phase, process.loaded = "entered", how
             disagree = self.all_are("entered") and len({each.loaded for each in self.ranks}) > 1
             self.have_met = self.have_met or (self.all_are("entered") and not disagree)
-        said = Entered((X,) if how == "good" else (OTHER,), (Y,))
+        said = JoinedGroup((X,) if how == "good" else (OTHER,), (Y,))
         is_loss = disagree or (self.counts(name) and not is_due)
         self.happens("" if disagree else name, lambda: self.unit.on_joined(name, said, self.now), is_loss=is_loss)
 
@@ -273,7 +273,7 @@ class World(RuleBasedStateMachine):
             process.phase, process.proven = "warm", proven
             named = [self.processes.get(f"{SEAT}.rank{rank}") for rank in self.answering]
             wrong = self.all_are("warm") and not all(each is not None and each.proven for each in named)
-        said = Warmed("canary" if proven else "", CASES)
+        said = SelfTestDone("canary" if proven else "", CASES)
         is_loss = wrong or (self.counts(name) and not is_due)
         self.happens("" if wrong else name, lambda: self.unit.on_selftest_done(name, said, self.now), is_loss=is_loss)
 
@@ -295,7 +295,7 @@ class World(RuleBasedStateMachine):
     def end(self, name: str, how: str) -> None:
         process, end = self.processes[name], ENDS[how]
         if process.killed and end.status is not None and end.status < 0:
-            end = replace(end, by=By.DAEMON)
+            end = replace(end, by=ExitInitiator.DAEMON)
         draining = self.unit.state is GenerationState.DRAINING
         is_loss = not process.killed and not ((draining or process.stopping) and end.status == 0)
         broker_follows = self.have_met and end.status in (0, 1)
@@ -405,7 +405,7 @@ class World(RuleBasedStateMachine):
         for _ in range(2 * len(self.expected)):
             for name in [name for name, each in self.processes.items() if each.killed or each.stopping]:
                 del self.processes[name]
-                self.unit.on_exit(name, End(0), self.now)
+                self.unit.on_exit(name, ExitCause(0), self.now)
                 self.perform()
         assert self.unit.is_ended
         assert self.unit.state in (GenerationState.GONE, GenerationState.FAILED)

@@ -13,16 +13,16 @@ from typing import Any, cast
 import pytest
 
 from weightd.daemon.host import accepting
-from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.accepting import Acceptor
 from weightd.daemon.host.credentials import peer_credentials
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 
 
 class Scene:
     """A listener, whoever was let in, and how often anybody was asked for."""
 
     def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.path = str(path)
         self.stack = stack
         self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -62,7 +62,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_so_many_are_let_in_at_once_and_the_others_next(scene: Scene) -> None:
-    Accepting(scene.listener, scene.loop, scene.let_in, scene.reports.append, max_accepted=2)
+    Acceptor(scene.listener, scene.loop, scene.let_in, scene.reports.append, max_accepted=2)
     for _ in range(3):
         scene.connect()
     scene.loop.run_once(30)
@@ -73,7 +73,7 @@ def test_so_many_are_let_in_at_once_and_the_others_next(scene: Scene) -> None:
 
 def test_who_has_gone_again_keeps_nobody_from_being_let_in(scene: Scene) -> None:
     scene.error = errno.ECONNABORTED
-    Accepting(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append, max_accepted=2)
+    Acceptor(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append, max_accepted=2)
     scene.connect()
     scene.loop.run_once(30)
     scene.error = 0
@@ -87,7 +87,7 @@ def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
 ) -> None:
     monkeypatch.setattr(accepting, "_PAUSE_S", 0.3)
     scene.error = error
-    waiting = Accepting(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append)
+    waiting = Acceptor(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append)
     scene.connect()
     scene.loop.run_once(30)
     # Nobody is asked for again and again meanwhile, but by who knows of one.
@@ -111,7 +111,7 @@ def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, mo
         scene.let_in(connection)
         return False
 
-    Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error, max_accepted=2)
+    Acceptor(cast(socket.socket, scene), scene.loop, refuse, logging.error, max_accepted=2)
     for _ in range(3):
         scene.connect()
     for _ in range(4):
@@ -129,7 +129,7 @@ def test_what_has_stopped_while_it_rests_accepts_nothing_more(scene: Scene, monk
         scene.let_in(connection)
         return False
 
-    stopped = Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error)
+    stopped = Acceptor(cast(socket.socket, scene), scene.loop, refuse, logging.error)
     scene.connect()
     scene.loop.run_once(30)
     stopped.stop()

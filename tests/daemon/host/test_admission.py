@@ -3,11 +3,11 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from weightd.daemon.host.admission import Admission, Limits
+from weightd.daemon.host.admission import ConnectionAdmission, UserConnectionLimits
 
 
 def test_a_user_with_as_many_connections_as_it_may_have_is_refused_until_one_ends() -> None:
-    admission = Admission(Limits(max_connections=2))
+    admission = ConnectionAdmission(UserConnectionLimits(max_connections=2))
     for _ in range(2):
         assert admission.refusal_reason("a", 0.0) is None
         admission.add_connection("a")
@@ -18,7 +18,7 @@ def test_a_user_with_as_many_connections_as_it_may_have_is_refused_until_one_end
 
 
 def test_a_user_opens_connections_at_the_rate_and_as_many_at_once_as_it_may_have() -> None:
-    admission = Admission(Limits(max_connections=20, rate=10.0))
+    admission = ConnectionAdmission(UserConnectionLimits(max_connections=20, rate=10.0))
     told = [admission.refusal_reason("a", 5.0) for _ in range(21)]
     assert told[:20] == 20 * [None]
     assert told[20] == "this user opens more than 10 connections a second (max_user_connection_rate)"
@@ -27,7 +27,7 @@ def test_a_user_opens_connections_at_the_rate_and_as_many_at_once_as_it_may_have
 
 
 def test_without_limits_nobody_is_refused() -> None:
-    admission = Admission(Limits())
+    admission = ConnectionAdmission(UserConnectionLimits())
     for _ in range(1000):
         assert admission.refusal_reason("a", 0.0) is None
         admission.add_connection("a")
@@ -41,8 +41,8 @@ def test_without_limits_nobody_is_refused() -> None:
 def test_in_no_time_a_user_opens_more_than_burst_and_rate_allow(
     most: int, rate: float, events: list[tuple[float, bool]]
 ) -> None:
-    limits = Limits(most, rate)
-    admission = Admission(limits)
+    limits = UserConnectionLimits(most, rate)
+    admission = ConnectionAdmission(limits)
     now, opened, there = 0.0, 0, 0
     for wait, leaves in events:
         now += wait
@@ -57,7 +57,7 @@ def test_in_no_time_a_user_opens_more_than_burst_and_rate_allow(
 
 
 def test_users_without_connections_are_forgotten() -> None:
-    admission = Admission(Limits(max_connections=5, rate=1.0))
+    admission = ConnectionAdmission(UserConnectionLimits(max_connections=5, rate=1.0))
     admission.refusal_reason("stays", 0.0)
     admission.add_connection("stays")
     for number in range(10_000):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.host import audit
-from weightd.daemon.host.audit import Entry, Refusals
+from weightd.daemon.host.audit import AuditEntry, RefusalLog
 from weightd.daemon.host.logs import LineFormatter
 
-ENTRY = Entry("update", "uid 1001", "ann", "m", "/m.onnx")
+ENTRY = AuditEntry("update", "uid 1001", "ann", "m", "/m.onnx")
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -44,7 +44,7 @@ def test_an_entry_has_the_fields_that_have_a_value(caplog: pytest.LogCaptureFixt
     fields = {"AUDIT_ACTION": "update", "AUDIT_RESULT": "ok", "AUDIT_USER": "uid 1001", "AUDIT_TENANT": "ann"}
     fields |= {"AUDIT_MODEL": "m", "AUDIT_PATH": "/m.onnx", "AUDIT_SHA256": "5" * 64, "MODEL": "m"}
     assert record.__dict__["journal_fields"] == fields
-    audit.write(Entry("reload", audit.OPERATOR), audit.FAILED, "line 3: wrong")
+    audit.write(AuditEntry("reload", audit.OPERATOR), audit.FAILED, "line 3: wrong")
     assert (caplog.records[1].levelno, lines(caplog)[1]) == (
         logging.WARNING,
         'audit action="reload" result="failed" user="operator" detail="line 3: wrong"',
@@ -76,7 +76,7 @@ def test_no_name_of_a_client_makes_another_line_or_field(model: str, path: str, 
 
 
 def test_what_a_user_repeats_is_counted_and_hides_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
     other = ENTRY._replace(tenant="ben", user="uid 1002")
     for each in range(1000):
         refusals.write(ENTRY, audit.REFUSED, "no", each / 1000)
@@ -87,8 +87,8 @@ def test_what_a_user_repeats_is_counted_and_hides_nobody_else(caplog: pytest.Log
 
 
 def test_who_is_in_no_tenant_and_hosts_have_one_entry_together(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
     for each in range(300):
-        refusals.write(Entry("infer", f"uid {each}"), audit.REFUSED, "no", 0.0)
-        refusals.write(Entry("infer", f"host {each}", "default"), audit.REFUSED, "no", 0.0)
+        refusals.write(AuditEntry("infer", f"uid {each}"), audit.REFUSED, "no", 0.0)
+        refusals.write(AuditEntry("infer", f"host {each}", "default"), audit.REFUSED, "no", 0.0)
     assert len(lines(caplog)) == 1

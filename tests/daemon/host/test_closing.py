@@ -17,7 +17,7 @@ import pytest
 from testkit.lingering import lingering
 from testkit.waiting import until
 from weightd.daemon.host import closing as closing_module
-from weightd.daemon.host.closing import INTERRUPT, MAX_PENDING, Closing
+from weightd.daemon.host.closing import INTERRUPT, MAX_PENDING, DescriptorCloser
 from weightd.daemon.host.logs import log_resource_error
 
 
@@ -43,7 +43,7 @@ def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytes
         really(descriptor)
 
     monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
-    closing = Closing(print)
+    closing = DescriptorCloser(print)
     waits, *behind = (os.dup(0) for _ in range(64))
     closing.close("a", waits)
     for descriptor in behind[1:]:
@@ -68,7 +68,7 @@ def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
-    closing = Closing(print)
+    closing = DescriptorCloser(print)
     for descriptor in range(1000, 1200):
         closing.close("a", descriptor)
     until(lambda: closed == [*range(1000, 1200)], "the thread goes on")
@@ -77,7 +77,7 @@ def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("via", ["descriptor", "connection"])
 def test_a_socket_that_lingers_does_not_hold_up_the_caller(via: str) -> None:
-    closing = Closing(print)
+    closing = DescriptorCloser(print)
     ours, theirs = lingering()
     begin = time.monotonic()
     if via == "descriptor":
@@ -103,7 +103,7 @@ def test_without_a_thread_descriptors_wait_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-    closing = Closing(log_resource_error)
+    closing = DescriptorCloser(log_resource_error)
     descriptors = [os.dup(0) for _ in range(64)]
     with monkeypatch.context() as patched:
         patched.setattr("weightd.daemon.host.closing.threading.Thread.start", refused)
@@ -140,7 +140,7 @@ def unread(*descriptors: int) -> socket.socket:
 
 @pytest.mark.parametrize("via", ["descriptor", "connection"])
 def test_a_user_whose_sockets_linger_has_each_close_interrupted_by_a_later_one(via: str) -> None:
-    closing = Closing(print)
+    closing = DescriptorCloser(print)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack, interruptible():
         for number in range(MAX_PENDING + 5):
@@ -166,7 +166,7 @@ def test_a_connection_whose_unread_data_have_no_descriptors_is_closed_at_once(sa
     for each in says:
         client.send(each)
     number = end.fileno()
-    Closing(print).close_socket("a", end)
+    DescriptorCloser(print).close_socket("a", end)
     assert not is_open(number)
     assert not _has_thread()
     with contextlib.suppress(ConnectionResetError):
@@ -184,7 +184,7 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
 
     monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
     monkeypatch.setattr("weightd.daemon.host.closing._MAX_THREADS", 2)
-    closing = Closing(print)
+    closing = DescriptorCloser(print)
     waits = {f"user {number}": os.dup(0) for number in range(5)}
     for number, descriptor in enumerate([*stuck]):
         closing.close(f"stuck {number}", descriptor)
@@ -199,7 +199,7 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
 
 def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing_module, "_IDLE_S", 60.0)
-    closing = Closing(print)
+    closing = DescriptorCloser(print)
     for number in range(5):
         descriptor = os.dup(0)
         closing.close(f"user {number}", descriptor)
@@ -211,5 +211,5 @@ def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPat
     until(lambda: not thread.is_alive(), "the thread ends")
 
 
-def _idle(closing: Closing) -> int:
+def _idle(closing: DescriptorCloser) -> int:
     return len(vars(closing)["_idle"])

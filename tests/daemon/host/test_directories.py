@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.directories import ClaimError, make_directory
+from weightd.daemon.host.directories import PathInUse, make_directory
 
 
 def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +15,7 @@ def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
         os.chown(directory, 12345, 12345)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ClaimError, match="expected a directory of this user, not a link or another user's"):
+    with pytest.raises(PathInUse, match="expected a directory of this user, not a link or another user's"):
         make_directory(directory, 0o755)
 
 
@@ -23,7 +23,7 @@ def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_a_directory_that_is_read_only_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(ClaimError, match="this user cannot write there; set runtime_dir and cache_dir"):
+        with pytest.raises(PathInUse, match="this user cannot write there; set runtime_dir and cache_dir"):
             make_directory(tmp_path, 0o755)
     finally:
         tmp_path.chmod(0o700)
@@ -32,5 +32,5 @@ def test_a_directory_that_is_read_only_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "run", tmp_path / "file"):
-        with pytest.raises(ClaimError, match=f"^cannot make the directory {path}: "):
+        with pytest.raises(PathInUse, match=f"^cannot make the directory {path}: "):
             make_directory(path, 0o755)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from weightd.daemon.host.ends import By, Coroner, End
+from weightd.daemon.host.ends import ExitInitiator, ExitClassifier, ExitCause
 
 PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
 
@@ -12,37 +12,37 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
 @pytest.mark.parametrize(
     ("end", "text", "blames", "killed"),
     [
-        (End(0), "exited with status 0", True, False),
-        (End(65, "no such file"), "exited with status 65: no such file", True, False),
-        (End(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True, True),
-        (End(-signal.SIGFPE), "killed by SIGFPE", True, True),
-        (End(-signal.SIGABRT), "killed by SIGABRT", True, True),
-        (End(-signal.SIGABRT, initiator=By.DAEMON), "killed by SIGABRT (weightd has ended it)", False, True),
-        (End(-signal.SIGTERM), "killed by SIGTERM", False, True),
-        (End(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
-        (End(-signal.SIGKILL, initiator=By.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
-        (End(-63), "killed by signal 63", False, True),
-        (End(None, initiator=By.SHIM), "its keeper is lost", False, True),
-        (End(None, "no such interpreter"), "no such interpreter", False, False),
+        (ExitCause(0), "exited with status 0", True, False),
+        (ExitCause(65, "no such file"), "exited with status 65: no such file", True, False),
+        (ExitCause(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True, True),
+        (ExitCause(-signal.SIGFPE), "killed by SIGFPE", True, True),
+        (ExitCause(-signal.SIGABRT), "killed by SIGABRT", True, True),
+        (ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON), "killed by SIGABRT (weightd has ended it)", False, True),
+        (ExitCause(-signal.SIGTERM), "killed by SIGTERM", False, True),
+        (ExitCause(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
+        (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
+        (ExitCause(-63), "killed by signal 63", False, True),
+        (ExitCause(None, initiator=ExitInitiator.SHIM), "its keeper is lost", False, True),
+        (ExitCause(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )
 def test_an_end_says_what_it_was_and_whether_what_ran_may_be_why(
-    end: End, text: str, blames: bool, killed: bool
+    end: ExitCause, text: str, blames: bool, killed: bool
 ) -> None:
     assert (str(end), end.may_be_own_fault, end.is_killed) == (text, blames, killed)
 
 
 def test_who_has_ended_a_child_is_found_out() -> None:
     kills = 7
-    coroner = Coroner(lambda: kills)
-    assert coroner.classify("a", -signal.SIGKILL, "") == End(-signal.SIGKILL)
+    coroner = ExitClassifier(lambda: kills)
+    assert coroner.classify("a", -signal.SIGKILL, "") == ExitCause(-signal.SIGKILL)
     kills += 2
-    assert coroner.classify("crash", -signal.SIGSEGV, "words") == End(-signal.SIGSEGV, "words")
+    assert coroner.classify("crash", -signal.SIGSEGV, "words") == ExitCause(-signal.SIGSEGV, "words")
     ends = [coroner.classify(name, -signal.SIGKILL, "").initiator for name in "bcd"]
-    assert ends == [By.KERNEL, By.KERNEL, By.UNKNOWN]
+    assert ends == [ExitInitiator.KERNEL, ExitInitiator.KERNEL, ExitInitiator.UNKNOWN]
     coroner.record_signal("e")
-    assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT, initiator=By.DAEMON)
-    assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT)
+    assert coroner.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON)
+    assert coroner.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT)
     coroner.record_signal("f")
-    assert coroner.classify("f", 0, "") == End(0)
-    assert coroner.classify("g", None, "words") == End(None, "words", By.SHIM)
+    assert coroner.classify("f", 0, "") == ExitCause(0)
+    assert coroner.classify("g", None, "words") == ExitCause(None, "words", ExitInitiator.SHIM)

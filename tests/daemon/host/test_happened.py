@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.happened import MAX_EVENTS, Happened
+from weightd.daemon.host.happened import MAX_EVENTS, EventLog
 from weightd.daemon.host.logs import subject_extra, client_extra
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -19,13 +19,13 @@ from weightd.protocol.messages.journal import Event, Events
 LOG = logging.getLogger("weightd")
 
 
-def log(happened: Happened, text: str, level: int = logging.INFO, model: str = "", name: str = "weightd") -> None:
+def log(happened: EventLog, text: str, level: int = logging.INFO, model: str = "", name: str = "weightd") -> None:
     record = logging.LogRecord(name, level, __file__, 1, "%s", (text,), None)
     record.__dict__.update(subject_extra(model) if model else {})
     happened.handle(record)
 
 
-def pages(happened: Happened, after: int = 0, model: str = "", limit: int = limits.MAX_EVENTS) -> list[Event]:
+def pages(happened: EventLog, after: int = 0, model: str = "", limit: int = limits.MAX_EVENTS) -> list[Event]:
     """All that is told, page by page."""
     told: list[Event] = []
     while True:
@@ -38,12 +38,12 @@ def pages(happened: Happened, after: int = 0, model: str = "", limit: int = limi
 
 
 @pytest.fixture
-def happened(caplog: pytest.LogCaptureFixture) -> Happened:
+def happened(caplog: pytest.LogCaptureFixture) -> EventLog:
     caplog.set_level(logging.DEBUG, "weightd")
-    return Happened()
+    return EventLog()
 
 
-def test_an_event_is_what_the_log_says_with_what_it_is_about(happened: Happened) -> None:
+def test_an_event_is_what_the_log_says_with_what_it_is_about(happened: EventLog) -> None:
     with happened.capture_logs():
         LOG.info("two\nlines of %s", "m.1.w1", extra=subject_extra("m", 1, "m.1.w1"))
         LOG.warning("x" * 2000)
@@ -71,7 +71,7 @@ def test_an_event_is_what_the_log_says_with_what_it_is_about(happened: Happened)
 def test_pages_tell_what_is_kept_of_a_model_once_and_in_order(
     logged: list[tuple[str, int]], most: int, limit: int
 ) -> None:
-    happened = Happened(most, 10_000)
+    happened = EventLog(most, 10_000)
     for model, size in logged:
         log(happened, "x" * size, model=model)
     kept = pages(happened)
@@ -88,7 +88,7 @@ def test_pages_tell_what_is_kept_of_a_model_once_and_in_order(
     assert happened.query(Events("1", answer.last)).events == ()
 
 
-def test_a_flood_of_one_client_drives_out_nothing_but_its_own_events(happened: Happened) -> None:
+def test_a_flood_of_one_client_drives_out_nothing_but_its_own_events(happened: EventLog) -> None:
     with happened.capture_logs():
         LOG.error("of the daemon")
         LOG.warning("of a model", extra=subject_extra("m", 1))
@@ -102,7 +102,7 @@ def test_a_flood_of_one_client_drives_out_nothing_but_its_own_events(happened: H
 
 
 def test_many_clients_leave_half_of_what_is_kept_to_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
-    happened = Happened(100)
+    happened = EventLog(100)
     caplog.set_level(logging.INFO, "weightd")
     with happened.capture_logs():
         for number in range(80):
@@ -114,7 +114,7 @@ def test_many_clients_leave_half_of_what_is_kept_to_the_daemon(caplog: pytest.Lo
     assert len(texts) == 100
 
 
-def test_a_model_whose_workers_die_all_the_time_leaves_the_events_of_others(happened: Happened) -> None:
+def test_a_model_whose_workers_die_all_the_time_leaves_the_events_of_others(happened: EventLog) -> None:
     with happened.capture_logs():
         LOG.info("of another", extra=subject_extra("n", 1))
         for number in range(3000):
@@ -123,7 +123,7 @@ def test_a_model_whose_workers_die_all_the_time_leaves_the_events_of_others(happ
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_an_answer_fits_in_a_header() -> None:
-    happened = Happened(10_000, 500_000)
+    happened = EventLog(10_000, 500_000)
     for _ in range(5000):
         log(happened, "ü" * 1000, model="m" * 64)
     kept = pages(happened)
@@ -137,7 +137,7 @@ def test_who_goes_on_after_a_restart_misses_nothing_and_is_told_what_is_forgotte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("time.time_ns", itertools.count(10**18, 10**10).__next__)
-    before, now = Happened(), Happened(2)
+    before, now = EventLog(), EventLog(2)
     log(before, "the last of the daemon before")
     [last] = pages(before)
     for number in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 from weightd.daemon.host.listening import listen_addresses, listen_on
 
 LIMIT_S = 20.0
@@ -35,7 +35,7 @@ def has_ipv6() -> bool:
 
 
 def refused(address: str) -> str:
-    with pytest.raises(ClaimError) as caught, listen_on(address):
+    with pytest.raises(PathInUse) as caught, listen_on(address):
         pass
     return str(caught.value)
 
@@ -85,7 +85,7 @@ def test_what_there_is_no_address_for_is_refused(
     passed.append(bad)
     bad.bind(name.format(tmp_path) if isinstance(name, str) else name)
     message = f"^descriptor {bad.fileno()}, which was passed: expected a stream socket with a path or a port$"
-    with pytest.raises(ClaimError, match=message):
+    with pytest.raises(PathInUse, match=message):
         listen_addresses([bad.fileno()])
     os.fstat(bad.fileno())
 
@@ -93,11 +93,11 @@ def test_what_there_is_no_address_for_is_refused(
 def test_what_is_no_socket_is_refused() -> None:
     read, write = os.pipe()
     message = f"^descriptor {read}, which was passed, is no socket: "
-    with pytest.raises(ClaimError, match=f"{message}Socket operation on non-socket$"):
+    with pytest.raises(PathInUse, match=f"{message}Socket operation on non-socket$"):
         listen_addresses([read])
     for each in (read, write):
         os.close(each)
-    with pytest.raises(ClaimError, match=f"{message}Bad file descriptor$"):
+    with pytest.raises(PathInUse, match=f"{message}Bad file descriptor$"):
         listen_addresses([read])
 
 

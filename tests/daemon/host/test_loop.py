@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from weightd.daemon.host.clock import TICK_S, Clock
-from weightd.daemon.host.loop import Loop, watch_signals
+from weightd.daemon.host.loop import EventLoop, watch_signals
 from weightd.daemon.host.sockets import watch_socket
 from weightd.daemon.host.timers import Timer
 
@@ -40,9 +40,9 @@ def pipes() -> Iterator[list[Pipe]]:
 
 
 @pytest.fixture
-def loop(pipes: list[Pipe]) -> Iterator[Loop]:
+def loop(pipes: list[Pipe]) -> Iterator[EventLoop]:
     """A loop that waits for the pipes."""
-    made = Loop()
+    made = EventLoop()
     for pipe in pipes:
         made.add(pipe.reader, pipe.on_readable)
     yield made
@@ -52,7 +52,7 @@ def loop(pipes: list[Pipe]) -> Iterator[Loop]:
 # --- waiting --------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: Loop, pipes: list[Pipe]) -> None:
+def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: EventLoop, pipes: list[Pipe]) -> None:
     os.write(pipes[0].writer, b"x" * 100)
     os.write(pipes[2].writer, b"c")
     loop.remove(pipes[2].reader)
@@ -63,7 +63,7 @@ def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: Loop, p
 
 
 def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
-    loop = Loop()
+    loop = EventLoop()
     called: list[int] = []
 
     def only(index: int) -> None:
@@ -81,7 +81,7 @@ def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 3, 1000])
-def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, each: int) -> None:
+def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: EventLoop, each: int) -> None:
     """A ZeroMQ socket tells once that something came, and whoever sends over it hears it instead of the loop."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://loop")
@@ -125,7 +125,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     calls: list[str] = []
-    loop = Loop()
+    loop = EventLoop()
     loop.add(ours.fileno(), lambda: calls.append(f"read {ours.recv(9)!r}"))
     loop.run_once(0.0)
     assert calls == []
@@ -150,7 +150,7 @@ def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.so
 def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket, socket.socket], writes: bool) -> None:
     ours, theirs = ends
     calls: list[bytes] = []
-    loop = Loop()
+    loop = EventLoop()
     loop.add(ours.fileno(), lambda: calls.append(ours.recv(1)))
     loop.pause_reading(ours.fileno())
     theirs.send(b"ab")
@@ -172,7 +172,7 @@ def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket,
 
 
 def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_nothing() -> None:
-    loop = Loop()
+    loop = EventLoop()
     calls: list[int] = []
     with contextlib.ExitStack() as stack:
         for number in range(20):
@@ -187,7 +187,7 @@ def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_n
 
 
 def test_an_event_is_not_told_to_who_has_the_number_next() -> None:
-    loop = Loop()
+    loop = EventLoop()
     calls: list[str] = []
     there = [os.pipe() for _ in range(2)]
 
@@ -214,7 +214,7 @@ def test_room_to_write_is_not_told_to_who_has_the_number_next(
     pipes: list[Pipe], ends: tuple[socket.socket, socket.socket]
 ) -> None:
     ours, theirs = ends
-    loop, calls = Loop(), list[str]()
+    loop, calls = EventLoop(), list[str]()
 
     def replace() -> None:
         """Have the number for something that cannot be written to."""
@@ -233,7 +233,7 @@ def test_room_to_write_is_not_told_to_who_has_the_number_next(
 
 
 @pytest.mark.parametrize("seconds", [-float("inf"), -1.0, 0.0, 0.0009, 0.0019])
-def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: Loop, seconds: float) -> None:
+def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: EventLoop, seconds: float) -> None:
     begin = time.monotonic()
     loop.run_once(seconds)
     assert seconds <= time.monotonic() - begin < 5.0
@@ -243,7 +243,7 @@ def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: Loop, seconds
 
 
 def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobody_waiting(
-    loop: Loop, pipes: list[Pipe]
+    loop: EventLoop, pipes: list[Pipe]
 ) -> None:
     calls: list[bytes] = []
 
@@ -263,7 +263,7 @@ def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobo
     assert (len(calls), pipes[0].read) == (3, b"xxx")
 
 
-def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: Loop, pipes: list[Pipe]) -> None:
+def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: EventLoop, pipes: list[Pipe]) -> None:
     turns: list[int] = []
 
     def turn() -> None:
@@ -291,7 +291,7 @@ class StoppedEpoll:
         real: the clock; each wait takes all of its time, and the first one `stop` seconds more.
     """
 
-    def __init__(self, loop: Loop, real: list[float], stop: float) -> None:
+    def __init__(self, loop: EventLoop, real: list[float], stop: float) -> None:
         self.waits: list[float] = []
         self._epoll: select.epoll = vars(loop)["_epoll"]
         self._real = real
@@ -310,10 +310,10 @@ class StoppedEpoll:
         self._epoll.close()
 
 
-def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[Loop, list[str], StoppedEpoll]:
+def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[EventLoop, list[str], StoppedEpoll]:
     """Return a loop, what will have been called, and its poll: a message waits, and a timer will be due."""
     real = [1000.0]
-    loop, calls = Loop(Clock(lambda: real[0])), list[str]()
+    loop, calls = EventLoop(Clock(lambda: real[0])), list[str]()
     loop.add(pipe.reader, lambda: calls.append(f"read {os.read(pipe.reader, 9)!r}"))
     loop.on_suspended(lambda seconds: calls.append(f"stopped for {seconds:g}"))
     timer = Timer(lambda now: calls.append(f"timer at {now:g}"))
@@ -347,7 +347,7 @@ def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], 
 
 def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
     real = [1000.0]
-    loop, calls = Loop(Clock(lambda: real[0])), list[float]()
+    loop, calls = EventLoop(Clock(lambda: real[0])), list[float]()
 
     def on_pause(seconds: float) -> None:
         calls.append(seconds)

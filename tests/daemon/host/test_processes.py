@@ -22,7 +22,7 @@ import pytest
 from testkit.waiting import until
 from weightd.daemon.host import spawning
 from weightd.daemon.host.memory import read_process_memory
-from weightd.daemon.host.processes import Process, adopt, kill, log_tail, is_alive, reap, start
+from weightd.daemon.host.processes import ChildProcess, adopt, kill, log_tail, is_alive, reap, start
 
 SLEEP = ["sleep", "1000"]
 
@@ -33,7 +33,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sleeper(log: Path) -> Iterator[Process]:
+def sleeper(log: Path) -> Iterator[ChildProcess]:
     process = start(SLEEP, log)
     yield process
     with contextlib.suppress(OSError):  # the test has reaped it
@@ -42,14 +42,14 @@ def sleeper(log: Path) -> Iterator[Process]:
         reap(process)
 
 
-def ended(process: Process, seconds: float = 30.0) -> bool:
+def ended(process: ChildProcess, seconds: float = 30.0) -> bool:
     """Whether the pidfd becomes readable in time."""
     poll = select.poll()
     poll.register(process.pidfd, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
-def test_a_child_has_a_session_of_its_own_and_is_born_deaf_to_the_terminal(sleeper: Process) -> None:
+def test_a_child_has_a_session_of_its_own_and_is_born_deaf_to_the_terminal(sleeper: ChildProcess) -> None:
     """It is in the daemon's process group for a moment, which may be that of a Ctrl-C."""
     blocked = Path(f"/proc/{sleeper.pid}/status").read_text("ascii").partition("\nSigBlk:\t")[2].split()[0]
     assert signal.SIGINT in {number for number in signal.Signals if int(blocked, 16) >> (number - 1) & 1}
@@ -58,7 +58,7 @@ def test_a_child_has_a_session_of_its_own_and_is_born_deaf_to_the_terminal(sleep
     assert str(Path(f"/proc/{sleeper.pid}/fd/0").readlink()).startswith("/memfd:weightd-order")
 
 
-def test_a_child_lives_until_it_has_exited_whatever_the_number_of_its_descriptor(sleeper: Process) -> None:
+def test_a_child_lives_until_it_has_exited_whatever_the_number_of_its_descriptor(sleeper: ChildProcess) -> None:
     pidfd = fcntl.fcntl(sleeper.pidfd, fcntl.F_DUPFD_CLOEXEC, 1024)
     twin = dataclasses.replace(sleeper, pidfd=pidfd)
     assert not ended(sleeper, 0)
@@ -103,7 +103,7 @@ def test_a_child_that_was_not_started_here_is_adopted_and_nobody_else(log: Path)
         adopt(os.getpid(), log)
 
 
-def test_a_child_lives_though_nobody_can_look(sleeper: Process) -> None:
+def test_a_child_lives_though_nobody_can_look(sleeper: ChildProcess) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -176,12 +176,12 @@ def test_neither_is_one_that_was_forked_by_another(log: Path, monkeypatch: pytes
 # --- last words -----------------------------------------------------------------------------------------------------
 
 
-def words_of(sleeper: Process, content: bytes) -> str:
+def words_of(sleeper: ChildProcess, content: bytes) -> str:
     sleeper.log.write_bytes(content)
     return log_tail(sleeper)
 
 
-def test_last_words_are_the_last_lines_on_one(sleeper: Process) -> None:
+def test_last_words_are_the_last_lines_on_one(sleeper: ChildProcess) -> None:
     assert words_of(sleeper, b"") == ""
     assert words_of(sleeper, b"one\n\n  two   three\t4 \n\n") == "one | two three 4"
     assert words_of(sleeper, b"".join(b"line %d\n" % each for each in range(10))) == " | ".join(
@@ -190,13 +190,13 @@ def test_last_words_are_the_last_lines_on_one(sleeper: Process) -> None:
     assert words_of(sleeper, b"\xff\xfe bad\r\nlines\x0bin\x0cit") == "\ufffd\ufffd bad | lines | in | it"
 
 
-def test_last_words_begin_with_the_limit_that_they_tell_of(sleeper: Process) -> None:
+def test_last_words_begin_with_the_limit_that_they_tell_of(sleeper: ChildProcess) -> None:
     words = words_of(sleeper, b"Traceback\nRuntimeError: can't start new thread\n")
     assert words.startswith("cannot start a process or thread: ")
     assert words.endswith("; original error: Traceback | RuntimeError: can't start new thread")
 
 
 @pytest.mark.parametrize("unit", [b"x", "é".encode(), b"word ", b"\n", b"line\n"])
-def test_last_words_are_bounded(sleeper: Process, unit: bytes) -> None:
+def test_last_words_are_bounded(sleeper: ChildProcess, unit: bytes) -> None:
     assert len(words_of(sleeper, unit * 1_000_000)) <= 4096
     assert words_of(sleeper, unit * 1_000_000 + b"\nthe cause\n").endswith("the cause")

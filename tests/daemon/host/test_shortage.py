@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.shortage import Shortage, check_threads, with_limit_hint, find_shortage
+from weightd.daemon.host.shortage import ResourceShortage, check_threads, with_limit_hint, find_shortage
 
 # As they were written under a limit.
 ONNXRUNTIME = (
@@ -28,21 +28,21 @@ TERMINATED = (
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (SNAPSHOT, Shortage.TASKS),
-        (ONNXRUNTIME, Shortage.TASKS),
-        (OPENBLAS, Shortage.TASKS),
-        (SUBPROCESS, Shortage.TASKS),
-        (TERMINATED, Shortage.TASKS),
-        ("Resource temporarily unavailable (src/thread.cpp:241) | Fatal Python error: Aborted", Shortage.TASKS),
-        ("it cannot be forked: cannot fork: Resource temporarily unavailable", Shortage.TASKS),
-        ("cannot start /usr/bin/python3: Resource temporarily unavailable", Shortage.TASKS),
-        ("its fork server cannot be started: Resource temporarily unavailable", Shortage.TASKS),
-        ("cannot take a snapshot: [Errno 11] Resource temporarily unavailable", Shortage.TASKS),
-        ("cannot start /usr/bin/python3: Cannot allocate memory", Shortage.MEMORY),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", Shortage.MEMORY),
-        ("data = file.read() | MemoryError", Shortage.MEMORY),
-        ("cannot copy /m.onnx to /cache: Too many open files", Shortage.FILES),
-        ("cannot start /usr/bin/python3: Too many open files in system", Shortage.HOST_FILES),
+        (SNAPSHOT, ResourceShortage.TASKS),
+        (ONNXRUNTIME, ResourceShortage.TASKS),
+        (OPENBLAS, ResourceShortage.TASKS),
+        (SUBPROCESS, ResourceShortage.TASKS),
+        (TERMINATED, ResourceShortage.TASKS),
+        ("Resource temporarily unavailable (src/thread.cpp:241) | Fatal Python error: Aborted", ResourceShortage.TASKS),
+        ("it cannot be forked: cannot fork: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot start /usr/bin/python3: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("its fork server cannot be started: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot take a snapshot: [Errno 11] Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot start /usr/bin/python3: Cannot allocate memory", ResourceShortage.MEMORY),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", ResourceShortage.MEMORY),
+        ("data = file.read() | MemoryError", ResourceShortage.MEMORY),
+        ("cannot copy /m.onnx to /cache: Too many open files", ResourceShortage.FILES),
+        ("cannot start /usr/bin/python3: Too many open files in system", ResourceShortage.HOST_FILES),
         # Something else.
         ("", None),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", None),
@@ -51,7 +51,7 @@ TERMINATED = (
         ("No module named 'numpy'", None),
     ],
 )
-def test_what_is_missing(text: str, what: Shortage | None) -> None:
+def test_what_is_missing(text: str, what: ResourceShortage | None) -> None:
     assert find_shortage(text) is what
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, BucketFigures, Buckets
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, HistogramRecord, HistogramCounter
 from weightd.protocol import limits
 
 BOUNDS = (1.0, 10.0)
@@ -14,7 +14,7 @@ BOUNDS = (1.0, 10.0)
     ("value", "bucket"), [(0.0, 0), (0.5, 0), (1.0, 0), (1.0000001, 1), (10.0, 1), (10.5, 2), (1e300, 2)]
 )
 def test_a_value_that_is_a_bound_is_up_to_it(value: float, bucket: int) -> None:
-    buckets = Buckets(BOUNDS)
+    buckets = HistogramCounter(BOUNDS)
     buckets.add(value)
     assert buckets.counts == [int(index == bucket) for index in range(3)]
     assert (buckets.count, buckets.sum) == (1, value)
@@ -22,7 +22,7 @@ def test_a_value_that_is_a_bound_is_up_to_it(value: float, bucket: int) -> None:
 
 @given(st.lists(st.floats(0, 100)))
 def test_what_is_told_is_what_was_added(values: list[float]) -> None:
-    buckets = Buckets(BOUNDS)
+    buckets = HistogramCounter(BOUNDS)
     for value in values:
         buckets.add(value)
     told = buckets.to_histogram()
@@ -33,11 +33,11 @@ def test_what_is_told_is_what_was_added(values: list[float]) -> None:
 
 
 def test_what_was_written_down_of_other_bounds_is_of_no_use() -> None:
-    buckets = Buckets(BOUNDS)
+    buckets = HistogramCounter(BOUNDS)
     buckets.add(5.0)
-    buckets.restore(BucketFigures((1, 1), 3.0))
+    buckets.restore(HistogramRecord((1, 1), 3.0))
     assert (buckets.counts, buckets.sum) == ([0, 1, 0], 5.0)
-    buckets.restore(BucketFigures((1, 0, 2), 3.0))
+    buckets.restore(HistogramRecord((1, 0, 2), 3.0))
     assert (buckets.counts, buckets.sum) == ([1, 1, 2], 8.0)
 
 

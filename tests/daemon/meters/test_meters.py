@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from weightd.daemon.meters.meter import Meter, Mishaps
-from weightd.daemon.meters.meters import Meters
+from weightd.daemon.meters.meter import ModelCounters, ProcessCounters
+from weightd.daemon.meters.meters import CounterRegistry
 
 
 def test_as_many_are_started_again_as_were_lost() -> None:
-    meter = Meter()
-    mishaps = Mishaps(meter)
+    meter = ModelCounters()
+    mishaps = ProcessCounters(meter)
     for _ in range(3):
         mishaps.on_started()
     assert meter.restarts == 0
@@ -18,18 +18,18 @@ def test_as_many_are_started_again_as_were_lost() -> None:
 
 
 def test_what_befalls_a_process_of_several_models_befalls_each() -> None:
-    one, two = Meter(), Meter()
-    mishaps = Mishaps(one, two)
+    one, two = ModelCounters(), ModelCounters()
+    mishaps = ProcessCounters(one, two)
     mishaps.on_death()
     mishaps.on_selftest_failed()
     mishaps.on_batch_mismatch()
     for each in (one, two):
         assert (each.unexpected_exits, each.selftest_failures, each.batch_mismatches) == (1, 1, 1)
-    Mishaps().on_death()
+    ProcessCounters().on_death()
 
 
 def test_a_model_that_is_gone_takes_its_own_with_it() -> None:
-    meters = Meters()
+    meters = CounterRegistry()
     meters.counters_of("m").unexpected_exits = 1
     meters.counters_of("n").unexpected_exits = 2
     assert meters.counters_of("m") is meters.counters_of("m")

@@ -7,18 +7,18 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from weightd.daemon.children.launch import Program
-from weightd.daemon.children.owner import Owner, Snapshot
+from weightd.daemon.children.launch import WorkerProgram
+from weightd.daemon.children.owner import ProcessEventHandler, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.model import Model
-from weightd.daemon.requests.regions import Memory
-from weightd.daemon.requests.request import UNKNOWN_ORIGIN, Origin, Request
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.requests.regions import SharedRegion
+from weightd.daemon.requests.request import UNKNOWN_ORIGIN, ClientOrigin, Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import (
     Attached,
@@ -53,7 +53,7 @@ _numbers = itertools.count(1)
 
 
 def request(
-    spec: TensorSpec = GOOD, content: bytes = b"", *, deadline: float = 1e9, origin: Origin = UNKNOWN_ORIGIN
+    spec: TensorSpec = GOOD, content: bytes = b"", *, deadline: float = 1e9, origin: ClientOrigin = UNKNOWN_ORIGIN
 ) -> Request:
     """Return a request of this content, or of one that no other has."""
     number = next(_numbers)
@@ -76,13 +76,13 @@ class FakeHost:
     """The children and the clients of models, over daemons that come and go."""
 
     def __init__(self) -> None:
-        self.pinned: list[Source] = []
+        self.pinned: list[ModelSource] = []
         self.expected = ""
-        self.unpinned: list[Source] = []
+        self.unpinned: list[ModelSource] = []
         self.names: set[str] = set()
         self.spawned: list[str] = []
         self.places: dict[str, tuple[str, str]] = {}
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, WorkerProgram] = {}
         self.resumed: list[str] = []
         self.seals: dict[str, SealRecord] = {}
         self.damaged: set[str] = set()
@@ -95,20 +95,20 @@ class FakeHost:
         self.answered: list[tuple[Sequence[TensorSpec], Sequence[Any]]] = []
         self.refusals: list[tuple[int, str, str]] = []
         self.releases: list[int] = []
-        self.memories: list[Memory] = []
+        self.memories: list[SharedRegion] = []
         self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+    def pin(self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = "") -> None:
         self.pinned.append(source)
         self.expected = expected
 
-    def unpin(self, model: str, source: Source) -> None:
+    def unpin(self, model: str, source: ModelSource) -> None:
         self.unpinned.append(source)
 
     def spawn(
-        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
+        self, owner: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
     ) -> None:
         assert name not in self.names, "its name was used before"
         if program.rendezvous is None and not program.members_json:
@@ -119,20 +119,20 @@ class FakeHost:
         self.programs[name] = program
         self.spawned.append(name)
 
-    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
+    def resume(self, owner: ProcessEventHandler, generation: GenerationBase, seal: SealRecord | None) -> bool:
         self.resumed.append(generation.label)
         return self.seal(generation) == seal
 
     def changed(self) -> None:
         pass
 
-    def seal(self, generation: Life) -> SealRecord | None:
+    def seal(self, generation: GenerationBase) -> SealRecord | None:
         return self.seals.get(generation.label)
 
-    def exported(self, generation: Life) -> None:
+    def exported(self, generation: GenerationBase) -> None:
         self.seals[generation.label] = SEAL
 
-    def intact(self, generation: Life) -> bool:
+    def intact(self, generation: GenerationBase) -> bool:
         return generation.label not in self.damaged
 
     def lives(self, name: str) -> bool:
@@ -142,13 +142,13 @@ class FakeHost:
         (self.aborted if abort else self.killed).append(name)
 
     def order(
-        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[SharedRegion] = ()
     ) -> None:
         self.orders.append((name, order))
         self.frames += frames
         self.memories += memories
 
-    def forget(self, generation: Life) -> None:
+    def forget(self, generation: GenerationBase) -> None:
         self.seals.pop(generation.label, None)
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
@@ -194,7 +194,7 @@ class FakeHost:
         return [(number, code) for number, code, _ in refusals]
 
 
-class Stage:
+class ModelHarness:
     """A model, and the children's side of the talk.
 
     Args:
@@ -209,16 +209,16 @@ class Stage:
         self.traits = traits
         config.setdefault("start", "spawn")
         there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
-        self.model = Model("digits", there, {name: Device(name) for name in there.devices_by_weight_copy}, self.host, self.host)
+        self.model = ServedModel("digits", there, {name: DeviceBudget(name) for name in there.devices_by_weight_copy}, self.host, self.host)
         self.model.start(self.now)
 
-    def pinned(self) -> Stage:
+    def pinned(self) -> ModelHarness:
         """The last snapshot that was asked for exists."""
         source = self.host.pinned[-1]
         self.model.on_snapshot_taken(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
         return self
 
-    def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:
+    def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> ModelHarness:
         self.model.on_message(child, message, frames, self.now)
         return self
 
@@ -226,43 +226,43 @@ class Stage:
         """The processes of a generation, its holder first."""
         return [name for name in self.host.spawned if name.startswith(f"digits.{generation}.")]
 
-    def builds(self, generation: int = 1, built: Built = BUILT) -> Stage:
+    def builds(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
         """Everybody of a generation says hello, and its holder builds."""
         for name in self.of(generation):
             self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
         return self.says(f"digits.{generation}.holder", built)
 
-    def loads(self, generation: int = 1, built: Built = BUILT) -> Stage:
+    def loads(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
         """And its workers attach."""
         self.builds(generation, built)
         for name in self.of(generation)[1:]:
             self.says(name, ATTACHED)
         return self
 
-    def serving(self) -> Stage:
+    def serving(self) -> ModelHarness:
         self.pinned().loads()
         self.host.orders.clear()
         return self
 
-    def dies(self, child: str, end: int = signal.SIGSEGV, by: By = By.UNKNOWN) -> Stage:
-        self.model.on_exit(child, End(-end, initiator=by), self.now)
+    def dies(self, child: str, end: int = signal.SIGSEGV, by: ExitInitiator = ExitInitiator.UNKNOWN) -> ModelHarness:
+        self.model.on_exit(child, ExitCause(-end, initiator=by), self.now)
         return self
 
-    def goes(self, generation: int) -> Stage:
+    def goes(self, generation: int) -> ModelHarness:
         """Every process of a generation exits, workers first."""
         for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
-            self.model.on_exit(name, End(0), self.now)
+            self.model.on_exit(name, ExitCause(0), self.now)
         return self
 
-    def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> Stage:
+    def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> ModelHarness:
         """An operator asks."""
         self.model.update(b"operator", "u", self.now, path=path, weights=weights, rollback=rollback, grant=OPERATOR)
         return self
 
-    def rollback(self) -> Stage:
+    def rollback(self) -> ModelHarness:
         return self.update("", rollback=True)
 
-    def updated(self, generation: int, path: str = "/models/new.onnx") -> Stage:
+    def updated(self, generation: int, path: str = "/models/new.onnx") -> ModelHarness:
         """An update that succeeds."""
         self.update(path).pinned().loads(generation)
         for leaving in list(self.model.deployments[0].draining):
@@ -279,12 +279,12 @@ class Stage:
         """Submit requests of different contents."""
         return self.submit(*(request() for _ in range(count)))
 
-    def answers(self, worker: str, *numbers: int) -> Stage:
+    def answers(self, worker: str, *numbers: int) -> ModelHarness:
         for number in numbers:
             self.says(worker, Result(number, ResponseDescription("m", (OUT,))))
         return self
 
-    def passes(self, seconds: float) -> Stage:
+    def passes(self, seconds: float) -> ModelHarness:
         self.now += seconds
         self.model.tick(self.now)
         return self

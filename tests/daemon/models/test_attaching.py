@@ -6,10 +6,10 @@ import pytest
 
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Terms
+from weightd.daemon.generations.plan import GenerationSpec
 from weightd.daemon.generations.states import ChildEvent
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.attaching import Attaching
+from weightd.daemon.models.attaching import LoadLimiter
 
 ATTACHING = ChildEvent.HELLO, ChildEvent.ADMIT, ChildEvent.ATTACH
 NEED = 2 * 100 + 64
@@ -20,10 +20,10 @@ class Host:
 
     def __init__(self, cores: int, free_mib: int) -> None:
         self.free_mib = free_mib
-        self.attaching = Attaching(lambda: self.free_mib * MIB, lambda: cores)
+        self.attaching = LoadLimiter(lambda: self.free_mib * MIB, lambda: cores)
 
     def generation(self, nbytes: int = 100 * MIB) -> Generation:
-        generation = Generation("m.1", Terms(4, 100.0))
+        generation = Generation("m.1", GenerationSpec(4, 100.0))
         self.attaching.limit(generation, lambda: nbytes, 2.0)
         return generation
 

@@ -8,9 +8,9 @@ import pytest
 
 from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.models.budget import DeviceBudget, ResourceRequest
 
-NEED = Need(weight_bytes=100 * MIB, copy_count=1, worker_count=3, process_count=4, process_bytes=10 * MIB)
+NEED = ResourceRequest(weight_bytes=100 * MIB, copy_count=1, worker_count=3, process_count=4, process_bytes=10 * MIB)
 PRIVATE = dataclasses.replace(NEED, copies=3)
 
 
@@ -23,7 +23,7 @@ def test_weights_take_whole_huge_pages_and_one_more_where_they_fit_exactly(weigh
 
 
 def test_what_is_promised_is_used_until_it_is_released() -> None:
-    device = Device("ascend:0", 500 * MIB, 8)
+    device = DeviceBudget("ascend:0", 500 * MIB, 8)
     assert device.reserve("m.1", NEED) == ""
     assert device.reserve("m.2", PRIVATE) == ""
     assert (device.reserved_bytes, device.process_count) == ((102 + 4 * 10 + 3 * 102 + 4 * 10) * MIB, 8)
@@ -39,26 +39,26 @@ def test_what_is_promised_is_used_until_it_is_released() -> None:
 def test_what_fits_exactly_fits_and_what_is_not_known_refuses_nothing(
     capacity: int | None, processes: int | None, fits: bool
 ) -> None:
-    device = Device("ascend:0", capacity, processes)
+    device = DeviceBudget("ascend:0", capacity, processes)
     assert (device.reserve("m.1", NEED) == "") == fits
     assert list(device.reserved) == ["m.1"] * fits
 
 
 def test_a_refusal_for_memory_tells_the_figures() -> None:
-    device = Device("ascend:0", 1500 * MIB)
+    device = DeviceBudget("ascend:0", 1500 * MIB)
     assert device.reserve("big.1", dataclasses.replace(NEED, weights=1229 * MIB)) == ""
     assert device.reserve("m.2", PRIVATE) == (
         "ascend:0 has no room: m.2 needs 346 MiB (3 copies of 102 MiB weights, 4 processes of 10 MiB), "
         "230 MiB of 1,500 MiB are free; big.1 has 1,270 MiB"
     )
-    assert Device("ascend:0", 141 * MIB).reserve("m.1", NEED) == (
+    assert DeviceBudget("ascend:0", 141 * MIB).reserve("m.1", NEED) == (
         "ascend:0 has no room: m.1 needs 142 MiB (one copy of 102 MiB weights, 4 processes of 10 MiB), "
         "141 MiB of 141 MiB are free"
     )
 
 
 def test_a_refusal_for_processes_tells_who_has_them() -> None:
-    device = Device("ascend:0", None, 9)
+    device = DeviceBudget("ascend:0", None, 9)
     assert [device.reserve(label, NEED) for label in ("a.1", "b.1")] == ["", ""]
     assert device.reserve("m.1", NEED) == (
         "ascend:0 takes at most 9 processes: m.1 needs 4 (holder, workers and spares); a.1 has 4, b.1 has 4"
@@ -66,7 +66,7 @@ def test_a_refusal_for_processes_tells_who_has_them() -> None:
 
 
 def test_it_can_be_asked_what_would_be_refused_though_another_one_were_gone() -> None:
-    device = Device("ascend:0", NEED.total_bytes, 4)
+    device = DeviceBudget("ascend:0", NEED.total_bytes, 4)
     device.reserve("m.1", NEED)
     assert device.rejection_reason("m.2", NEED) != ""
     assert device.rejection_reason("m.2", NEED, excluding=["m.1"]) == ""
@@ -76,7 +76,7 @@ def test_it_can_be_asked_what_would_be_refused_though_another_one_were_gone() ->
 
 
 def test_it_learns_that_processes_take_more_but_not_that_they_take_less() -> None:
-    device = Device("ascend:0", 150 * MIB)
+    device = DeviceBudget("ascend:0", 150 * MIB)
     device.reserve("m.1", NEED)
     for seen, each in [(5, 10), (50, 50)]:
         device.set_process_bytes("m.1", seen * MIB)

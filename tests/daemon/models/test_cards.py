@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device, Need
-from weightd.daemon.models.cards import Cards
+from weightd.daemon.models.budget import DeviceBudget, ResourceRequest
+from weightd.daemon.models.cards import CardGroup
 
 SLICES = (100 * MIB, 50 * MIB)
-NEED = Need(sum(SLICES), 1, 2, 2, process_bytes=10 * MIB, buffer_bytes=400 * MIB, slice_bytes=SLICES)
+NEED = ResourceRequest(sum(SLICES), 1, 2, 2, process_bytes=10 * MIB, buffer_bytes=400 * MIB, slice_bytes=SLICES)
 
 
-def cards(*capacities: int | None, ports: tuple[int, ...] = ()) -> tuple[Cards, list[Device]]:
-    devices = [Device(f"ascend:{card}", capacity) for card, capacity in enumerate(capacities)]
-    return Cards(devices, ports), devices
+def cards(*capacities: int | None, ports: tuple[int, ...] = ()) -> tuple[CardGroup, list[DeviceBudget]]:
+    devices = [DeviceBudget(f"ascend:{card}", capacity) for card, capacity in enumerate(capacities)]
+    return CardGroup(devices, ports), devices
 
 
 def test_each_card_has_the_slice_of_its_rank_and_its_own_buffers() -> None:
@@ -52,16 +52,16 @@ def test_a_second_group_needs_a_port_of_its_own(ports: tuple[int, ...]) -> None:
 
 
 def test_it_has_the_first_port_that_is_free_on_all_cards() -> None:
-    devices = [Device(f"ascend:{card}") for card in range(3)]
-    first, second = Cards(devices[:2], (7000, 7001)), Cards(devices[1:], (7000, 7001))
+    devices = [DeviceBudget(f"ascend:{card}") for card in range(3)]
+    first, second = CardGroup(devices[:2], (7000, 7001)), CardGroup(devices[1:], (7000, 7001))
     assert [group.reserve(label, NEED) for group, label in ((first, "a.1"), (second, "b.1"))] == ["", ""]
     assert (first.port("a.1"), second.port("b.1")) == (7000, 7001)
     first.release("a.1")
     # One card is enough to have it taken.
-    fourth = Cards(devices[:2], (7001, 7002))
+    fourth = CardGroup(devices[:2], (7001, 7002))
     assert (fourth.reserve("c.1", NEED), fourth.port("c.1")) == ("", 7002)
     fourth.release("c.1")
-    third = Cards(devices[:2], (7000, 7001))
+    third = CardGroup(devices[:2], (7000, 7001))
     third.restore("a.2", NEED, 7001)
     assert (third.port("a.2"), third.reserve("a.3", NEED), third.port("a.3")) == (7001, "", 7000)
 

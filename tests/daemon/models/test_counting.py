@@ -7,27 +7,27 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.config.batching import Batching, Split
-from weightd.daemon.host.ends import End
-from weightd.daemon.meters.meter import Meter
+from weightd.daemon.config.batching import BatchingConfig, SplitConfig
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.meters.meter import ModelCounters
 from weightd.daemon.models.rows import describe_batching
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Attached, Broken, Failed, Ping, Pong, Unequal
-from weightd.protocol.messages.findings import Rows
+from weightd.protocol.messages.children import Attached, ProcessFailed, Failed, Ping, Pong, BatchMismatch
+from weightd.protocol.messages.findings import RowSupport
 
-from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, Stage
+from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, ModelHarness
 from .test_household import P1, P2, Home
 from .test_ranks import Cut
 
-EQUAL = Rows(("x",), ("y",), is_equal=True)
+EQUAL = RowSupport(("x",), ("y",), is_equal=True)
 
 
-def counted(meter: Meter) -> tuple[int, int, int, int]:
+def counted(meter: ModelCounters) -> tuple[int, int, int, int]:
     return meter.unexpected_exits, meter.restarts, meter.selftest_failures, meter.batch_mismatches
 
 
 def test_how_long_requests_take_wait_and_run() -> None:
-    stage = Stage(workers=1)
+    stage = ModelHarness(workers=1)
     meter = stage.model.dispatcher.counters
     stage.serving()
     first, second = stage.some(2)
@@ -48,7 +48,7 @@ def test_how_long_requests_take_wait_and_run() -> None:
 
 
 def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> None:
-    stage = Stage(workers=1, batching=Batching(64))
+    stage = ModelHarness(workers=1, batching=BatchingConfig(64))
     meter = stage.model.dispatcher.counters
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     first, second, third = stage.some(3)
@@ -63,7 +63,7 @@ def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> N
 
 
 def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
-    stage = Stage()
+    stage = ModelHarness()
     meter = stage.model.dispatcher.counters
     stage.serving()
     assert counted(meter) == (0, 0, 0, 0)
@@ -79,25 +79,25 @@ def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
 
 
 def test_another_generation_is_no_restart() -> None:
-    stage = Stage()
+    stage = ModelHarness()
     meter = stage.model.dispatcher.counters
     stage.serving().updated(2)
     assert counted(meter) == (0, 0, 0, 0)
 
 
 def test_a_generation_that_follows_one_that_was_lost_is() -> None:
-    stage = Stage(CARD)
+    stage = ModelHarness(CARD)
     meter = stage.model.dispatcher.counters
     stage.serving()
     stage.dies(HOLDER)
     for name in (W1, W2):
-        stage.model.on_exit(name, End(0), stage.now)
+        stage.model.on_exit(name, ExitCause(0), stage.now)
     stage.passes(60.0)
     assert counted(meter) == (1, len(stage.of(2)), 0, 0) == (1, 3, 0, 0)
 
 
 def test_a_worker_that_does_not_reproduce_the_canary() -> None:
-    stage = Stage()
+    stage = ModelHarness()
     meter = stage.model.dispatcher.counters
     stage.pinned().builds()
     stage.says(W1, Attached("another", 0))
@@ -110,16 +110,16 @@ def test_a_worker_that_does_not_reproduce_the_canary() -> None:
 
 
 def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
-    stage = Stage(batching=Batching(8))
+    stage = ModelHarness(batching=BatchingConfig(8))
     meter = stage.model.dispatcher.counters
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     for name in (W1, W2):
-        stage.says(name, Unequal("they differ"))
+        stage.says(name, BatchMismatch("they differ"))
     assert counted(meter)[3] == 1
 
 
 def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_generation() -> None:
-    stage = Stage(batching=Batching(8), split=Split(4))
+    stage = ModelHarness(batching=BatchingConfig(8), split=SplitConfig(4))
     meter, names = stage.model.dispatcher.counters, stage.model.dispatcher.party_names
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     a, b = names.number_of("tenant a"), names.number_of("tenant b")
@@ -132,10 +132,10 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
 
     # Each of two workers finds it out.
     for name in (W1, W2):
-        stage.says(name, Unequal("output y differs", (a,)))
+        stage.says(name, BatchMismatch("output y differs", (a,)))
     assert (apart(W1), apart(W2)) == (frozenset({a}), frozenset({a}))
     assert counted(meter)[3] == 1
-    stage.says(W2, Unequal("output z differs", (a, b)))
+    stage.says(W2, BatchMismatch("output z differs", (a, b)))
     assert apart(W1) == {a, b}
     assert counted(meter)[3] == 2
     [generation] = stage.model.generations
@@ -144,7 +144,7 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
         "output y differs, output z differs"
     )
     # More are not remembered: then it is nobody's.
-    stage.says(W1, Unequal("many differ", tuple(range(limits.MAX_TENANTS))))
+    stage.says(W1, BatchMismatch("many differ", tuple(range(limits.MAX_TENANTS))))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     assert (seat.policy.max_rows, seat.policy.is_exact) == (1, False)
@@ -156,9 +156,9 @@ def test_ranks_are_lost_together_and_started_together() -> None:
     stage.serving()
     ranks = stage.of(1)
     assert counted(meter) == (0, 0, 0, 0)
-    stage.model.on_exit(ranks[-1], End(-signal.SIGSEGV), stage.now)
+    stage.model.on_exit(ranks[-1], ExitCause(-signal.SIGSEGV), stage.now)
     for name in ranks[:-1]:
-        stage.model.on_exit(name, End(-signal.SIGKILL), stage.now)
+        stage.model.on_exit(name, ExitCause(-signal.SIGKILL), stage.now)
     stage.now += 60.0
     stage.model.tick(stage.now)
     stage.pinned()
@@ -169,7 +169,7 @@ def test_ranks_are_lost_together_and_started_together() -> None:
 def test_a_process_that_serves_several_models_is_lost_to_each() -> None:
     home = Home().serving()
     meters = [model.dispatcher.counters for model in home.models.values()]
-    home.says(P1, Broken("it cannot go on"))
-    home.ends(P1, End(1)).later()
+    home.says(P1, ProcessFailed("it cannot go on"))
+    home.ends(P1, ExitCause(1)).later()
     assert P2 in home.host.spawned
     assert [counted(meter) for meter in meters] == 2 * [(1, 1, 0, 0)]

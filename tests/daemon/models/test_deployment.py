@@ -10,51 +10,51 @@ from collections.abc import Callable
 import pytest
 
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.generations.actions import RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Role, Send, Spawn
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.plan import ModelSource, GenerationSpec
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device, Need, Room
+from weightd.daemon.models.budget import DeviceBudget, ResourceRequest, Placement
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.stage import Succession
-from weightd.protocol.messages.children import Attached, Broken, Built, Hello
+from weightd.daemon.models.stage import RolloutPolicy
+from weightd.protocol.messages.children import Attached, ProcessFailed, Built, Hello
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
 
 from .fakehost import ATTACHED, CARD, SHA, X
 
-FIRST, SECOND = Source("/m.onnx"), Source("/m2.onnx", number=2)
+FIRST, SECOND = ModelSource("/m.onnx"), ModelSource("/m2.onnx", number=2)
 WEIGHTS, EACH = 100 * MIB, 10 * MIB
 ONE = 102 * MIB + 3 * EACH
 FOREVER = float("inf")
 
 
-class Life:
+class DeploymentHarness:
     """A deployment of two workers, and the children's side of the talk."""
 
     def __init__(
         self,
-        policy: Policy = Policy.AUTO,
+        policy: ReplacementPolicy = ReplacementPolicy.AUTO,
         capacity: int | None = None,
         *,
         frozen: bool = False,
         fall_back: bool = False,
-        device: Device | None = None,
+        device: DeviceBudget | None = None,
         first: int = 1,
     ) -> None:
         self.now = 1000.0
-        self.device = device or Device("ascend:0", capacity)
+        self.device = device or DeviceBudget("ascend:0", capacity)
         self.numbers = itertools.count(first)
         self.woken = 0
         self.there: dict[str, Generation] = {}
-        terms = Terms(2, 500.0, can_outlive_holder=frozen)
-        self.deployment = Deployment(self.device, terms, Succession(policy, fall_back, EACH), self.make, self.wake)
+        terms = GenerationSpec(2, 500.0, can_outlive_holder=frozen)
+        self.deployment = Deployment(self.device, terms, RolloutPolicy(policy, fall_back, EACH), self.make, self.wake)
         self.deployment.start(FIRST)
 
-    def make(self, device: Room, source: Source, terms: Terms) -> Generation:
+    def make(self, device: Placement, source: ModelSource, terms: GenerationSpec) -> Generation:
         number = next(self.numbers)
         self.there[f"m.{number}"] = Generation(f"m.{number}", terms, device.name, source, number)
         return self.there[f"m.{number}"]
@@ -67,11 +67,11 @@ class Life:
         words: list[str] = []
         for generation, action in self.deployment.take_actions():
             match action:
-                case Pin() | Forget():
+                case TakeSnapshot() | DeleteFiles():
                     words.append(f"{type(action).__name__} {generation.label}")
                 case Send(name, order):
                     words.append(f"{type(order).__name__} {name}")
-                case Spawn(name, _) | Kill(name) | Enlist(name) | Dismiss(name):
+                case Spawn(name, _) | Kill(name) | AddSlot(name) | RemoveSlot(name):
                     words.append(f"{type(action).__name__} {name}")
         return words
 
@@ -92,16 +92,16 @@ class Life:
         """Who serves, who comes and who leaves."""
         return self.serving, self.coming, [each.label for each in self.deployment.draining]
 
-    def pinned(self, source: Source = FIRST) -> Life:
+    def pinned(self, source: ModelSource = FIRST) -> DeploymentHarness:
         self.deployment.on_snapshot_taken(source, Snapshot("", "", SHA, WEIGHTS), self.now)
         return self
 
-    def greets(self, label: str) -> Life:
+    def greets(self, label: str) -> DeploymentHarness:
         for name in list(self.there[label].children):
             self.there[label].on_hello(name, Hello(name, SHA, {"weightd": VERSION}, CARD), self.now)
         return self.settled()
 
-    def builds(self, label: str, device: DeviceMemory | None = None) -> Life:
+    def builds(self, label: str, device: DeviceMemory | None = None) -> DeploymentHarness:
         """Everybody says hello, and the holder builds."""
         self.greets(label)
         handle = "/store" if self.there[label].spec.is_sharing else ""
@@ -109,56 +109,56 @@ class Life:
         self.there[label].on_holder_built(f"{label}.holder", built, self.now)
         return self.settled()
 
-    def cannot(self, label: str, cause: str, *, no_room: bool = False) -> Life:
+    def cannot(self, label: str, cause: str, *, no_room: bool = False) -> DeploymentHarness:
         """Everybody says hello, and the holder cannot build."""
         self.greets(label)
-        self.there[label].on_process_failed(f"{label}.holder", Broken(cause, is_out_of_memory=no_room), self.now)
+        self.there[label].on_process_failed(f"{label}.holder", ProcessFailed(cause, is_out_of_memory=no_room), self.now)
         return self.settled()
 
-    def attaches(self, *names: str) -> Life:
+    def attaches(self, *names: str) -> DeploymentHarness:
         for name in names:
             self.there[name.rpartition(".")[0]].on_attached(name, ATTACHED, self.now)
             self.settled()
         return self
 
-    def loads(self, label: str, source: Source = FIRST) -> Life:
+    def loads(self, label: str, source: ModelSource = FIRST) -> DeploymentHarness:
         self.pinned(source).builds(label)
         return self.attaches(*(each.name for each in self.there[label].children.values() if each.role is Role.WORKER))
 
-    def exit(self, *names: str) -> Life:
+    def exit(self, *names: str) -> DeploymentHarness:
         for name in names:
-            self.there[name.rpartition(".")[0]].on_exit(name, End(-signal.SIGSEGV), self.now)
+            self.there[name.rpartition(".")[0]].on_exit(name, ExitCause(-signal.SIGSEGV), self.now)
             self.settled()
         return self
 
-    def all_leave(self, label: str) -> Life:
+    def all_leave(self, label: str) -> DeploymentHarness:
         names = list(self.there[label].children)
         return self.exit(*names[1:], *names[:1])
 
-    def is_lost(self, label: str) -> Life:
+    def is_lost(self, label: str) -> DeploymentHarness:
         """All processes end, the holder first."""
         return self.exit(*list(self.there[label].children))
 
-    def settled(self) -> Life:
+    def settled(self) -> DeploymentHarness:
         self.deployment.reconcile(self.now)
         return self
 
-    def tick_when_due(self) -> Life:
+    def tick_when_due(self) -> DeploymentHarness:
         self.now = max(self.now, self.deployment.next_tick_at)
         self.deployment.tick(self.now)
         return self
 
 
-def frozen(policy: Policy = Policy.AUTO, capacity: int | None = None) -> Life:
+def frozen(policy: ReplacementPolicy = ReplacementPolicy.AUTO, capacity: int | None = None) -> DeploymentHarness:
     """One that serves and has lost its holder."""
-    life = Life(policy, capacity, frozen=True).loads("m.1")
+    life = DeploymentHarness(policy, capacity, frozen=True).loads("m.1")
     life.did()
     return life.exit("m.1.holder")
 
 
-def updating(policy: Policy = Policy.AUTO, capacity: int | None = None) -> Life:
+def updating(policy: ReplacementPolicy = ReplacementPolicy.AUTO, capacity: int | None = None) -> DeploymentHarness:
     """One that serves, and another source that is to take over."""
-    life = Life(policy, capacity).loads("m.1")
+    life = DeploymentHarness(policy, capacity).loads("m.1")
     life.deployment.update(SECOND, life.now)
     life.did()
     return life
@@ -168,7 +168,7 @@ def updating(policy: Policy = Policy.AUTO, capacity: int | None = None) -> Life:
 
 
 def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
-    life = Life()
+    life = DeploymentHarness()
     for label in ("m.1", "m.2", "m.3"):
         assert (life.coming, life.deployment.has_failed) == (label, False)
         life.pinned().is_lost(label)
@@ -190,7 +190,7 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest
 
 
 def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
-    life = Life()
+    life = DeploymentHarness()
     assert life.did() == ["Pin m.1"]
     # What becomes of another source is not its concern.
     life.pinned(SECOND).deployment.on_snapshot_failed(SECOND, "no such file", life.now)
@@ -205,10 +205,10 @@ def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
 
 
 def test_it_falls_back_to_private_weights_once() -> None:
-    life = Life(fall_back=True).pinned().cannot("m.1", "no sharing")
+    life = DeploymentHarness(fall_back=True).pinned().cannot("m.1", "no sharing")
     assert (life.standing, life.deployment.has_failed) == (("", "m.2", ["m.1"]), False)
     life.pinned()
-    assert life.device.reserved["m.2"] == Need(WEIGHTS, 2, 2, 3, EACH)
+    assert life.device.reserved["m.2"] == ResourceRequest(WEIGHTS, 2, 2, 3, EACH)
     assert not life.there["m.2"].spec.is_sharing
     life.cannot("m.2", "no memory")
     assert (life.deployment.has_failed, life.deployment.cause) == (True, "m.2.holder: no memory")
@@ -217,7 +217,7 @@ def test_it_falls_back_to_private_weights_once() -> None:
 @pytest.mark.parametrize("fall_back", [False, True])
 def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool) -> None:
     """What an earlier process had comes free late; copies in each process would need more."""
-    life = Life(fall_back=fall_back)
+    life = DeploymentHarness(fall_back=fall_back)
     end, label = life.now + life.deployment.spec.memory_timeout_s, ""
     while not life.deployment.has_failed:
         label = life.tick_when_due().coming if life.coming == "" else life.coming
@@ -232,7 +232,7 @@ def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool)
 
 
 def test_what_it_learns_counts_for_the_next_one_too() -> None:
-    life = Life(frozen=True).pinned().builds("m.1", DeviceMemory(1000 * MIB, 500 * MIB))
+    life = DeploymentHarness(frozen=True).pinned().builds("m.1", DeviceMemory(1000 * MIB, 500 * MIB))
     memory, generation = DeviceMemory(1000 * MIB, 470 * MIB), life.there["m.1"]
     generation.on_attached("m.1.w1", Attached("canary", 1, device=memory), life.now)
     life.deployment.on_device_memory(generation, memory)
@@ -242,14 +242,14 @@ def test_what_it_learns_counts_for_the_next_one_too() -> None:
     assert life.device.reserved["m.2"].process_bytes == 30 * MIB
 
 
-def waiting() -> tuple[Life, Life]:
+def waiting() -> tuple[DeploymentHarness, DeploymentHarness]:
     """One that serves and will leave, and one of another model that waits for its room."""
-    leaving = Life(capacity=ONE).loads("m.1")
+    leaving = DeploymentHarness(capacity=ONE).loads("m.1")
     leaving.deployment.mark_leaving()
-    return leaving, Life(device=leaving.device, first=2).pinned()
+    return leaving, DeploymentHarness(device=leaving.device, first=2).pinned()
 
 
-def leaves(life: Life) -> None:
+def leaves(life: DeploymentHarness) -> None:
     life.deployment.drain(life.now)
     life.all_leave("m.1")
 
@@ -276,7 +276,7 @@ def test_it_waits_for_the_room_of_who_will_leave_and_is_told(caplog: pytest.LogC
 
 def test_who_comes_too_late_for_what_was_released_is_refused() -> None:
     leaving, life = waiting()
-    other = Life(device=leaving.device, first=3).pinned()
+    other = DeploymentHarness(device=leaving.device, first=3).pinned()
     leaves(leaving)
     for each in (life, other):
         assert each.deployment.next_tick_at == 0.0
@@ -300,17 +300,17 @@ def test_one_that_is_given_up_while_it_waits_for_room_is_not_told_and_not_due_fo
 
 
 def test_it_does_not_wait_for_room_that_would_not_do() -> None:
-    leaving = Life(capacity=ONE).loads("m.1")
+    leaving = DeploymentHarness(capacity=ONE).loads("m.1")
     leaving.deployment.mark_leaving()
     leaving.device.capacity_bytes = ONE - 1
-    assert Life(device=leaving.device, first=2).pinned().deployment.has_failed
+    assert DeploymentHarness(device=leaving.device, first=2).pinned().deployment.has_failed
 
 
 # --- renewal --------------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_one_is_renewed_beside_it_and_left_when_the_next_is_complete() -> None:
-    life = frozen(Policy.OVERLAP)
+    life = frozen(ReplacementPolicy.OVERLAP)
     # The same bytes: nobody has asked for others.
     assert (life.did(), life.there["m.2"].source) == (["Pin m.2"], FIRST)
     life.pinned().builds("m.2").attaches("m.2.w1")
@@ -323,7 +323,7 @@ def test_a_frozen_one_is_renewed_beside_it_and_left_when_the_next_is_complete() 
 
 
 def test_replacing_waits_until_the_old_one_is_gone() -> None:
-    life = frozen(Policy.REPLACE).pinned()
+    life = frozen(ReplacementPolicy.REPLACE).pinned()
     assert life.standing == ("", "m.2", ["m.1"])
     assert life.did() == ["Pin m.2", "Dismiss m.1.w1", "Stop m.1.w1", "Dismiss m.1.w2", "Stop m.1.w2"]
     assert life.exit("m.1.w1").did() == []
@@ -334,15 +334,15 @@ def test_replacing_waits_until_the_old_one_is_gone() -> None:
 
 @pytest.mark.parametrize(("capacity", "leaves"), [(2 * ONE, False), (2 * ONE - 1, True)])
 def test_auto_replaces_only_where_there_is_no_room_beside(capacity: int, leaves: bool) -> None:
-    life = frozen(Policy.AUTO, capacity).pinned()
+    life = frozen(ReplacementPolicy.AUTO, capacity).pinned()
     assert life.standing == (("", "m.2", ["m.1"]) if leaves else ("m.1", "m.2", []))
     assert ("m.2" in life.device.reserved) is not leaves
     if leaves:
         assert list(life.all_leave("m.1").device.reserved) == ["m.2"]
 
 
-@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.REPLACE])
-def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [ReplacementPolicy.AUTO, ReplacementPolicy.REPLACE])
+def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: ReplacementPolicy) -> None:
     life = frozen(policy, ONE)
     life.device.capacity_bytes = ONE - 1
     assert life.pinned().serving == "m.1"
@@ -351,7 +351,7 @@ def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: Policy
 
 
 def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_and_later_for_ever() -> None:
-    life = frozen(Policy.OVERLAP, 2 * ONE - 1)
+    life = frozen(ReplacementPolicy.OVERLAP, 2 * ONE - 1)
     waits: list[float] = []
     for number in range(2, 2 + MAX_FAILED_STARTS + 1):
         assert life.standing == ("m.1", f"m.{number}", [])
@@ -364,7 +364,7 @@ def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_a
 
 
 def test_one_that_is_invalid_is_followed_at_once_and_later_if_it_did_not_live_long() -> None:
-    life = Life().loads("m.1")
+    life = DeploymentHarness().loads("m.1")
     life.now += 100.0
     assert life.exit("m.1.holder").standing == ("", "m.2", ["m.1"])
     life.is_lost("m.1").loads("m.2").exit("m.2.holder")
@@ -378,8 +378,8 @@ def test_one_that_is_invalid_is_followed_at_once_and_later_if_it_did_not_live_lo
 # --- update ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", list(ReplacementPolicy))
+def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: ReplacementPolicy) -> None:
     life = updating(policy).pinned(SECOND).builds("m.2").attaches("m.2.w1")
     assert (life.deployment.is_update_ready, life.deployment.is_updating) == (False, True)
     life.attaches("m.2.w2")
@@ -391,8 +391,8 @@ def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Policy) -> 
     assert life.passed_on() == ["Dismiss m.1.w1", "Dismiss m.1.w2", "Enlist m.2.w1", "Enlist m.2.w2"]
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-def test_nobody_leaves_for_an_update_that_has_no_room(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", list(ReplacementPolicy))
+def test_nobody_leaves_for_an_update_that_has_no_room(policy: ReplacementPolicy) -> None:
     life = updating(policy, 2 * ONE - 1).pinned(SECOND)
     assert (life.standing, life.deployment.is_updating, life.deployment.is_busy) == (("m.1", "", []), False, False)
     assert life.deployment.cause.startswith("ascend:0 has no room: m.2 needs 132 MiB")
@@ -434,7 +434,7 @@ def test_what_is_lost_during_an_update_is_loaded_again_only_if_that_fails(fails:
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, fails: bool) -> None:
-    life = Life().loads("m.1").is_lost("m.1").pinned().is_lost("m.2")
+    life = DeploymentHarness().loads("m.1").is_lost("m.1").pinned().is_lost("m.2")
     label = "m.4" if loads else "m.3"
     if loads:
         life.now += 40.0
@@ -454,7 +454,7 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
 
 @pytest.mark.parametrize("steps", range(8))
 def test_it_can_be_wound_down_at_every_moment(steps: int) -> None:
-    life = Life(frozen=True)
+    life = DeploymentHarness(frozen=True)
     moments: list[Callable[[], object]] = [
         life.pinned,
         lambda: life.builds("m.1"),

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from weightd.daemon.config.batching import Batching
+from weightd.daemon.config.batching import BatchingConfig
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.models.fleet import Change, Fleet
-from weightd.daemon.models.model import Model
-from weightd.daemon.models.sources import Numbers
+from weightd.daemon.models.fleet import ConfigDiff, ModelRegistry
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.errors import Unavailable
 
 ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))
@@ -22,7 +22,7 @@ LEAVES = f"drain {ONE.predict_timeout:g} replaced"
 class FakeModel:
     """Serves, fails and is gone when a test says so, and keeps a record of what it is told."""
 
-    def __init__(self, name: str, config: ModelConfig, numbers: Numbers) -> None:
+    def __init__(self, name: str, config: ModelConfig, numbers: IdSequence) -> None:
         self.name = name
         self.config = config
         self.numbers = numbers
@@ -76,17 +76,17 @@ class Yard:
 
     def __init__(self, **configs: ModelConfig) -> None:
         self.made: list[FakeModel] = []
-        self.fleet = Fleet(self.make)
+        self.fleet = ModelRegistry(self.make)
         self.fleet.start(configs, 0.0)
         for each in self.made:
             each.will_serve = each.complete = True
             each.done.clear()
 
-    def make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
+    def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
         self.made.append(FakeModel(name, config, numbers))
-        return cast(Model, self.made[-1])
+        return cast(ServedModel, self.made[-1])
 
-    def reload(self, **configs: ModelConfig) -> Change:
+    def reload(self, **configs: ModelConfig) -> ConfigDiff:
         change = self.fleet.compare(configs)
         self.fleet.apply(change, configs, 0.0)
         return change
@@ -110,7 +110,7 @@ def test_a_model_that_has_failed_is_loaded_again_as_it_is() -> None:
     yard.made[0].may_retry = yard.made[2].may_retry = True
     # One that is changed, too, is made anew.
     change = yard.reload(a=ONE, b=TWO, c=ONE)
-    assert (change, str(change)) == (Change((), ("c",), (), ("a",)), "changed c; retried a")
+    assert (change, str(change)) == (ConfigDiff((), ("c",), (), ("a",)), "changed c; retried a")
     assert [each.done for each in yard.made] == [["retry"], [], [], ["start"]]
 
 
@@ -118,7 +118,7 @@ def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     yard = Yard(a=ONE, b=TWO)
     b = yard.made[1]
     b.desk.idle, b.deaths = False, 3
-    assert yard.reload(a=ONE) == Change((), (), ("b",))
+    assert yard.reload(a=ONE) == ConfigDiff((), (), ("b",))
     assert yard.serving() == [("a", ONE)]
     assert (b.done, len(yard.fleet.all_models())) == (["will leave"], 2)
     b.desk.idle = True
@@ -133,7 +133,7 @@ def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
 
 def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     yard = Yard(a=ONE)
-    assert yard.reload(a=TWO) == Change((), ("a",), ())
+    assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
     old, new = yard.made
     assert (yard.serving(), new.done, len(yard.fleet.changing)) == ([("a", ONE)], ["start"], 1)
     assert (new.replaced, old.comes_again) == (old, False)
@@ -153,7 +153,7 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
 def test_where_the_same_is_loaded_for_the_change_nothing_is() -> None:
     yard = Yard(a=ONE)
     assert yard.reload(a=TWO).changed == ("a",)
-    less = replace(ONE, batching=Batching(8, exact=False))
+    less = replace(ONE, batching=BatchingConfig(8, exact=False))
     # It discards what loads, too.
     assert yard.reload(a=less).changed == ("a",)
     assert [each.done for each in yard.made] == [[], ["start", "drain 0"]]
@@ -170,7 +170,7 @@ def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
     assert failed.done == ["start", "drain 0"]
     assert (failed.replaced, old.comes_again) == (old, True)
     # The next reload tries it again.
-    assert yard.reload(a=TWO) == Change((), ("a",), ())
+    assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
     assert (old.note, len(yard.made)) == ("", 3)
 
 
@@ -185,10 +185,10 @@ def test_what_does_not_serve_is_replaced_at_once() -> None:
 def test_asking_twice_for_the_same_change_is_asking_once_and_a_change_of_mind_discards_what_loads() -> None:
     yard = Yard(a=ONE)
     yard.reload(a=TWO)
-    assert yard.reload(a=TWO) == Change((), (), ())
-    assert yard.reload(a=THREE) == Change((), ("a",), ())
+    assert yard.reload(a=TWO) == ConfigDiff((), (), ())
+    assert yard.reload(a=THREE) == ConfigDiff((), ("a",), ())
     assert [each.draining for each in yard.made] == [False, True, False]
-    assert yard.reload(a=ONE) == Change((), ("a",), ())
+    assert yard.reload(a=ONE) == ConfigDiff((), ("a",), ())
     assert [each.draining for each in yard.made] == [False, True, True]
     assert (yard.serving(), yard.made[0].successor) == ([("a", ONE)], None)
 

@@ -12,15 +12,15 @@ import pytest
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.household import Households
-from weightd.daemon.models.model import Model
-from weightd.daemon.models.sources import Numbers
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.household import ModelFactory
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.errors import FailedPrecondition
-from weightd.protocol.messages.children import Broken, ChildMessage, Failed, Hello, Predict, Result
+from weightd.protocol.messages.children import ProcessFailed, ChildMessage, Failed, Hello, Predict, Result
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.ranks import Entered, Member, Proof, Warmed
+from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestResult, SelfTestDone
 from weightd.protocol.version import VERSION
 from weightd.shared.members import joint_digest
 from weightd.shared.reach import OPERATOR
@@ -38,10 +38,10 @@ class Home:
 
     def __init__(self, **config: Any) -> None:
         self.host, self.now = FakeHost(), 1000.0
-        self.device = Device("ascend:0")
+        self.device = DeviceBudget("ascend:0")
         group = Membership("g", "workspace", NAMES, "digest")
-        households = Households()
-        self.models: dict[str, Model] = {}
+        households = ModelFactory()
+        self.models: dict[str, ServedModel] = {}
         for name in NAMES:
             there = ModelConfig(
                 f"/{name}.mindir",
@@ -54,7 +54,7 @@ class Home:
             )
             devices = {"ascend:0": self.device}
             # As the fleet does: one is started before the next one is made.
-            self.models[name] = households.make(name, there, devices, self.host, self.host, Numbers())
+            self.models[name] = households.make(name, there, devices, self.host, self.host, IdSequence())
             self.models[name].start(self.now)
 
     def pinned(self, *names: str) -> Home:
@@ -69,10 +69,10 @@ class Home:
 
     def loads(self, child: str = P1) -> Home:
         self.says(child, Hello("1", joint_digest([DIGESTS[name] for name in NAMES]), {"weightd": VERSION}, CPU))
-        members = tuple(Member((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
-        self.says(child, Entered((), (), None, members))
-        proofs = tuple(Proof(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
-        return self.says(child, Warmed("", (), None, None, proofs))
+        members = tuple(RankMember((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
+        self.says(child, JoinedGroup((), (), None, members))
+        proofs = tuple(SelfTestResult(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
+        return self.says(child, SelfTestDone("", (), None, None, proofs))
 
     def serving(self) -> Home:
         self.pinned().loads()
@@ -88,7 +88,7 @@ class Home:
     def answers(self, number: int, child: str = P1) -> Home:
         return self.says(child, Result(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
-    def ends(self, child: str, end: End) -> Home:
+    def ends(self, child: str, end: ExitCause) -> Home:
         self.models["one"].on_exit(child, end, self.now)
         return self
 
@@ -130,22 +130,22 @@ def test_each_model_takes_what_is_its_own_and_has_its_turn() -> None:
 
 
 def _dies(home: Home, running: int) -> None:
-    home.ends(P1, End(-signal.SIGSEGV))
+    home.ends(P1, ExitCause(-signal.SIGSEGV))
 
 
 def _breaks(home: Home, running: int) -> None:
-    home.says(P1, Broken("it cannot go on")).ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
+    home.says(P1, ProcessFailed("it cannot go on")).ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 
 def _fails(home: Home, running: int) -> None:
     home.says(P1, Failed(running, "INTERNAL", "predict failed", is_exiting=True))
-    home.ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
+    home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 
 def _hangs(home: Home, running: int) -> None:
     home.now += 100.0
     home.models["two"].tick(home.now)
-    home.ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
+    home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 
 @pytest.mark.parametrize("loss", [_dies, _breaks, _fails, _hangs])
@@ -202,7 +202,7 @@ def test_the_process_goes_with_the_last_of_them() -> None:
     assert home.given() == [(P1, asked, 1)]
     home.answers(asked)
     home.models["two"].drain(home.now)
-    home.ends(P1, End(0))
+    home.ends(P1, ExitCause(0))
     assert [model.is_gone for model in home.models.values()] == [True, True]
     assert (home.device.reserved, home.models["one"].record()) == ({}, None)
 

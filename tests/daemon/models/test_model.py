@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.batching import Batching, Split
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.config.batching import BatchingConfig, SplitConfig
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import End, Lost
-from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.host.ends import ExitCause, MissingFile
+from weightd.daemon.models.budget import DeviceBudget, ResourceRequest
 from weightd.daemon.models.rows import describe_batching
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -26,18 +26,18 @@ from weightd.protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
+from weightd.protocol.messages.children import Attach, ProcessFailed, Build, Built, Failed, Result, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import Rows
+from weightd.protocol.messages.findings import RowSupport
 
-from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, Stage, X, Y, request
+from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
 def test_it_loads_as_its_generation_wants() -> None:
-    stage = Stage()
+    stage = ModelHarness()
     host = stage.host
     assert (len(host.pinned), host.spawned) == (1, [])
     stage.pinned().builds()
@@ -52,7 +52,7 @@ def test_it_loads_as_its_generation_wants() -> None:
 
 @pytest.mark.parametrize("copies", ["one", "each"])
 def test_on_sets_of_cores_there_is_one_copy_for_all_or_one_for_each(copies: str) -> None:
-    stage = Stage(workers=1, copies=copies, devices=("cpu:0", "cpu:1"), cores=("0-3", "4,6")).pinned()
+    stage = ModelHarness(workers=1, copies=copies, devices=("cpu:0", "cpu:1"), cores=("0-3", "4,6")).pinned()
     host = stage.host
     if copies == "one":
         assert host.places == {HOLDER: ("cpu", "0-3,4,6"), W1: ("cpu:0", "0-3"), W2: ("cpu:1", "4,6")}
@@ -62,31 +62,31 @@ def test_on_sets_of_cores_there_is_one_copy_for_all_or_one_for_each(copies: str)
         assert host.places == {f"{label}.{name}": place for label, place in where.items() for name in ("holder", "w1")}
 
 
-EXACT, ANYWAY = Batching(8), Batching(8, exact=False)
+EXACT, ANYWAY = BatchingConfig(8), BatchingConfig(8, exact=False)
 
 
 @pytest.mark.parametrize(
     ("before", "changed", "most"),
     [
-        (EXACT, {"batching": Batching(4)}, 4),
+        (EXACT, {"batching": BatchingConfig(4)}, 4),
         (EXACT, {"batching": ANYWAY}, 8),
-        (EXACT, {"batching": Batching()}, 1),
-        (EXACT, {"split": Split(4)}, 8),
+        (EXACT, {"batching": BatchingConfig()}, 1),
+        (EXACT, {"split": SplitConfig(4)}, 8),
         (EXACT, {"default_priority": 1}, 8),
-        (EXACT, {"batching": Batching(9)}, None),
-        (EXACT, {"split": Split(5)}, None),
+        (EXACT, {"batching": BatchingConfig(9)}, None),
+        (EXACT, {"split": SplitConfig(5)}, None),
         (EXACT, {"threads": 2}, None),
         (EXACT, {"priority_levels": 2}, None),
-        (EXACT, {"batching": Batching(8, sizes=(8,))}, None),
+        (EXACT, {"batching": BatchingConfig(8, sizes=(8,))}, None),
         (ANYWAY, {"batching": EXACT}, None),
-        (Batching(), {"batching": ANYWAY}, None),
+        (BatchingConfig(), {"batching": ANYWAY}, None),
     ],
 )
 def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
-    before: Batching, changed: dict[str, Any], most: int | None
+    before: BatchingConfig, changed: dict[str, Any], most: int | None
 ) -> None:
-    rows = Rows(("x",), ("y",), is_equal=True)
-    stage = Stage(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
+    rows = RowSupport(("x",), ("y",), is_equal=True)
+    stage = ModelHarness(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
@@ -99,9 +99,9 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
 
 
 def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -> None:
-    stage = Stage(workers=1, batching=Batching(8), split=Split(4)).pinned()
+    stage = ModelHarness(workers=1, batching=BatchingConfig(8), split=SplitConfig(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
-    stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), is_equal=True)))
+    stage.loads(1, dataclasses.replace(built, rows=RowSupport(("x",), ("y",), is_equal=True)))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
@@ -115,10 +115,10 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
 def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_run_in_parts(
     exact: bool, cut: list[bool]
 ) -> None:
-    stage = Stage(workers=1, split=Split(4, exact=exact)).pinned()
+    stage = ModelHarness(workers=1, split=SplitConfig(4, exact=exact)).pinned()
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
     built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
-    stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), is_equal=True)))
+    stage.loads(1, dataclasses.replace(built, rows=RowSupport((long.name,), ("y",), is_equal=True)))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
@@ -128,10 +128,10 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
 
 
 def test_other_bounds_for_rows_hold_at_once() -> None:
-    stage = Stage(workers=1, split=Split(5)).pinned()
-    stage.loads(1, dataclasses.replace(BUILT, rows=Rows(("x",), ("y",), is_equal=True)))
+    stage = ModelHarness(workers=1, split=SplitConfig(5)).pinned()
+    stage.loads(1, dataclasses.replace(BUILT, rows=RowSupport(("x",), ("y",), is_equal=True)))
     for most in (8, 4, 5):  # of which the request has 5
-        config = dataclasses.replace(stage.model.config, split=Split(4, max_rows=most))
+        config = dataclasses.replace(stage.model.config, split=SplitConfig(4, max_rows=most))
         assert stage.model.reconfigure(config)
         with pytest.raises(InvalidArgument, match=r"split\.max_rows") if most < 5 else contextlib.nullcontext():
             stage.some(1)
@@ -142,19 +142,19 @@ def test_other_bounds_for_rows_hold_at_once() -> None:
     [("on", "ascend:0", False), ("auto", "ascend:0", True), ("off", "ascend:0", False), ("auto", "cpu:1", False)],
 )
 def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, device: str, falls_back: bool) -> None:
-    stage = Stage(CARD, devices=(device,), sharing=sharing).pinned()
+    stage = ModelHarness(CARD, devices=(device,), sharing=sharing).pinned()
     assert stage.model.main_generation.spec.is_sharing == (sharing != "off")
-    stage.says(HOLDER, Broken("it cannot share"))
+    stage.says(HOLDER, ProcessFailed("it cannot share"))
     assert [each.spec.is_sharing for each in stage.model.generations if each.label != "digits.1"] == [False] * falls_back
     assert stage.model.has_failed != falls_back
 
 
 def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> None:
-    stage = Stage(CARD, devices=("ascend:0",))
+    stage = ModelHarness(CARD, devices=("ascend:0",))
     device = stage.model.deployments[0].placement
-    assert isinstance(device, Device)
+    assert isinstance(device, DeviceBudget)
     device.max_processes, device.leaving = 3, {"other.1"}
-    device.reserved["other.1"] = Need(weight_bytes=100, copy_count=1, worker_count=2, process_count=3, process_bytes=10)
+    device.reserved["other.1"] = ResourceRequest(weight_bytes=100, copy_count=1, worker_count=2, process_count=3, process_bytes=10)
     stage.pinned()
     assert stage.host.spawned == []
     device.release("other.1")
@@ -164,14 +164,14 @@ def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> 
 
 
 def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> None:
-    slow = Stage()
+    slow = ModelHarness()
     for _ in range(2):
         assert slow.model.next_event_at == slow.now + slow.model.config.load_timeout
         slow.now += 1.0
         slow.pinned()
     slow.passes(slow.model.config.load_timeout)
     assert (slow.host.aborted, slow.model.next_event_at) == ([HOLDER], slow.now + 2.0)
-    stage = Stage()
+    stage = ModelHarness()
     stage.passes(stage.model.next_event_at - stage.now)
     assert stage.host.unpinned == stage.host.pinned
     # What becomes of its process is of no interest any more.
@@ -180,7 +180,7 @@ def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> Non
 
 
 def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known_what_fits() -> None:
-    stage = Stage()
+    stage = ModelHarness()
     good, bad, again = stage.submit(request(), request(BAD), request())
     stage.pinned().builds()
     [(number, code, text)] = stage.host.refusals
@@ -194,17 +194,17 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
 
 
 def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wait() -> None:
-    stage = Stage(max_queue=2)
-    stage.model.request_metadata(Waiter(b"a", "1"))
-    stage.model.request_metadata(Waiter(b"b", "2"))
+    stage = ModelHarness(max_queue=2)
+    stage.model.request_metadata(MetadataRequest(b"a", "1"))
+    stage.model.request_metadata(MetadataRequest(b"b", "2"))
     with pytest.raises(ResourceExhausted, match="2 requests wait for the metadata already"):
-        stage.model.request_metadata(Waiter(b"c", "3"))
+        stage.model.request_metadata(MetadataRequest(b"c", "3"))
     stage.some(2)
     with pytest.raises(ResourceExhausted):
         stage.some(1)
     assert stage.host.metadata == []
     stage.pinned().builds()
-    stage.model.request_metadata(Waiter(b"c", "3"))
+    stage.model.request_metadata(MetadataRequest(b"c", "3"))
     assert [client for client, _ in stage.host.metadata] == [b"a", b"b", b"c"]
     told = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
     assert stage.host.metadata[0][1] == told
@@ -213,18 +213,18 @@ def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wa
 @pytest.mark.parametrize(
     ("batching", "equal", "exact"),
     [
-        (Batching(8), True, True),
-        (Batching(8), False, None),  # each runs alone
-        (Batching(8, exact=False), False, False),
-        (Batching(), None, None),
+        (BatchingConfig(8), True, True),
+        (BatchingConfig(8), False, None),  # each runs alone
+        (BatchingConfig(8, exact=False), False, False),
+        (BatchingConfig(), None, None),
     ],
 )
 def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
-    batching: Batching, equal: bool | None, exact: bool | None
+    batching: BatchingConfig, equal: bool | None, exact: bool | None
 ) -> None:
-    rows = None if equal is None else Rows(("x",), ("y",), is_equal=equal)
-    stage = Stage(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
-    stage.model.request_metadata(Waiter(b"a", "1"))
+    rows = None if equal is None else RowSupport(("x",), ("y",), is_equal=equal)
+    stage = ModelHarness(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
+    stage.model.request_metadata(MetadataRequest(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
 
 
@@ -233,7 +233,7 @@ def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
 
 @pytest.mark.parametrize("stranger", [HOLDER, W2, "stranger"])
 def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     asked = request()
     [number] = stage.submit(asked)
     assert (stage.host.predicts(), stage.host.frames) == ([(W1, number)], [*asked.frames])
@@ -247,7 +247,7 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
 
 
 def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it_had_to_others() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     one, two, three, four, five, six = stage.some(6)
     assert stage.host.predicts() == [(W1, one), (W2, two), (W1, three), (W2, four)]
     stage.says(W1, Failed(one, "INVALID_ARGUMENT", "out of range", is_exiting=False))
@@ -259,13 +259,13 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     stage.answers(W2, two, four)
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, five), (W2, six)]
-    stage.model.on_exit(W1, End(75), stage.now)
+    stage.model.on_exit(W1, ExitCause(75), stage.now)
     assert (len(stage.host.refusals), stage.model.dispatcher.failed_count) == (2, 2)
     assert W1 not in stage.model.dispatcher.latencies_by_process
 
 
 def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
-    stage = Stage(workers=1)
+    stage = ModelHarness(workers=1)
     assert stage.model.unready_reason(stage.now) == "digits: pinning"
     stage.serving()
     assert stage.model.unready_reason(stage.now + 30.0) == ""
@@ -279,7 +279,7 @@ def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
 
 
 def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
-    stage = Stage(CARD, workers=1, devices=("ascend:0",))
+    stage = ModelHarness(CARD, workers=1, devices=("ascend:0",))
     numbers = stage.submit(request(deadline=1005.0))
     stage.passes(4.0)
     assert stage.host.refusals == []
@@ -302,9 +302,9 @@ def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
 
 
 def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -> None:
-    stage = Stage().serving().update("", weights="/w.npz")
+    stage = ModelHarness().serving().update("", weights="/w.npz")
     host = stage.host
-    assert host.pinned[1:] == [Source("/models/digits.onnx", "/w.npz", 2)]
+    assert host.pinned[1:] == [ModelSource("/models/digits.onnx", "/w.npz", 2)]
     with pytest.raises(Unavailable, match="digits is being updated already"):
         stage.update()
     stage.pinned().builds(2).says("digits.2.w1", ATTACHED)
@@ -322,7 +322,7 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
 
 
 def test_after_an_update_it_takes_the_sizes_of_what_took_over() -> None:
-    stage = Stage(workers=1).pinned().loads(1, dataclasses.replace(BUILT, gears=((2,),))).update()
+    stage = ModelHarness(workers=1).pinned().loads(1, dataclasses.replace(BUILT, gears=((2,),))).update()
     with pytest.raises(InvalidArgument, match=r"expected 2, got 5"):
         stage.some(1)
     stage.pinned().loads(2, dataclasses.replace(BUILT, gears=((2,), (5,))))
@@ -330,8 +330,8 @@ def test_after_an_update_it_takes_the_sizes_of_what_took_over() -> None:
     assert stage.host.predicts() == [("digits.2.w1", number)]
 
 
-def no_worker(stage: Stage) -> None:
-    stage.pinned().builds(2).says(HOLDER_2, Broken("gone"))
+def no_worker(stage: ModelHarness) -> None:
+    stage.pinned().builds(2).says(HOLDER_2, ProcessFailed("gone"))
     for number in (1, 2, 3):
         stage.dies(f"digits.2.w{number}").passes(1.0)
 
@@ -342,9 +342,9 @@ NO_DROP_IN = (
 )
 PRECONDITION, UNAVAILABLE = "FAILED_PRECONDITION", "UNAVAILABLE"
 HOLDER_2 = "digits.2.holder"
-FAILURES: dict[str, tuple[Callable[[Stage], object], str, str]] = {
+FAILURES: dict[str, tuple[Callable[[ModelHarness], object], str, str]] = {
     "no snapshot": (lambda it: it.model.on_snapshot_failed(it.host.pinned[-1], "no file", it.now), PRECONDITION, "no file"),
-    "no build": (lambda it: it.pinned().says(HOLDER_2, Broken("no model")), PRECONDITION, f"{HOLDER_2}: no model"),
+    "no build": (lambda it: it.pinned().says(HOLDER_2, ProcessFailed("no model")), PRECONDITION, f"{HOLDER_2}: no model"),
     "killed": (lambda it: it.pinned().dies(HOLDER_2), UNAVAILABLE, f"{HOLDER_2}: killed by SIGSEGV"),
     "other inputs": (lambda it: it.pinned().builds(2, OTHER), PRECONDITION, NO_DROP_IN),
     "no worker": (no_worker, PRECONDITION, "digits.2.w3: killed by SIGSEGV"),
@@ -353,9 +353,9 @@ FAILURES: dict[str, tuple[Callable[[Stage], object], str, str]] = {
 
 @pytest.mark.parametrize(("fails", "code", "cause"), FAILURES.values(), ids=FAILURES)
 def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(
-    fails: Callable[[Stage], object], code: str, cause: str
+    fails: Callable[[ModelHarness], object], code: str, cause: str
 ) -> None:
-    stage = Stage(workers=1).serving().update()
+    stage = ModelHarness(workers=1).serving().update()
     new = stage.host.pinned[-1]
     fails(stage)
     assert stage.host.errors == [("u", code, f"not updated: {cause}")]
@@ -370,7 +370,7 @@ def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(
 
 
 def test_an_update_is_given_up_when_it_is_drained() -> None:
-    stage = Stage(workers=1).serving().update()
+    stage = ModelHarness(workers=1).serving().update()
     new = stage.host.pinned[-1]
     for _ in range(2):
         stage.model.drain(stage.now)
@@ -394,17 +394,17 @@ SUFFIX = "expected a .onnx file for engine onnxruntime, got "
     ],
 )
 def test_an_update_that_cannot_be_is_refused(loaded: bool, path: str, error: type[RequestError], text: str) -> None:
-    stage = Stage().serving() if loaded else Stage().pinned().builds()
+    stage = ModelHarness().serving() if loaded else ModelHarness().pinned().builds()
     with pytest.raises(error, match=text):
         stage.update(path, rollback=not path)
     assert (len(stage.model.generations), stage.model.is_updating) == (1, False)
 
 
 def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> None:
-    stage = Stage(workers=1).serving().updated(2)
+    stage = ModelHarness(workers=1).serving().updated(2)
     first, second = stage.host.pinned
     # One that fails keeps what it can go back to.
-    stage.rollback().says("digits.3.holder", Broken("no memory")).goes(3)
+    stage.rollback().says("digits.3.holder", ProcessFailed("no memory")).goes(3)
     # The snapshot was kept: nothing is copied, and what is in the file by now does not matter.
     stage.rollback().loads(4).goes(2)
     assert stage.host.pinned == [first, second]
@@ -420,9 +420,9 @@ def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> N
 
 
 def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
-    stage = Stage(workers=1, devices=("ascend:0", "ascend:1")).pinned().loads(1).loads(2)
+    stage = ModelHarness(workers=1, devices=("ascend:0", "ascend:1")).pinned().loads(1).loads(2)
     host = stage.host
-    stage.update().pinned().loads(3).says("digits.4.holder", Broken("no memory"))
+    stage.update().pinned().loads(3).says("digits.4.holder", ProcessFailed("no memory"))
     assert host.errors == [("u", "FAILED_PRECONDITION", "not updated: digits.4.holder: no memory")]
     assert host.told(Stop)[0] == ("digits.3.w1", Stop())
     assert host.unpinned == host.pinned[1:]
@@ -439,9 +439,9 @@ def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
 
 
 def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way() -> None:
-    stage = Stage(max_queue=2)
+    stage = ModelHarness(max_queue=2)
     for client, user in (("a", "ann"), ("b", "ann"), ("c", "ben")):
-        stage.model.request_metadata(Waiter(client.encode(), client, user))
+        stage.model.request_metadata(MetadataRequest(client.encode(), client, user))
     stage.model.reject_metadata_requests(lambda client: client == b"a", PermissionDenied("not any more"))
     assert [told[:2] for told in stage.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
     stage.pinned().builds()
@@ -449,8 +449,8 @@ def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way(
 
 
 def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
-    stage = Stage()
-    stage.model.request_metadata(Waiter(b"curious", "7"))
+    stage = ModelHarness()
+    stage.model.request_metadata(MetadataRequest(b"curious", "7"))
     [number] = stage.some(1)
     stage.model.on_snapshot_failed(stage.host.pinned[0], "no such file", stage.now)
     text = "digits failed: no such file"
@@ -459,7 +459,7 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     with pytest.raises(FailedPrecondition, match=text):
         stage.some(1)
     with pytest.raises(FailedPrecondition, match=text):
-        stage.model.request_metadata(Waiter(b"curious", "8"))
+        stage.model.request_metadata(MetadataRequest(b"curious", "8"))
     assert stage.model.retry_delay_s(stage.now) is None
     assert (stage.model.has_failed, stage.model.unready_reason(stage.now)) == (True, text)
     # It is gone only when it was told to go.
@@ -468,14 +468,14 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     assert stage.model.is_gone
 
 
-def failed(stage: Stage, *, transient: bool = True) -> Stage:
+def failed(stage: ModelHarness, *, transient: bool = True) -> ModelHarness:
     """The snapshot that was asked for last cannot be taken."""
     stage.model.on_snapshot_failed(stage.host.pinned[-1], "no such file", stage.now, is_transient=transient)
     return stage
 
 
 def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off() -> None:
-    stage = failed(Stage(workers=1))
+    stage = failed(ModelHarness(workers=1))
     delays: list[float] = []
     for _ in range(9):
         with pytest.raises(Unavailable, match="digits failed: no such file"):
@@ -501,7 +501,7 @@ def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off(
 
 
 def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_asked_for() -> None:
-    stage = failed(Stage(workers=1), transient=False)
+    stage = failed(ModelHarness(workers=1), transient=False)
     stage.passes(1e6)
     assert (stage.model.has_failed, stage.model.may_retry, len(stage.host.pinned)) == (True, True, 1)
     stage.model.retry(stage.now)
@@ -512,13 +512,13 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
 
 
 @pytest.mark.parametrize(
-    "end", [End(None, "cannot start python: Resource temporarily unavailable", has_transient_start_failure=True), End(-signal.SIGKILL)]
+    "end", [ExitCause(None, "cannot start python: Resource temporarily unavailable", has_transient_start_failure=True), ExitCause(-signal.SIGKILL)]
 )
-def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: End) -> None:
-    stage = Stage(workers=1).pinned()
+def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: ExitCause) -> None:
+    stage = ModelHarness(workers=1).pinned()
     for number in itertools.count(1):
         stage.model.on_exit(f"digits.{number}.holder", end, stage.now)
-        stage.model.on_exit(f"digits.{number}.w1", End(0), stage.now)
+        stage.model.on_exit(f"digits.{number}.w1", ExitCause(0), stage.now)
         if stage.model.has_failed:
             break
         stage.passes(10.0)
@@ -530,7 +530,7 @@ def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_l
 
 @pytest.mark.parametrize("transient", [True, False])
 def test_a_model_that_has_failed_can_be_updated_and_is_retried_as_before_if_that_fails(transient: bool) -> None:
-    stage = failed(Stage(workers=1), transient=transient)
+    stage = failed(ModelHarness(workers=1), transient=transient)
     stage.update()
     stage.model.on_snapshot_failed(stage.host.pinned[-1], "no model", stage.now)
     assert stage.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
@@ -541,7 +541,7 @@ def test_a_model_that_has_failed_can_be_updated_and_is_retried_as_before_if_that
 
 
 def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_back_to() -> None:
-    stage = failed(Stage(workers=1))
+    stage = failed(ModelHarness(workers=1))
     stage.update()
     # No retry while it loads.
     stage.passes(5.0)
@@ -552,18 +552,18 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
         stage.rollback()
 
 
-def vanished(stage: Stage, child: str, lost: Lost = Lost.SNAPSHOT) -> Stage:
+def vanished(stage: ModelHarness, child: str, lost: MissingFile = MissingFile.SNAPSHOT) -> ModelHarness:
     """A process cannot be started, for files have vanished."""
-    end = End(None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost)
+    end = ExitCause(None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost)
     stage.model.on_exit(child, end, stage.now)
     return stage
 
 
 def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     vanished(stage.dies(W1), W3)
     # The same bytes are expected, and the worker that is there goes on.
-    assert (stage.host.pinned, stage.host.expected) == ([Source("/models/digits.onnx")] * 2, SHA)
+    assert (stage.host.pinned, stage.host.expected) == ([ModelSource("/models/digits.onnx")] * 2, SHA)
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W2, number)]
     assert "the copy of the model in the cache folder is gone" in stage.model.main_generation.cause
@@ -575,7 +575,7 @@ def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> 
 
 
 def test_what_is_another_model_by_now_is_not_loaded_in_its_place_but_an_update_is() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     vanished(stage.dies(W1), W3)
     stage.model.on_snapshot_failed(stage.host.pinned[-1], "the file has changed", stage.now)
     stage.passes(10.0)
@@ -592,20 +592,20 @@ def test_what_is_another_model_by_now_is_not_loaded_in_its_place_but_an_update_i
 
 
 def test_where_only_the_shared_weights_have_vanished_the_copy_is_loaded_again() -> None:
-    stage = Stage().serving()
-    vanished(stage.dies(W1), W3, Lost.STORE)
+    stage = ModelHarness().serving()
+    vanished(stage.dies(W1), W3, MissingFile.STORE)
     assert (len(stage.host.pinned), stage.host.spawned[4:]) == (1, ["digits.2.holder", "digits.2.w1", "digits.2.w2"])
 
 
 def test_a_model_that_is_drained_is_not_retried() -> None:
-    stage = failed(Stage(workers=1))
+    stage = failed(ModelHarness(workers=1))
     stage.model.drain(stage.now)
     stage.passes(100.0)
     assert (stage.model.is_gone, len(stage.host.pinned)) == (True, 1)
 
 
 def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     host = stage.host
     first, second, third = stage.some(3)
     stage.model.drain(stage.now)
@@ -621,9 +621,9 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
 
 
 def test_draining_while_it_loads_answers_everyone() -> None:
-    stage = Stage(workers=1)
+    stage = ModelHarness(workers=1)
     [number] = stage.some(1)
-    stage.model.request_metadata(Waiter(b"curious", "7"))
+    stage.model.request_metadata(MetadataRequest(b"curious", "7"))
     stage.model.drain(stage.now)
     # The snapshot that is being taken is given up.
     assert stage.host.unpinned == stage.host.pinned
@@ -632,10 +632,10 @@ def test_draining_while_it_loads_answers_everyone() -> None:
 
 
 def test_what_waits_is_the_successors() -> None:
-    old, new = Stage(workers=1), Stage(workers=1).serving()
+    old, new = ModelHarness(workers=1), ModelHarness(workers=1).serving()
     numbers = old.some(2)
     unfit = old.submit(request(BAD))
-    old.model.request_metadata(Waiter(b"curious", "7"))
+    old.model.request_metadata(MetadataRequest(b"curious", "7"))
     new.model.adopt_requests(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]
@@ -645,7 +645,7 @@ def test_what_waits_is_the_successors() -> None:
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_what_a_worker_had_that_dies_while_its_model_leaves_is_the_successors_if_there_is_one(replaced: bool) -> None:
-    old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
+    old, new = ModelHarness(workers=1).serving(), ModelHarness(workers=1).serving()
     numbers = old.some(2)
     old.model.drain(old.now, timeout_s=60.0, is_replaced=replaced)
     assert (old.model.is_draining, old.model.is_gone) == (True, False)

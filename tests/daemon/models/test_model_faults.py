@@ -8,21 +8,21 @@ from collections.abc import Callable
 import pytest
 
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import By
+from weightd.daemon.host.ends import ExitInitiator
 from weightd.daemon.requests.blame.contents import SLICE_BYTES
 from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import Attached, Broken, Built, Failed, Ping, Pong, Skip
+from weightd.protocol.messages.children import Attached, ProcessFailed, Built, Failed, Ping, Pong, CancelPredict
 
-from .fakehost import BUILT, CARD, W1, W2, W3, W4, Stage, request
+from .fakehost import BUILT, CARD, W1, W2, W3, W4, ModelHarness, request
 
-Event = Callable[[Stage], object]
-Loss = Callable[[Stage, str, int], object]
+Event = Callable[[ModelHarness], object]
+Loss = Callable[[ModelHarness, str, int], object]
 
-HOSTILE = Origin("process 13 of user 7", "user 7")
+HOSTILE = ClientOrigin("process 13 of user 7", "user 7")
 MEGABYTE = 2**20
 
 
@@ -36,16 +36,16 @@ def equals(count: int, size: int = 5) -> list[Request]:
     return [request(content=bytes(size)) for _ in range(count)]
 
 
-def suspects(stage: Stage) -> list[str]:
+def suspects(stage: ModelHarness) -> list[str]:
     return stage.model.dispatcher.fault_isolator.offenses.confined_names(stage.now)
 
 
-def returns(stage: Stage) -> None:
+def returns(stage: ModelHarness) -> None:
     """Every worker that was started serves."""
     stage.passes(40.0).loads(1)
 
 
-def looks(stage: Stage) -> int:
+def looks(stage: ModelHarness) -> int:
     """Ticks as long as there is something to look at; return how often."""
     ticks = 0
     while stage.model.timer.due_at == 0.0:
@@ -68,7 +68,7 @@ ENDS_OF_A_SEAT: dict[str, tuple[Event, list[str], int]] = {
 def test_a_seat_of_several_processes_is_given_and_loses_all_together(
     fails: Event, aborted: list[str], waits: int
 ) -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     scheduler = stage.model.dispatcher.scheduler
     for worker in (W1, W2):
         scheduler.release_slot(worker)
@@ -81,7 +81,7 @@ def test_a_seat_of_several_processes_is_given_and_loses_all_together(
 
 
 def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     first, second = stage.some(2)
     stage.passes(59.9).answers(W2, second)
     assert stage.host.refusals == []
@@ -95,14 +95,14 @@ def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() ->
     assert len(stage.host.refusals) == 1
 
 
-def damaged(stage: Stage) -> Stage:
+def damaged(stage: ModelHarness) -> ModelHarness:
     stage.host.damaged.add("digits.1")
     return stage
 
 
 OTHER_REASONS: dict[str, Event] = {
     "never answers a ping": lambda stage: stage.passes(15.0),
-    "breaks": lambda stage: stage.says(W1, Broken("the canary fails")),
+    "breaks": lambda stage: stage.says(W1, ProcessFailed("the canary fails")),
     "answers wrongly": lambda stage: stage.says(W1, Pong("another")),
     "has computed on a damaged store": lambda stage: damaged(stage).answers(W1, stage.host.predicts()[-1][1]),
     "has died of a damaged store": lambda stage: damaged(stage).dies(W1, signal.SIGBUS),
@@ -111,7 +111,7 @@ OTHER_REASONS: dict[str, Event] = {
 
 @pytest.mark.parametrize("fails", OTHER_REASONS.values(), ids=OTHER_REASONS)
 def test_what_a_worker_had_that_is_ended_for_another_reason_waits_again_and_is_not_to_blame(fails: Event) -> None:
-    stage = Stage(workers=1).serving().passes(15.0)
+    stage = ModelHarness(workers=1).serving().passes(15.0)
     [number] = stage.some(1)
     fails(stage)
     assert (stage.host.answers, stage.host.refusals) == ([], [])
@@ -129,7 +129,7 @@ PINGED: dict[str, tuple[Event, list[str]]] = {
 
 @pytest.mark.parametrize(("happens", "pinged"), PINGED.values(), ids=PINGED)
 def test_idle_workers_are_pinged_and_those_that_do_not_answer_are_replaced(happens: Event, pinged: list[str]) -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     stage.now += 10.0
     happens(stage)
     stage.passes(5.0)
@@ -142,7 +142,7 @@ def test_idle_workers_are_pinged_and_those_that_do_not_answer_are_replaced(happe
     ("built", "later", "aborted"), [("canary", "canary", []), ("canary", "x", [W1]), ("", "x", [])]
 )
 def test_a_worker_whose_canary_is_wrong_is_replaced(built: str, later: str, aborted: list[str]) -> None:
-    stage = Stage().pinned().builds(1, Built("/store", BUILT.inputs, BUILT.outputs, (), built, 4096))
+    stage = ModelHarness().pinned().builds(1, Built("/store", BUILT.inputs, BUILT.outputs, (), built, 4096))
     for worker in (W1, W2):
         stage.says(worker, Attached(built or "any", 4000))
     stage.says(W1, Pong(later))
@@ -150,7 +150,7 @@ def test_a_worker_whose_canary_is_wrong_is_replaced(built: str, later: str, abor
 
 
 def test_workers_prove_themselves_as_often_as_it_is_asked_for() -> None:
-    stage = Stage(canary_interval=10.0).serving()
+    stage = ModelHarness(canary_interval=10.0).serving()
     [number] = stage.some(1)
     stage.passes(10.0)
     assert stage.host.told(Ping) == [(W1, Ping(run_selftest=True)), (W2, Ping(run_selftest=True))]
@@ -164,7 +164,7 @@ def test_workers_prove_themselves_as_often_as_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_worker_that_has_answered_something_is_replaced_at_once_each_time(hangs: bool) -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     for serial in range(1, 5):
         worker = f"digits.1.w{serial}"
         stage.loads(1).answers(worker, *stage.some(1))
@@ -179,7 +179,7 @@ def test_a_worker_that_has_answered_something_is_replaced_at_once_each_time(hang
 
 
 def test_what_was_computed_on_a_damaged_store_is_not_passed_on_and_runs_again() -> None:
-    stage = damaged(Stage().serving())
+    stage = damaged(ModelHarness().serving())
     [number] = stage.some(1)
     stage.answers(W1, number)
     assert (stage.host.answers, stage.host.refusals, stage.host.killed) == ([], [], [W1, W2])
@@ -190,13 +190,13 @@ def test_what_was_computed_on_a_damaged_store_is_not_passed_on_and_runs_again() 
 
 
 def test_a_damaged_store_is_noticed_where_nobody_asks() -> None:
-    stage = damaged(Stage().serving()).passes(15.0)
+    stage = damaged(ModelHarness().serving()).passes(15.0)
     assert stage.model.generations[0].state is not GenerationState.SERVING
 
 
 @pytest.mark.parametrize("told_first", ["holder", "worker"])
 def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame(told_first: str) -> None:
-    stage = Stage(CARD, workers=1, devices=("ascend:0",)).serving()
+    stage = ModelHarness(CARD, workers=1, devices=("ascend:0",)).serving()
     [number] = stage.some(1)
     for generation in range(1, MAX_LOST_SLOTS + 1):
         holder, worker = f"digits.{generation}.holder", f"digits.{generation}.w1"
@@ -221,7 +221,7 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
 
 
 def test_a_content_that_workers_died_of_is_kept_from_the_next_one_and_so_are_its_equals() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     numbers = stage.submit(*equals(1))
     stage.dies(W1)
     numbers += stage.submit(*equals(6))
@@ -235,7 +235,7 @@ def test_a_content_that_workers_died_of_is_kept_from_the_next_one_and_so_are_its
 
 
 def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_of_its_size_are_not() -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     numbers = stage.submit(*equals(1))
     stage.passes(60.0)
     numbers += stage.submit(*equals(1))
@@ -254,16 +254,16 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
 @pytest.mark.parametrize(
     ("end", "by", "code"),
     [
-        (signal.SIGKILL, By.UNKNOWN, "UNAVAILABLE"),
-        (signal.SIGTERM, By.UNKNOWN, "UNAVAILABLE"),
-        (signal.SIGABRT, By.DAEMON, "UNAVAILABLE"),
-        (signal.SIGKILL, By.KERNEL, "RESOURCE_EXHAUSTED"),
+        (signal.SIGKILL, ExitInitiator.UNKNOWN, "UNAVAILABLE"),
+        (signal.SIGTERM, ExitInitiator.UNKNOWN, "UNAVAILABLE"),
+        (signal.SIGABRT, ExitInitiator.DAEMON, "UNAVAILABLE"),
+        (signal.SIGKILL, ExitInitiator.KERNEL, "RESOURCE_EXHAUSTED"),
     ],
 )
 def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_for_ever(
-    end: signal.Signals, by: By, code: str
+    end: signal.Signals, by: ExitInitiator, code: str
 ) -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     [number] = stage.submit(*equals(1))
     for _ in range(MAX_LOST_SLOTS):
         assert stage.host.refusals == []
@@ -281,7 +281,7 @@ def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_
 
 def test_who_ran_before_a_killer_is_not_taken_for_it() -> None:
     """The answer to the first of two may be lost with the worker, which died of the second."""
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     [good, bad] = stage.some(2)
     assert stage.host.predicts() == [(W1, good), (W1, bad)]
     for worker in (W1, W2, W3):
@@ -298,7 +298,7 @@ def test_who_ran_before_a_killer_is_not_taken_for_it() -> None:
 
 
 def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
-    stage = Stage(workers=4, max_queue=50).serving()
+    stage = ModelHarness(workers=4, max_queue=50).serving()
     hostile = stage.submit(*poisons(12))
     good = stage.some(12)
     for worker in (W1, W2, W3, W4):
@@ -315,7 +315,7 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
 
 
 def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:
-    stage = Stage(workers=3).serving()
+    stage = ModelHarness(workers=3).serving()
     for _ in range(MAX_PEER_DEATHS):
         stage.model.dispatcher.fault_isolator.offenses.record_death(HOSTILE, 0.0, stage.now)
     first, *others = stage.submit(*poisons(3))
@@ -333,7 +333,7 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
 
 
 def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None:
-    stage = Stage(workers=3).serving()
+    stage = ModelHarness(workers=3).serving()
     for _ in range(MAX_PEER_DEATHS):
         stage.model.dispatcher.fault_isolator.offenses.record_death(HOSTILE, 0.0, stage.now)
     first, second = stage.submit(*poisons(2))
@@ -355,7 +355,7 @@ LOSSES: dict[str, Loss] = {
 def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_requests_back(
     lost: Loss, taken_back: bool
 ) -> None:
-    stage = Stage(workers=MAX_PEER_DEATHS).serving()
+    stage = ModelHarness(workers=MAX_PEER_DEATHS).serving()
     stage.submit(*poisons(MAX_PEER_DEATHS))
     if taken_back:
         stage.model.on_disconnect(HOSTILE.peer.encode(), stage.now)
@@ -365,7 +365,7 @@ def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_reques
 
 
 def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     guard = stage.model.dispatcher.fault_isolator
     guard.quarantine.add(equals(1)[0], stage.now)
     for _ in range(2 * MAX_PEER_DEATHS + 1):
@@ -377,7 +377,7 @@ def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None
 
 
 def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     stage.model.dispatcher.fault_isolator.quarantine.add(equals(1, MEGABYTE)[0], stage.now)
     same_mark = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     gone, poisoned, good = stage.submit(*equals(2, MEGABYTE), request(content=same_mark))
@@ -393,7 +393,7 @@ def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
 
 
 def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     [number] = stage.submit(*equals(1, MEGABYTE))
     stage.dies(W1)
     equal = stage.submit(*equals(3, MEGABYTE))
@@ -406,7 +406,7 @@ def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
 
 @pytest.mark.parametrize("size", [5, MEGABYTE])
 def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int) -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     quarantine = stage.model.dispatcher.fault_isolator.quarantine
     quarantine.on_hang(equals(1, size)[0], stage.now)
     stage.answers(W1, *stage.submit(*equals(2, size)))
@@ -419,14 +419,14 @@ def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int)
 
 
 def test_what_is_taken_back_ends_wherever_it_is() -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     running, ready, waiting, other, hangs = stage.some(5)
     stage.host.predicts()
     for number in (waiting, ready, running) * 2:
         stage.model.cancel(b"client", f"id{number}", stage.now)
     text = "taken back by the client"
     assert stage.host.refusals == [(number, "CANCELLED", text) for number in (waiting, ready, running)]
-    assert stage.host.told(Skip) == [(W1, Skip(ready))]
+    assert stage.host.told(CancelPredict) == [(W1, CancelPredict(ready))]
     # In the place of the one that was ready.
     assert stage.host.predicts() == [(W1, other)]
     stage.answers(W1, running, other)
@@ -438,13 +438,13 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
 
 
 def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
-    stage = Stage(workers=1)
+    stage = ModelHarness(workers=1)
     [shed] = stage.some(1)
     stage.model.shed(lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), stage.now)
     assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
-    stage.model.request_metadata(Waiter(b"client", "q"))
-    stage.model.request_metadata(Waiter(b"another", "r"))
+    stage.model.request_metadata(MetadataRequest(b"client", "q"))
+    stage.model.request_metadata(MetadataRequest(b"another", "r"))
     stage.model.on_disconnect(b"client", stage.now)
     assert stage.model.dispatcher.is_idle
     stage.pinned().builds()

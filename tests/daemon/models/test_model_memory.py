@@ -7,31 +7,31 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.seat import MAX_QUICK_S
-from weightd.protocol.messages.children import Failed, Predict, Skip, Skipped
+from weightd.protocol.messages.children import Failed, Predict, CancelPredict, PredictCancelled
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
-from .fakehost import W1, W2, Stage, request
+from .fakehost import W1, W2, ModelHarness, request
 
 
 def offering() -> Request:
     """A request whose input is in a region, which has room for its output, too."""
     asked = request()
-    memory = Memory(7, os.dup(0), 100, os.close)
-    asked.locations = Places({0: Place(memory, 8, len(asked.frames[0]))}, {0: Place(memory, 64, 32)})
+    memory = SharedRegion(7, os.dup(0), 100, os.close)
+    asked.locations = TensorLocations({0: TensorLocation(memory, 8, len(asked.frames[0]))}, {0: TensorLocation(memory, 64, 32)})
     asked.frames = ()
     return asked
 
 
-def rooms(stage: Stage) -> list[MappedRegions]:
+def rooms(stage: ModelHarness) -> list[MappedRegions]:
     orders = [order for _, order in stage.host.told(Predict)]
     return [order.regions for order in orders if isinstance(order, Predict) and order.regions is not None]
 
 
 def test_a_worker_is_told_where_and_given_the_memory() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     asked = offering()
     stage.submit(asked)
     [(_, order)] = stage.host.told(Predict)
@@ -40,7 +40,7 @@ def test_a_worker_is_told_where_and_given_the_memory() -> None:
     assert (stage.host.frames, stage.host.memories) == ([], [*asked.locations.regions])
 
 
-ENDS: dict[str, Callable[[Stage, int], object]] = {
+ENDS: dict[str, Callable[[ModelHarness, int], object]] = {
     "answers": lambda stage, number: stage.answers(W1, number),
     "fails": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", is_exiting=False)),
     "fails and leaves": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", is_exiting=True)),
@@ -50,7 +50,7 @@ ENDS: dict[str, Callable[[Stage, int], object]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     asked, other = offering(), offering()
     number, _ = stage.submit(asked, other)
     stage.model.cancel(asked.client, asked.id, stage.now)
@@ -62,7 +62,7 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
 
 
 def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     stage.submit(offering(), offering())
     waits = offering()
     stage.submit(waits)
@@ -73,17 +73,17 @@ def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_what_is_taken_back_may_be_written_until_the_worker_says_what_came_of_it(begins: bool) -> None:
-    stage = Stage(workers=1).serving()
+    stage = ModelHarness(workers=1).serving()
     ahead = offering()
     stage.submit(offering(), ahead)
     stage.model.cancel(ahead.client, ahead.id, stage.now)
-    assert (stage.host.told(Skip), ahead.may_still_write, stage.host.releases) == ([(W1, Skip(ahead.number))], True, [])
-    stage.answers(W1, ahead.number) if begins else stage.says(W1, Skipped(ahead.number))
+    assert (stage.host.told(CancelPredict), ahead.may_still_write, stage.host.releases) == ([(W1, CancelPredict(ahead.number))], True, [])
+    stage.answers(W1, ahead.number) if begins else stage.says(W1, PredictCancelled(ahead.number))
     assert stage.host.releases == [ahead.number]
 
 
 def test_two_never_write_to_one_place() -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     long, other, ahead = offering(), offering(), offering()
     stage.submit(long, other, ahead)
     stage.answers(W2, other.number)
@@ -93,12 +93,12 @@ def test_two_never_write_to_one_place() -> None:
     assert rooms(stage)[3:] == [MappedRegions((MappedInput(0, 7, 8),), ())]
     stage.answers(W2, ahead.number)
     assert (ahead.may_still_write, stage.host.releases) == (True, [])
-    stage.says(W1, Skipped(ahead.number))
+    stage.says(W1, PredictCancelled(ahead.number))
     assert stage.host.releases == [ahead.number]
 
 
 def test_a_successor_does_not_write_where_a_worker_of_its_predecessor_still_may() -> None:
-    old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
+    old, new = ModelHarness(workers=1).serving(), ModelHarness(workers=1).serving()
     asked = offering()
     [number] = old.submit(asked)
     old.model.drain(old.now, timeout_s=60.0, is_replaced=True)
@@ -112,7 +112,7 @@ def test_a_successor_does_not_write_where_a_worker_of_its_predecessor_still_may(
 
 
 def test_what_hangs_may_write_until_it_is_dead() -> None:
-    stage = Stage(predict_timeout=10.0).serving()
+    stage = ModelHarness(predict_timeout=10.0).serving()
     asked = offering()
     [number] = stage.submit(asked)
     stage.passes(10.0)
@@ -126,7 +126,7 @@ def test_what_hangs_may_write_until_it_is_dead() -> None:
 def test_who_is_answered_by_another_than_the_one_that_is_ended_is_told_of_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage = Stage().serving()
+    stage = ModelHarness().serving()
     asked = offering()
     [number] = stage.submit(asked)
     # As a worker that says that it is broken: what it had waits again while it still lives.

@@ -14,36 +14,36 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.children.launch import Program
-from weightd.daemon.children.owner import Owner, Snapshot
+from weightd.daemon.children.launch import WorkerProgram
+from weightd.daemon.children.owner import ProcessEventHandler, Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.policies import Policy
+from weightd.daemon.config.policies import ReplacementPolicy
 from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.generations.states import ACTIVE, USABLE, ChildState
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device
+from weightd.daemon.models.budget import DeviceBudget
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.model import Model
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import Numbers
+from weightd.daemon.models.sources import IdSequence
 from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd.daemon.requests.regions import Memory
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.regions import SharedRegion
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
     Attached,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     Build,
     Built,
     ChildMessage,
@@ -75,7 +75,7 @@ X = TensorSignature("x", "FP32", (4,))
 Z = TensorSignature("z", "FP32", (4,))
 SPEC = TensorSpec("x", "FP32", (4,))
 
-ANN, BOB, BEN = Origin("ann 1", "ann"), Origin("bob 2", "bob"), Origin("bob 3", "bob")
+ANN, BOB, BEN = ClientOrigin("ann 1", "ann"), ClientOrigin("bob 2", "bob"), ClientOrigin("bob 3", "bob")
 CLIENTS = [ANN, BOB, BEN]
 # They differ where the mark of a content does not look.
 LARGE = [bytes(10_000), bytes(300) + b"1" + bytes(9_699)]
@@ -87,7 +87,7 @@ GOOD, UNREADABLE, UNBUILDABLE, OTHER_INPUTS = "/good.onnx", "/unreadable.onnx", 
 class Process:
     """A child as the world knows it. What it has of its card is free again as soon as it is dead."""
 
-    def __init__(self, name: str, role: Role, generation: Life) -> None:
+    def __init__(self, name: str, role: Role, generation: GenerationBase) -> None:
         self.name = name
         self.role = role
         self.generation = generation
@@ -116,9 +116,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.now = 1000.0
         self.processes: dict[str, Process] = {}
         self.names: set[str] = set()
-        self.pinning: list[Source] = []
-        self.snapshots: set[Source] = set()
-        self.unpinned: list[Source] = []
+        self.pinning: list[ModelSource] = []
+        self.snapshots: set[ModelSource] = set()
+        self.unpinned: list[ModelSource] = []
         self.requests: dict[int, Request] = {}
         self.ended: Counter[int] = Counter()
         self.blamed: Counter[int] = Counter()
@@ -139,7 +139,7 @@ class ModelWorld(RuleBasedStateMachine):
         draw = data.draw
         self.traits = Traits(draw(st.booleans()), draw(st.booleans()), attach_rewrites_weights=False)
         self.strict = draw(st.booleans())
-        self.policy = draw(st.sampled_from(list(Policy)))
+        self.policy = draw(st.sampled_from(list(ReplacementPolicy)))
         self.can_share = draw(st.sampled_from([True, True, True, True, False]))
         self.tells_memory = draw(st.booleans())
         self.knows_each = draw(st.booleans())
@@ -164,8 +164,8 @@ class ModelWorld(RuleBasedStateMachine):
             load_timeout=500.0,
             max_queue=8,
         )
-        self.devices = {name: Device(name, capacity, processes) for name in self.config.devices_by_weight_copy}
-        self.model = Model("m", self.config, self.devices, self, self)
+        self.devices = {name: DeviceBudget(name, capacity, processes) for name in self.config.devices_by_weight_copy}
+        self.model = ServedModel("m", self.config, self.devices, self, self)
         self.model.start(self.now)
         # Most of what is worth seeing happens later.
         if draw(st.sampled_from([True, True, True, False])):
@@ -174,12 +174,12 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model asks of its children ----------------------------------------------------------------------
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+    def pin(self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = "") -> None:
         assert source not in self.pinning
         assert source not in self.snapshots
         self.pinning.append(source)
 
-    def unpin(self, model: str, source: Source) -> None:
+    def unpin(self, model: str, source: ModelSource) -> None:
         if source in self.pinning:
             self.pinning.remove(source)
             self.unpinned.append(source)
@@ -189,7 +189,7 @@ class ModelWorld(RuleBasedStateMachine):
             assert not used, "processes that stay have lost their snapshot"
 
     def spawn(
-        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
+        self, owner: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
     ) -> None:
         assert not self.stopped
         assert name not in self.names
@@ -198,7 +198,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.names.add(name)
         self.processes[name] = Process(name, role, generation)
 
-    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
+    def resume(self, owner: ProcessEventHandler, generation: GenerationBase, seal: SealRecord | None) -> bool:
         for name in generation.children:
             process = self.processes[name]
             process.generation = generation
@@ -210,16 +210,16 @@ class ModelWorld(RuleBasedStateMachine):
     def changed(self) -> None:
         pass
 
-    def seal(self, generation: Life) -> SealRecord | None:
+    def seal(self, generation: GenerationBase) -> SealRecord | None:
         return None
 
     def lives(self, name: str) -> bool:
         return name in self.processes and not self.processes[name].dead
 
-    def exported(self, generation: Life) -> None:
+    def exported(self, generation: GenerationBase) -> None:
         pass
 
-    def intact(self, generation: Life) -> bool:
+    def intact(self, generation: GenerationBase) -> bool:
         return True
 
     def kill(self, name: str, *, abort: bool = False) -> None:
@@ -228,7 +228,7 @@ class ModelWorld(RuleBasedStateMachine):
             self.processes[name].killed = True
 
     def order(
-        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[SharedRegion] = ()
     ) -> None:
         process = self.processes[name]
         assert process.hello_taken
@@ -248,7 +248,7 @@ class ModelWorld(RuleBasedStateMachine):
                 pass
         process.orders.append(order)
 
-    def forget(self, generation: Life) -> None:
+    def forget(self, generation: GenerationBase) -> None:
         assert not any(each.generation is generation for each in self.processes.values())
 
     # --- what the model tells clients -----------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class ModelWorld(RuleBasedStateMachine):
                     self.blamed[number] += 1
                     self.killers.update([self.requests[number].frames, *self.requests[number].origin])
         del self.processes[process.name]
-        self.model.on_exit(process.name, End(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
+        self.model.on_exit(process.name, ExitCause(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
 
     def says(self, process: Process, message: ChildMessage) -> None:
         self.talking = process
@@ -356,7 +356,7 @@ class ModelWorld(RuleBasedStateMachine):
             self.follows(process, process.orders[0])
         elif process.returns:
             process.returns = False
-            self.says(process, Back())
+            self.says(process, Reconnected())
 
     def follows(self, process: Process, order: ChildOrder) -> None:
         loads = isinstance(order, Build | Attach) and not process.weights
@@ -381,15 +381,15 @@ class ModelWorld(RuleBasedStateMachine):
             case _:
                 pass
 
-    def built(self, process: Process) -> Built | Broken:
+    def built(self, process: Process) -> Built | ProcessFailed:
         path = process.generation.source.path
         if path == UNBUILDABLE or (process.shares and not self.can_share):
-            return Broken("cannot")
+            return ProcessFailed("cannot")
         inputs = (Z,) if path == OTHER_INPUTS else (X,)
         handle = "/store" if process.shares else ""
         return Built(handle, inputs, (X,), (), "canary", 4096, "", self.memory(process.generation.device))
 
-    def ends_pinning(self, source: Source) -> None:
+    def ends_pinning(self, source: ModelSource) -> None:
         self.pinning.remove(source)
         if source.path == UNREADABLE:
             self.model.on_snapshot_failed(source, "no such file", self.now)
@@ -510,10 +510,10 @@ class ModelWorld(RuleBasedStateMachine):
         order = process.orders.pop(0)
         match order:
             case Build():
-                self.says(process, Broken("no memory"))
+                self.says(process, ProcessFailed("no memory"))
             case Attach():
                 process.weights = True
-                answers: list[ChildMessage] = [Broken("no memory"), Attached("another", 1)]
+                answers: list[ChildMessage] = [ProcessFailed("no memory"), Attached("another", 1)]
                 self.says(process, data.draw(st.sampled_from(answers)))
             case Allow():
                 if data.draw(st.booleans()):
@@ -538,7 +538,7 @@ class ModelWorld(RuleBasedStateMachine):
         origin=st.sampled_from(CLIENTS),
         content=st.sampled_from([b"small", b"", *LARGE]),
     )
-    def a_client_asks(self, seconds: float, count: int, origin: Origin, content: bytes) -> None:
+    def a_client_asks(self, seconds: float, count: int, origin: ClientOrigin, content: bytes) -> None:
         for _ in range(count):
             number = next(self.numbers)
             frame = content or str(number).encode()
@@ -567,7 +567,7 @@ class ModelWorld(RuleBasedStateMachine):
         name = f"q{next(self.numbers)}"
         self.questions[name] += 1
         try:
-            self.model.request_metadata(Waiter(b"c", name))
+            self.model.request_metadata(MetadataRequest(b"c", name))
         except RequestError:
             assert not self.replies[name]
             del self.questions[name]
@@ -598,11 +598,11 @@ class ModelWorld(RuleBasedStateMachine):
         self.replies.update(set(self.questions) - set(self.replies))
         # The processes that take snapshots die with it, and the others that nobody takes over are killed.
         self.pinning, self.unpinned = [], []
-        self.snapshots = {Source(each.path, each.weights, each.number) for each in record.sources}
+        self.snapshots = {ModelSource(each.path, each.weights, each.number) for each in record.sources}
         kept = {child.name for generation in record.generations for child in generation.children}
         self.processes = {name: process for name, process in self.processes.items() if name in kept}
-        self.devices = {name: Device(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()}
-        self.model = Model("m", self.config, self.devices, self, self, Numbers(record.last_ids))
+        self.devices = {name: DeviceBudget(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()}
+        self.model = ServedModel("m", self.config, self.devices, self, self, IdSequence(record.last_ids))
         self.model.resume(record, self.now)
 
     @precondition(lambda self: len(self.names) > 12)
@@ -622,7 +622,7 @@ class ModelWorld(RuleBasedStateMachine):
                 self.updated.discard(name)
             here = [each for each in self.living() if each.generation.device == name and each.weights]
             generations = {each.generation.label for each in here}
-            most = 1 if self.policy is Policy.REPLACE and name not in self.updated else 2
+            most = 1 if self.policy is ReplacementPolicy.REPLACE and name not in self.updated else 2
             assert len(generations) <= most, f"{generations} have weights"
 
     @invariant()
@@ -724,7 +724,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     def is_well(self, deployment: Deployment) -> None:
         promised = {each.label for each in deployment.generations if each.children}
-        assert isinstance(deployment.placement, Device)
+        assert isinstance(deployment.placement, DeviceBudget)
         assert set(deployment.placement.reserved) == promised
         if self.stopped:
             assert not deployment.generations

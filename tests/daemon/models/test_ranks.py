@@ -11,16 +11,16 @@ import pytest
 
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
-from weightd.daemon.host.ends import By, End
+from weightd.daemon.config.ranks import RanksConfig
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.model import Model
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import Numbers
+from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.messages.children import (
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     ChildMessage,
     Failed,
     Hello,
@@ -28,11 +28,11 @@ from weightd.protocol.messages.children import (
     Predict,
     Result,
     Stop,
-    Unequal,
+    BatchMismatch,
 )
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
 from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory
-from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 from weightd.shared.reach import OPERATOR
@@ -40,8 +40,8 @@ from weightd.shared.reach import OPERATOR
 from .fakehost import CPU, OUT, FakeHost, X, Y, request
 
 CASES: SelfTestCases = ({"x": (5, 2)},)
-WARMED = Warmed("canary", CASES)
-ON_CARDS = Ranks(
+WARMED = SelfTestDone("canary", CASES)
+ON_CARDS = RanksConfig(
     size=2,
     groups=(("ascend:0", "ascend:1"),),
     rank_table="generate",
@@ -67,13 +67,13 @@ class Cut:
     """A model of two ranks, and their side of the talk."""
 
     def __init__(
-        self, ranks: Ranks = ON_CARDS, host: FakeHost | None = None, numbers: Numbers | None = None, **config: Any
+        self, ranks: RanksConfig = ON_CARDS, host: FakeHost | None = None, numbers: IdSequence | None = None, **config: Any
     ) -> None:
         self.host, self.now = host or FakeHost(), 1000.0
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ranks.all_devices, ranks=ranks, **config)
-        self.devices = {name: Device(name) for name in ("cpu", *ranks.all_devices)}
-        self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
+        self.devices = {name: DeviceBudget(name) for name in ("cpu", *ranks.all_devices)}
+        self.model = ServedModel("big", self.config, self.devices, self.host, self.host, numbers)
 
     def started(self) -> Cut:
         self.model.start(self.now)
@@ -99,13 +99,13 @@ class Cut:
             hello = Hello("1", "broker", {"weightd": VERSION}, CPU)
             if ".rank" in name:
                 rank = int(name[-1])
-                hello = dataclasses.replace(hello, sha256=digest(source, rank), slice=Slice(rank, (X,), (Y,)))
+                hello = dataclasses.replace(hello, sha256=digest(source, rank), slice=RankSlice(rank, (X,), (Y,)))
             self.says(name, hello)
         return self
 
     def enters(self, generation: int = 1, y: TensorSignature = Y, device: DeviceMemory | None = None) -> Cut:
         for name in self.ranks(generation):
-            self.says(name, Entered((X,), (y,), device))
+            self.says(name, JoinedGroup((X,), (y,), device))
         return self
 
     def loads(self, generation: int = 1, source: int = 1) -> Cut:
@@ -128,9 +128,9 @@ class Cut:
         first, last = self.ranks(generation)
         return self.says(first, Done(number)).says(last, Result(number, ResponseDescription("m", (OUT,))))
 
-    def ends(self, *names: str, end: End | None = None) -> Cut:
+    def ends(self, *names: str, end: ExitCause | None = None) -> Cut:
         for name in names:
-            self.model.on_exit(name, end or End(-signal.SIGKILL, initiator=By.DAEMON), self.now)
+            self.model.on_exit(name, end or ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), self.now)
         return self
 
     def given(self) -> list[tuple[str, int, int]]:
@@ -161,7 +161,7 @@ def test_all_ranks_are_started_each_with_its_slice_and_all_with_the_same_table()
 
 
 def test_where_ranks_need_a_broker_all_of_a_generation_know_its_port() -> None:
-    stage = Cut(Ranks(size=2, groups=(("cpu", "cpu"),)), engine="mindspore").started()
+    stage = Cut(RanksConfig(size=2, groups=(("cpu", "cpu"),)), engine="mindspore").started()
     assert stage.host.spawned == ["big.1.broker", R0, R1]
     meetings = [stage.host.programs[name].rendezvous for name in stage.host.spawned]
     assert [each and each.rank for each in meetings] == [-1, 0, 1]
@@ -174,11 +174,11 @@ def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step()
     stage = Cut().started()
     asked = stage.asks()
     stage.greet().enters()
-    assert stage.host.told(Enter) == [(R0, Enter()), (R1, Enter())]
-    assert stage.host.told(Warm) == [(R0, Warm()), (R1, Warm())]
+    assert stage.host.told(JoinGroup) == [(R0, JoinGroup()), (R1, JoinGroup())]
+    assert stage.host.told(RunSelfTest) == [(R0, RunSelfTest()), (R1, RunSelfTest())]
     stage.says(R1, WARMED)
     assert not stage.model.is_serving
-    stage.says(R0, Warmed("", ()))
+    stage.says(R0, SelfTestDone("", ()))
     assert (stage.model.is_serving, stage.model.is_complete, stage.model.unready_reason(stage.now)) == (True, True, "")
     assert stage.given() == [(R0, asked, 1), (R1, asked, 1)]
     second = stage.asks()
@@ -189,11 +189,11 @@ def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step()
 
 
 def _dies(stage: Cut, asked: int) -> None:
-    stage.ends(R0, end=End(-signal.SIGKILL))
+    stage.ends(R0, end=ExitCause(-signal.SIGKILL))
 
 
 def _breaks(stage: Cut, asked: int) -> None:
-    stage.says(R0, Broken("step: expected 1, got 2"))
+    stage.says(R0, ProcessFailed("step: expected 1, got 2"))
 
 
 def _fails(stage: Cut, asked: int) -> None:
@@ -209,7 +209,7 @@ def _answers_instead_of_another(stage: Cut, asked: int) -> None:
 
 
 def _says_what_no_rank_says(stage: Cut, asked: int) -> None:
-    stage.says(R0, Unequal("rows differ"))
+    stage.says(R0, BatchMismatch("rows differ"))
 
 
 def _does_not_end(stage: Cut, asked: int) -> None:
@@ -248,7 +248,7 @@ def test_with_one_rank_all_are_lost_and_what_they_had_runs_on_the_next_group(los
 
 def test_the_first_cause_is_told() -> None:
     stage = Cut().serving()
-    stage.ends(R1, end=End(-signal.SIGSEGV))
+    stage.ends(R1, end=ExitCause(-signal.SIGSEGV))
     [cause] = [each.cause for each in stage.model.generations if each.label == "big.1"]
     assert cause.startswith(f"{R1}: killed by SIGSEGV")
 
@@ -286,7 +286,7 @@ def test_where_there_is_a_port_another_group_comes_up_beside_the_old_one() -> No
     assert (stage.host.updated[0].path, stage.model.main_generation.label) == ("/new{rank}.mindir", "big.2")
     updated(stage, rollback=True)
     assert (stage.of(3), stage.model.is_serving) == ([], True)
-    stage.ends(R0, R1, end=End(0))
+    stage.ends(R0, R1, end=ExitCause(0))
     assert stage.of(3) == ["big.3.rank0", "big.3.rank1"]
     stage.loads(3)
     assert (stage.host.updated[1].path, stage.model.main_generation.label) == ("/m{rank}.mindir", "big.3")
@@ -297,13 +297,13 @@ def test_else_it_takes_its_place_and_requests_wait(succeeds: bool) -> None:
     stage = updated(Cut().serving()).pinned()
     assert ([name for name, _ in stage.host.told(Stop)], stage.of(2), stage.model.is_serving) == ([R0, R1], [], False)
     asked = stage.asks()
-    stage.ends(R0, R1, end=End(0))
+    stage.ends(R0, R1, end=ExitCause(0))
     assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
     if succeeds:
         stage.loads(2, source=2)
         assert stage.host.updated[0].path == "/new{rank}.mindir"
     else:
-        stage.says("big.2.rank0", Broken("no model")).ends("big.2.rank0", "big.2.rank1")
+        stage.says("big.2.rank0", ProcessFailed("no model")).ends("big.2.rank0", "big.2.rank1")
         assert stage.host.errors[0][1:] == ("FAILED_PRECONDITION", "not updated: big.2.rank0: no model")
         stage.loads(3)
     label = "big.2" if succeeds else "big.3"
@@ -320,18 +320,18 @@ class Reloaded(Cut):
     """A model that serves, and another one of its name that is to replace it on the same cards."""
 
     def __init__(self, **config: Any) -> None:
-        numbers = Numbers()
+        numbers = IdSequence()
         super().__init__(numbers=numbers)
         self.old = self.serving().model
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", "max_queue": 7, **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.all_devices, ranks=ON_CARDS, **config)
-        self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
+        self.model = ServedModel("big", self.config, self.devices, self.host, self.host, numbers)
         self.model.set_predecessor(self.old)
         self.started()
 
     def old_is_gone(self) -> Cut:
         for name in (R0, R1):
-            self.old.on_exit(name, End(0), self.now)
+            self.old.on_exit(name, ExitCause(0), self.now)
         return self
 
 
@@ -354,7 +354,7 @@ def test_a_changed_configuration_takes_the_place_of_the_old_where_there_is_no_ro
 def test_what_has_made_way_comes_again_where_the_other_cannot_be_loaded() -> None:
     stage = Reloaded()
     stage.old_is_gone().model.tick(stage.now)
-    stage.says("big.2.rank0", Broken("no model"))
+    stage.says("big.2.rank0", ProcessFailed("no model"))
     assert stage.model.has_failed
     stage.model.drain(stage.now)
     stage.old.reinstate(stage.now)
@@ -408,13 +408,13 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
     stage = Cut(dataclasses.replace(ON_CARDS, device_ports=(16666, 16667))).serving()
     record = stage.model.record()
     written: ModelRecord = decode(ModelRecord, json.loads(json.dumps(plain(record))))
-    following = Cut(stage.config.ranks or ON_CARDS, stage.host, numbers=Numbers(written.last_ids))
+    following = Cut(stage.config.ranks or ON_CARDS, stage.host, numbers=IdSequence(written.last_ids))
     following.host.spawned.clear()
     following.model.resume(written, following.now)
     assert following.devices["ascend:0"].ports == {"big.1": 16666}
     asked = following.asks()
     for name, step in zip((R0, R1), steps, strict=True):
-        following.says(name, Back(step))
+        following.says(name, Reconnected(step))
     assert following.model.is_serving == goes_on
     assert following.given() == [(R0, asked, 8), (R1, asked, 8)] * goes_on
     assert following.host.killed == ([] if goes_on else [R0, R1])
@@ -429,9 +429,9 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
 
 
 def test_the_next_daemon_tells_groups_on_one_device_apart() -> None:
-    two = Ranks(size=2, groups=(("cpu", "cpu"),) * 2)
+    two = RanksConfig(size=2, groups=(("cpu", "cpu"),) * 2)
     stage = Cut(two, engine="mindspore").started().loads(1).loads(2)
     written: ModelRecord = decode(ModelRecord, json.loads(json.dumps(plain(stage.model.record()))))
-    following = Cut(two, stage.host, Numbers(written.last_ids), engine="mindspore")
+    following = Cut(two, stage.host, IdSequence(written.last_ids), engine="mindspore")
     following.model.resume(written, following.now)
     assert following.host.resumed == ["big.1", "big.2"]

@@ -10,18 +10,18 @@ import pytest
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import End
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.fleet import Fleet
-from weightd.daemon.models.model import Model
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.fleet import ModelRegistry
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import Numbers
+from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
-from weightd.protocol.messages.children import Back, Hello, Predict, Result, Stop
+from weightd.protocol.messages.children import Reconnected, Hello, Predict, Result, Stop
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
@@ -39,11 +39,11 @@ class Daemon:
     def __init__(self, host: FakeHost | None = None, now: float = 1000.0) -> None:
         self.host = host or FakeHost()
         self.now = now
-        self.devices = {name: Device(name) for name in ("cpu", "ascend:0", "ascend:1")}
-        self.fleet = Fleet(self.make)
+        self.devices = {name: DeviceBudget(name) for name in ("cpu", "ascend:0", "ascend:1")}
+        self.fleet = ModelRegistry(self.make)
 
-    def make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
-        return Model(name, config, self.devices, self.host, self.host, numbers)
+    def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
+        return ServedModel(name, config, self.devices, self.host, self.host, numbers)
 
     def started(self, **configs: ModelConfig) -> Daemon:
         self.fleet.start(configs, self.now)
@@ -71,7 +71,7 @@ class Daemon:
         """The workers of the daemon before this one are back."""
         model = self.fleet.models[name]
         for child in [child for generation in model.generations for child in generation.children]:
-            model.on_message(child, Back(), [], self.now)
+            model.on_message(child, Reconnected(), [], self.now)
         return self.settled()
 
     def reload(self, **configs: ModelConfig) -> Daemon:
@@ -92,7 +92,7 @@ class Daemon:
         following.fleet.resume(records, configs, following.now)
         return following
 
-    def generation(self, name: str = "m") -> Life:
+    def generation(self, name: str = "m") -> GenerationBase:
         return self.fleet.models[name].main_generation
 
     def update(self, *, rollback: bool = False) -> Daemon:
@@ -140,7 +140,7 @@ def test_one_that_served_before_is_loaded_anew_if_it_cannot_go_on() -> None:
         daemon.now += 60.0
         model.tick(daemon.now)
         for name in [name for name in daemon.generation().children if ".w" in name]:
-            model.on_exit(name, End(1), daemon.now)
+            model.on_exit(name, ExitCause(1), daemon.now)
     assert not model.has_failed
     daemon.now += 60.0
     model.tick(daemon.now)
@@ -164,7 +164,7 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
     # The snapshot is still good; the number is not used again.
     assert (following.host.pinned, following.host.spawned) == ([], ["m.2.holder", "m.2.w1", "m.2.w2"])
     model = following.fleet.models["m"]
-    model.on_message("m.1.w1", Back(), [], following.now)
+    model.on_message("m.1.w1", Reconnected(), [], following.now)
     assert not model.is_serving
     following.loaded("m")
     assert (following.generation().label, model.is_complete) == ("m.2", True)
@@ -172,12 +172,12 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
 
 def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
     daemon = Daemon().started(m=ONE).update().loaded("m").restarted(m=ONE).backs()
-    assert daemon.generation().source == Source("/models/new.onnx", number=2)
+    assert daemon.generation().source == ModelSource("/models/new.onnx", number=2)
     daemon.update(rollback=True)
     assert daemon.host.pinned == []
     daemon.loaded("m")
     assert [each.generations for each in daemon.host.updated] == [(2,), (3,)]
-    assert daemon.generation().source == Source("/models/one.onnx", number=1)
+    assert daemon.generation().source == ModelSource("/models/one.onnx", number=1)
     [record] = daemon.records()
     assert (record.source, record.previous, [each.number for each in record.sources]) == (1, 0, [1])
     with pytest.raises(FailedPrecondition, match=r"m serves /models/one\.onnx, and nothing before it is kept"):
@@ -234,7 +234,7 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
     [leaving] = [model for model in daemon.fleet.all_models() if model.name == "goes"]
     assert [name for name, _ in daemon.host.told(Stop) if name.startswith("goes")] == ["goes.1.w1", "goes.1.w2"]
     for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
-        leaving.on_exit(name, End(0), daemon.now)
+        leaving.on_exit(name, ExitCause(0), daemon.now)
     assert leaving not in daemon.settled().fleet.all_models()
     assert [source.path for source in daemon.host.unpinned] == ["/models/one.onnx"]
 
@@ -244,7 +244,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     old = daemon.fleet.models["m"]
     assert old.config == ONE
     for name in ("m.1.w1", "m.1.w2"):
-        old.on_exit(name, End(None, "it ended while no daemon was there"), daemon.now)
+        old.on_exit(name, ExitCause(None, "it ended while no daemon was there"), daemon.now)
     assert daemon.settled().fleet.models["m"].config == TWO
 
 

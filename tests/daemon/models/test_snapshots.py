@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.generations.plan import Canary, Source
+from weightd.daemon.generations.plan import SelfTestSpec, ModelSource
 from weightd.daemon.models.snapshots import Snapshots
 
-SOURCE, OTHER = Source("/m.onnx", number=1), Source("/m.onnx", number=2)
+SOURCE, OTHER = ModelSource("/m.onnx", number=1), ModelSource("/m.onnx", number=2)
 THERE = Snapshot("/cache/1", "", "5" * 64, 100)
-CANARY = Canary(cases=({"x": (1,)},))
+CANARY = SelfTestSpec(cases=({"x": (1,)},))
 FOREVER = float("inf")
 
 
@@ -20,11 +20,11 @@ class Shelf(Snapshots):
     """Snapshots, and the sources of which there is something on the disk, or is being made."""
 
     def __init__(self) -> None:
-        self.disk: list[Source] = []
+        self.disk: list[ModelSource] = []
         self.expected = ""
         super().__init__(self.pin, self.disk.remove)
 
-    def pin(self, source: Source, expected: str) -> None:
+    def pin(self, source: ModelSource, expected: str) -> None:
         self.disk.append(source)
         self.expected = expected
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
-from weightd.daemon.generations.plan import Source
-from weightd.daemon.models.sources import Numbers, Sources
+from weightd.daemon.generations.plan import ModelSource
+from weightd.daemon.models.sources import IdSequence, ModelVersions
 from weightd.shared.reach import OPERATOR, Grant
 
 
-class Shelf(Sources):
+class Shelf(ModelVersions):
     """The sources of a model, and the numbers of those that have a snapshot."""
 
     def __init__(self) -> None:
         self.there: set[int] = set()
         super().__init__(
             "/one.onnx",
-            Numbers(),
+            IdSequence(),
             lambda source, _: self.there.add(source.number),
             lambda source: self.there.remove(source.number),
         )
@@ -28,12 +28,12 @@ class Shelf(Sources):
         slices = (SliceSnapshot(f"/cache/{number}", "5" * 64, number, "known", "/g"),) * 2
         return Snapshot(f"/cache/{number}", "", "5" * 64, number, "/s", "known", slices, ("/t0", "/t1"))
 
-    def snapshot(self, source: Source) -> Source:
+    def snapshot(self, source: ModelSource) -> ModelSource:
         self.snapshots.request(source, float("inf"))
         self.snapshots.on_taken(source, self.taken(source.number))
         return source
 
-    def updated(self, path: str, weights: str = "", grant: Grant = OPERATOR) -> Source:
+    def updated(self, path: str, weights: str = "", grant: Grant = OPERATOR) -> ModelSource:
         source = self.snapshot(self.create(path, weights, grant))
         self.on_take_over(source)
         return source
@@ -45,9 +45,9 @@ def shelf() -> Shelf:
 
 
 def test_a_new_source_is_the_present_file_unless_it_names_one_and_has_a_number_of_its_own(shelf: Shelf) -> None:
-    assert shelf.current == Source("/one.onnx", number=1)
-    assert shelf.create("", "/w.npz", OPERATOR) == Source("/one.onnx", "/w.npz", 2)
-    assert shelf.create("/two.onnx", "", OPERATOR) == Source("/two.onnx", "", 3)
+    assert shelf.current == ModelSource("/one.onnx", number=1)
+    assert shelf.create("", "/w.npz", OPERATOR) == ModelSource("/one.onnx", "/w.npz", 2)
+    assert shelf.create("/two.onnx", "", OPERATOR) == ModelSource("/two.onnx", "", 3)
     alice, bob = Grant(1), Grant(2)
     theirs = shelf.updated("/two.onnx", grant=alice)
     assert (theirs.grant, theirs.weights_grant) == (alice, alice)
@@ -55,7 +55,7 @@ def test_a_new_source_is_the_present_file_unless_it_names_one_and_has_a_number_o
     other = shelf.create("", "/w.npz", bob)
     assert (other.grant, other.weights_grant) == (alice, bob)
     assert (shelf.renew_current().grant, shelf.current.number) == (alice, 6)
-    numbers = Numbers((7, 3))
+    numbers = IdSequence((7, 3))
     assert (numbers.next_generation(), numbers.next_generation(), numbers.next_source(), numbers.last_ids) == (8, 9, 4, (9, 4))
 
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.observe.accounting import Accounting, Intervals
-from weightd.daemon.tenants.accounts import OTHER_MODELS, Accounts, QuotaExceeded
-from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.observe.accounting import UsageReporter, UsageIntervals
+from weightd.daemon.tenants.accounts import OTHER_MODELS, UsageTable, QuotaExceeded
+from weightd.daemon.tenants.directory import TenantResolver
 from weightd.protocol.errors import Cancelled, NotFound
 
 
-def ask(accounts: Accounts, tenant: str, model: str, seconds: float) -> None:
+def ask(accounts: UsageTable, tenant: str, model: str, seconds: float) -> None:
     account = accounts.usage_of(tenant, model)
     account.count_accepted(100)
     account.add_queue_time(0.25)
@@ -18,9 +18,9 @@ def ask(accounts: Accounts, tenant: str, model: str, seconds: float) -> None:
 
 
 def test_a_line_tells_what_has_come_since_the_last_one() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     ask(accounts, "ann", "m", 7.0)
-    intervals = Intervals(accounts)
+    intervals = UsageIntervals(accounts)
     intervals.start(["ann", "bob"])
     assert [*intervals.lines(["ann", "bob"], 60.0)] == []
     ask(accounts, "ann", "m", 1.0)
@@ -49,8 +49,8 @@ def test_a_line_tells_what_has_come_since_the_last_one() -> None:
 
 
 def test_a_tenant_that_comes_again_begins_anew() -> None:
-    accounts = Accounts()
-    intervals = Intervals(accounts)
+    accounts = UsageTable()
+    intervals = UsageIntervals(accounts)
     for _ in range(3):
         ask(accounts, "ann", "m", 1.0)
     assert len([*intervals.lines(["ann"], 1.0)]) == 1
@@ -65,10 +65,10 @@ class Daemon:
 
     def __init__(self, tables: dict[str, TenantConfig], caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO", "weightd.accounts")
-        self.directory = Directory(tables)
-        self.accounts = Accounts()
+        self.directory = TenantResolver(tables)
+        self.accounts = UsageTable()
         self.models = ["m"]
-        self.accounting = Accounting(self.directory, self.accounts, lambda: self.models)
+        self.accounting = UsageReporter(self.directory, self.accounts, lambda: self.models)
         self._caplog = caplog
 
     def run(self, start: float, end: float) -> list[str]:
@@ -134,8 +134,8 @@ def test_who_is_gone_is_forgotten_and_without_tables_nothing_is_done(caplog: pyt
 
 
 def test_what_was_asked_of_a_model_that_goes_is_not_told_again() -> None:
-    accounts = Accounts()
-    intervals = Intervals(accounts)
+    accounts = UsageTable()
+    intervals = UsageIntervals(accounts)
     for model in ("m", "n"):
         ask(accounts, "ann", model, 1.0)
     assert len([*intervals.lines(["ann"], 1.0)]) == 1

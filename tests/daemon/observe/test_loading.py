@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.models.pace import Pace, PaceFigures, Share
+from weightd.daemon.models.pace import LoadSpeed, LoadSpeedRecord, LoadProgress
 from weightd.daemon.observe import loading
-from weightd.daemon.observe.loading import Loading
+from weightd.daemon.observe.loading import LoadMonitor
 from weightd.protocol.schema import decode, plain
 
-SOURCE = Source("/m.onnx", number=7)
+SOURCE = ModelSource("/m.onnx", number=7)
 
 
 class Stage:
@@ -22,22 +22,22 @@ class Stage:
 
     def __init__(self) -> None:
         self.copied: Any = None
-        self.asked: set[tuple[str, Source]] = set()
+        self.asked: set[tuple[str, ModelSource]] = set()
         self.bytes: int | None = None
         self.generation: Any = SimpleNamespace(label="m.1", state=GenerationState.SNAPSHOTTING, source=SOURCE)
         self.deployment = SimpleNamespace(generations=[self.generation])
         self.model: Any = SimpleNamespace(name="m", config=SimpleNamespace(group=None), deployments=[self.deployment])
         self.model.pinned_bytes = self._pinned_bytes
-        self.loading = Loading(self._copied)
+        self.loading = LoadMonitor(self._copied)
 
-    def _copied(self, model: str, source: Source) -> Any:
+    def _copied(self, model: str, source: ModelSource) -> Any:
         self.asked.add((model, source))
         return self.copied
 
     def _pinned_bytes(self, _: object) -> int | None:
         return self.bytes
 
-    def look(self, now: float) -> Share:
+    def look(self, now: float) -> LoadProgress:
         self.loading.update([self.model], now)
         return self.loading.progress(self.generation.label, now)
 
@@ -53,19 +53,19 @@ def test_the_first_load_is_told_as_far_as_its_copy_and_the_next_one_in_all() -> 
     stage = Stage()
     stage.look(0.0)
     stage.copied = (25, 100)
-    assert stage.look(10.0) == Share(fraction_copied=0.25)
+    assert stage.look(10.0) == LoadProgress(fraction_copied=0.25)
     assert stage.loading.describe_progress("m.1", 10.0) == "25 % copied"
     assert stage.asked == {("m", SOURCE)}
     stage.bytes, stage.generation.state = 100, GenerationState.SPAWNING
-    assert stage.look(40.0) == Share()
+    assert stage.look(40.0) == LoadProgress()
     assert stage.loading.describe_progress("m.1", 40.0) == ""
     stage.generation.state = GenerationState.SERVING
-    assert stage.look(60.0) == Share()
-    assert stage.loading.speeds == {"m": Pace(100, 20.0, 40.0)}
+    assert stage.look(60.0) == LoadProgress()
+    assert stage.loading.speeds == {"m": LoadSpeed(100, 20.0, 40.0)}
     # The next one of the same snapshot.
     stage.generation.label, stage.generation.state = "m.2", GenerationState.BUILDING
     assert stage.look(70.0).remaining_s == 20.0
-    assert stage.look(80.0) == Share(0.5, 10.0)
+    assert stage.look(80.0) == LoadProgress(0.5, 10.0)
     assert stage.loading.describe_progress("m.2", 80.0) == "50 %, about 10 s left"
 
 
@@ -77,9 +77,9 @@ def test_a_copy_that_nobody_has_looked_at_is_one_and_one_for_another_generation_
     stage.look(40.0)
     stage.generation.state = GenerationState.SERVING
     stage.look(50.0)
-    assert stage.loading.speeds == {"m": Pace(100, 10.0, 40.0)}
+    assert stage.loading.speeds == {"m": LoadSpeed(100, 10.0, 40.0)}
     stage.loads("m.2", 60.0, 10.0)
-    assert stage.loading.speeds == {"m": Pace(100, 10.0, 40.0)}
+    assert stage.loading.speeds == {"m": LoadSpeed(100, 10.0, 40.0)}
 
 
 @pytest.mark.parametrize("state", [GenerationState.FAILED, GenerationState.DRAINING])
@@ -90,16 +90,16 @@ def test_what_did_not_serve_teaches_nothing(state: GenerationState) -> None:
     stage.generation.state = state
     stage.look(1.0)
     assert stage.loading.speeds == {}
-    assert stage.loading.progress("m.1", 1.0) == Share()
+    assert stage.loading.progress("m.1", 1.0) == LoadProgress()
 
 
 def test_what_is_taken_over_and_what_shares_a_process_is_not_looked_at() -> None:
     for is_grouped, state in ((False, GenerationState.RESUMING), (True, GenerationState.BUILDING)):
         stage = Stage()
-        stage.loading.restore([PaceFigures("m", Pace(1, 1.0))])
+        stage.loading.restore([LoadSpeedRecord("m", LoadSpeed(1, 1.0))])
         stage.model.config.group = "g" if is_grouped else None
         stage.generation.state = state
-        assert stage.look(0.5) == Share()
+        assert stage.look(0.5) == LoadProgress()
 
 
 def test_what_is_remembered_is_bounded_and_passed_on_to_the_next_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +112,6 @@ def test_what_is_remembered_is_bounded_and_passed_on_to_the_next_daemon(monkeypa
     assert [each.key for each in written] == ["a", "c"]
     following = Stage()
     following.loading.restore(
-        [PaceFigures("d", Pace(1, 99.0)), *(decode(PaceFigures, plain(each)) for each in written)]
+        [LoadSpeedRecord("d", LoadSpeed(1, 99.0)), *(decode(LoadSpeedRecord, plain(each)) for each in written)]
     )
     assert following.loading.speeds == stage.loading.speeds

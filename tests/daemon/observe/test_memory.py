@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host.memory import Held
+from weightd.daemon.host.memory import ProcessMemory
 from weightd.daemon.observe import memory
-from weightd.daemon.observe.memory import INTERVAL_S, Copy, Memory, memory_subjects, measure_footprint
-from weightd.daemon.observe.metrics import Footing
+from weightd.daemon.observe.memory import INTERVAL_S, MemorySubject, MemorySampler, memory_subjects, measure_footprint
+from weightd.daemon.observe.metrics import MemoryFootprint
 
-from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, Stage
+from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness
 
 
 class Kernel:
@@ -29,9 +29,9 @@ class Kernel:
     def resident_bytes(self, path: Path) -> int | None:
         return int(path.name) if path.name != "none" else None
 
-    def held(self, pid: int) -> Held | None:
+    def held(self, pid: int) -> ProcessMemory | None:
         self.asked.append(pid)
-        return Held(pid, pid, 0) if pid != 13 else None
+        return ProcessMemory(pid, pid, 0) if pid != 13 else None
 
 
 @pytest.fixture
@@ -42,24 +42,24 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
-        ([], Footing(0, 0, 0, 0)),
+        ([], MemoryFootprint(0, 0, 0, 0)),
         # One that is gone meanwhile takes nothing.
-        ([Copy((1, 2, 13), 400, 0, Path("100"))], Footing(3, 400, 300, 100)),
+        ([MemorySubject((1, 2, 13), 400, 0, Path("100"))], MemoryFootprint(3, 400, 300, 100)),
         # A copy of which nothing is in memory saves nothing; and no copy is ever a loss.
-        ([Copy((1,), 400, 0, Path("0")), Copy((2,), 50, 0, Path("60"))], Footing(3, 450, 0, 60)),
-        ([Copy((1,), 400, 100, None), Copy((2,), 30, 10, None)], Footing(3, 430, 320, 110)),
-        ([Copy((1,), 400, 100, None), Copy((2,), 30, 0, Path("none"))], Footing(3, 430, None, None)),
+        ([MemorySubject((1,), 400, 0, Path("0")), MemorySubject((2,), 50, 0, Path("60"))], MemoryFootprint(3, 450, 0, 60)),
+        ([MemorySubject((1,), 400, 100, None), MemorySubject((2,), 30, 10, None)], MemoryFootprint(3, 430, 320, 110)),
+        ([MemorySubject((1,), 400, 100, None), MemorySubject((2,), 30, 0, Path("none"))], MemoryFootprint(3, 430, None, None)),
     ],
 )
 @pytest.mark.usefixtures("kernel")
-def test_what_a_model_takes(measured: list[Copy], expected: Footing) -> None:
+def test_what_a_model_takes(measured: list[MemorySubject], expected: MemoryFootprint) -> None:
     assert measure_footprint(measured) == expected
 
 
 def test_without_a_thread_it_is_measured_later(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     start = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-    known = Memory(start, lambda: now)
+    known = MemorySampler(start, lambda: now)
     for _ in range(2):
         assert known.poll([1], dict).pss_bytes is None
     assert caplog.text.count("the limit of processes and threads is reached") == 1
@@ -72,8 +72,8 @@ def test_without_a_thread_it_is_measured_later(kernel: Kernel, caplog: pytest.Lo
 def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known(kernel: Kernel) -> None:
     now = 0.0
     begun: list[Callable[[], None]] = []
-    knows = Memory(begun.append, lambda: now)
-    subject = {"m": [Copy((1,), 400, 100, None)]}
+    knows = MemorySampler(begun.append, lambda: now)
+    subject = {"m": [MemorySubject((1,), 400, 100, None)]}
     assert knows.poll([7], lambda: subject).pss_bytes is None
     # It takes as long as it takes, and nobody begins again meanwhile.
     now = 10 * INTERVAL_S
@@ -82,7 +82,7 @@ def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known
     begun[0]()
     assert kernel.asked == [7, 1]
     found = knows.poll([7, 13], dict)
-    assert (found.pss_bytes, found.footprints) == (7, {"m": Footing(1, 400, 300, 100)})
+    assert (found.pss_bytes, found.footprints) == (7, {"m": MemoryFootprint(1, 400, 300, 100)})
     assert len(begun) == 2
     begun[1]()
     now += INTERVAL_S - 1.0
@@ -96,7 +96,7 @@ def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known
 
 def test_a_measurement_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], None]] = []
-    knows = Memory(begun.append, lambda: 100.0 * len(begun))
+    knows = MemorySampler(begun.append, lambda: 100.0 * len(begun))
     knows.poll([7], dict)
     monkeypatch.setattr(memory, "held", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
@@ -110,14 +110,14 @@ def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPat
     said, go_on = threading.Event(), threading.Event()
     readers: list[int] = []
 
-    def slow(pid: int) -> Held:
+    def slow(pid: int) -> ProcessMemory:
         readers.append(threading.get_ident())
         said.set()
         assert go_on.wait(60.0)
-        return Held(pid, pid, 0)
+        return ProcessMemory(pid, pid, 0)
 
     monkeypatch.setattr(memory, "held", slow)
-    knows = Memory()
+    knows = MemorySampler()
     assert knows.poll([os.getpid()], dict).pss_bytes is None
     assert said.wait(60.0)
     assert knows.poll([os.getpid()], dict).pss_bytes is None
@@ -129,11 +129,11 @@ def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_which_processes_and_which_copies_there_are() -> None:
-    stage, card = Stage().serving(), Stage(CARD, devices=("ascend:0",)).serving()
+    stage, card = ModelHarness().serving(), ModelHarness(CARD, devices=("ascend:0",)).serving()
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, W1), 10)}
     files: dict[str, Any] = {"digits.1": SimpleNamespace(store=Path("/store"))}
     shared = ATTACHED.shared_bytes
     # The other worker has just gone.
-    assert memory_subjects([stage.model], processes, files) == {"digits": [Copy((10, 11), shared, 0, Path("/store"))]}
+    assert memory_subjects([stage.model], processes, files) == {"digits": [MemorySubject((10, 11), shared, 0, Path("/store"))]}
     # On a card there is no file: what the copy takes is what the holder says.
-    assert memory_subjects([card.model], processes, files) == {"digits": [Copy((10, 11), shared, BUILT.shared_bytes, None)]}
+    assert memory_subjects([card.model], processes, files) == {"digits": [MemorySubject((10, 11), shared, BUILT.shared_bytes, None)]}

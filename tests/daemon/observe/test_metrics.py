@@ -5,22 +5,22 @@ from typing import Any
 
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
-from weightd.daemon.meters.meters import Meters
-from weightd.daemon.meters.totals import Totals
-from weightd.daemon.models.model import Model
-from weightd.daemon.observe.metrics import Counted, Footing, Moment, build_metrics
-from weightd.daemon.tenants.accounts import Account, Accounts
+from weightd.daemon.meters.meters import CounterRegistry
+from weightd.daemon.meters.totals import DaemonCounters
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.observe.metrics import MetricsInputs, MemoryFootprint, MetricsTime, build_metrics
+from weightd.daemon.tenants.accounts import Usage, UsageTable
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.metrics import Histogram, ModelMetrics, ProcessCount, ReloadCounts
 
-from ..models.fakehost import SHA, W1, Stage
+from ..models.fakehost import SHA, W1, ModelHarness
 
 ANN = Tenant("ann", TenantConfig(models=("digits",)))
 BOB = Tenant("bob", TenantConfig())
-NOW = Moment("running", 2.0, 1000.0)
+NOW = MetricsTime("running", 2.0, 1000.0)
 NONE = Histogram((), 0.0)
 
 
@@ -28,9 +28,9 @@ class World:
     """A model that serves and has answered one request, runs one and has three waiting; and one that still loads."""
 
     def __init__(self) -> None:
-        self.stage, self.other = Stage(workers=1, spares=1), Stage()
+        self.stage, self.other = ModelHarness(workers=1, spares=1), ModelHarness()
         self.other.model.name = "secret"
-        self.meters, self.totals, self.accounts = Meters(), Totals(lambda: 3), Accounts()
+        self.meters, self.totals, self.accounts = CounterRegistry(), DaemonCounters(lambda: 3), UsageTable()
         self.stage.model.dispatcher.set_counters(self.meters.counters_of("digits"))
         self.stage.serving()
         [first] = self.stage.some(1)
@@ -38,13 +38,13 @@ class World:
         self.stage.answers(W1, first)
         self.stage.some(4)
 
-    def tell(self, viewer: Viewer, *tenants: Tenant, moment: Moment = NOW, **measured: Any) -> Any:
-        models: list[Model] = [self.stage.model, self.other.model]
-        counted = Counted(models, self.meters, self.totals, tenants, self.accounts, 4, 5, **measured)
+    def tell(self, viewer: Viewer, *tenants: Tenant, moment: MetricsTime = NOW, **measured: Any) -> Any:
+        models: list[ServedModel] = [self.stage.model, self.other.model]
+        counted = MetricsInputs(models, self.meters, self.totals, tenants, self.accounts, 4, 5, **measured)
         return build_metrics("7", moment, viewer, counted)
 
 
-def busy(accounts: Accounts, tenant: str, model: str) -> Account:
+def busy(accounts: UsageTable, tenant: str, model: str) -> Usage:
     account = accounts.usage_of(tenant, model)
     account.count_accepted(100)
     account.count_served(10)
@@ -56,7 +56,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
     busy(world.accounts, "default", "digits")
     world.totals.reloads, world.totals.refused_reloads = 1, 2
     world.meters.counters_of("digits").unexpected_exits = 8
-    footings = {"digits": Footing(100, 50, 40, 10)}
+    footings = {"digits": MemoryFootprint(100, 50, 40, 10)}
     told = world.tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, footings=footings, pss_bytes=9)
     assert (told.id, told.state, told.uptime_s, told.pss_bytes) == ("7", "running", 2.0, 9)
     assert (told.seconds_bounds, told.rows_bounds) == (SECONDS_BOUNDS, ROWS_BOUNDS)
@@ -86,7 +86,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
 
 
 def test_a_daemon_that_stops_is_not_ready() -> None:
-    told = World().tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, moment=Moment("stopping", 2.0, 1000.0))
+    told = World().tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, moment=MetricsTime("stopping", 2.0, 1000.0))
     assert (told.state, told.models[0].ready) == ("stopping", False)
 
 
@@ -94,7 +94,7 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     world = World()
     busy(world.accounts, "ann", "digits")
     busy(world.accounts, "bob", "digits")
-    measured: dict[str, Any] = {"footings": {"digits": Footing(100, 50, 40, 10)}, "pss_bytes": 9}
+    measured: dict[str, Any] = {"footings": {"digits": MemoryFootprint(100, 50, 40, 10)}, "pss_bytes": 9}
     told = world.tell(Viewer(ANN, can_see_all=False), ANN, BOB, **measured)
     numbers = (0, 0, (), 0, 0, 0, 0, 0, 0)
     assert told.models == (
@@ -108,7 +108,7 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
 
 
 def test_the_largest_answer_fits() -> None:
-    model, accounts, meters = World().stage.model, Accounts(), Meters()
+    model, accounts, meters = World().stage.model, UsageTable(), CounterRegistry()
     tenants = [Tenant(f"{number:064d}", TenantConfig()) for number in range(limits.MAX_TENANTS + 1)]
     names = [f"{number:064d}" for number in range(limits.MAX_MODELS)]
     refused: dict[str, int] = dict.fromkeys(ERRORS, 2**55)
@@ -126,8 +126,8 @@ def test_the_largest_answer_fits() -> None:
             model.generations,
             model.unready_reason,
         )
-    footings = dict.fromkeys(names, Footing(2**55, 2**55, 2**55, 2**55))
-    counted = Counted(models, meters, Totals(lambda: 0), tenants, accounts, 0, 0, footings)
+    footings = dict.fromkeys(names, MemoryFootprint(2**55, 2**55, 2**55, 2**55))
+    counted = MetricsInputs(models, meters, DaemonCounters(lambda: 0), tenants, accounts, 0, 0, footings)
     told = build_metrics("7", NOW, Viewer(DEFAULT_TENANT, can_see_all=True), counted)
     assert len(told.models) == limits.MAX_MODELS
     assert len(b"".join(encode(told, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2

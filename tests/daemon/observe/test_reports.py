@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.observe.reports import BURST_S, MAX_PER_USER, MAX_PENDING, LOOP_SHARE, Reports
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import ResourceExhausted
 
 COST_S = 0.01
@@ -22,11 +22,11 @@ class Scene:
         self.now = 0.0
         self.answered: list[tuple[float, str, str]] = []
         self.refused: list[tuple[str, str]] = []
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.reports = Reports(self.loop, self._refuse, lambda: self.now)
         self._numbers = itertools.count()
 
-    def _refuse(self, asker: Waiter, error: ResourceExhausted) -> None:
+    def _refuse(self, asker: MetadataRequest, error: ResourceExhausted) -> None:
         self.refused.append((asker.client.decode(), asker.request_id))
         assert error.retry_after is not None
         assert error.retry_after > 0
@@ -34,7 +34,7 @@ class Scene:
     def ask(self, client: str, steps: int = 1) -> str:
         """Ask for a client, whose user is its first letter."""
         left = [None] * steps
-        asker = Waiter(client.encode(), str(next(self._numbers)), client[0])
+        asker = MetadataRequest(client.encode(), str(next(self._numbers)), client[0])
 
         def step() -> bool:
             self.now += COST_S

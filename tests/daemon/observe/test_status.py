@@ -5,18 +5,18 @@ from typing import Any
 from unittest import mock
 
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.clients.gates import Gate
+from weightd.daemon.clients.gates import ProxyInfo
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.ascend import card_bytes
-from weightd.daemon.generations.plan import Source
-from weightd.daemon.host.memory import MIB, Held
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.model import Model
-from weightd.daemon.observe.status import Subject, build_status
-from weightd.daemon.observe.survey import Measured, Survey
+from weightd.daemon.generations.plan import ModelSource
+from weightd.daemon.host.memory import MIB, ProcessMemory
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.observe.status import StatusInputs, build_status
+from weightd.daemon.observe.survey import TtlCache, MemoryScan
 from weightd.protocol.messages.children import Attached, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.status import GateStatus
+from weightd.protocol.messages.status import ProxyStatus
 from weightd.protocol.version import VERSION
 
 SHA = "5" * 64
@@ -28,21 +28,21 @@ WEIGHTS = 100 * MIB
 
 def test_what_a_model_on_a_card_is_and_takes() -> None:
     config = ModelConfig("/m.mindir", "mindspore_lite", "python3", spares=1, devices=("ascend:0",))
-    card = Device("ascend:0", 2**36)
-    model = Model("m", config, {"ascend:0": card}, mock.MagicMock(), mock.MagicMock())
+    card = DeviceBudget("ascend:0", 2**36)
+    model = ServedModel("m", config, {"ascend:0": card}, mock.MagicMock(), mock.MagicMock())
     model.start(0.0)
-    model.on_snapshot_taken(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
+    model.on_snapshot_taken(ModelSource("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
     for name in (HOLDER, WORKER, SPARE):
         model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
     model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
     for name in (WORKER, SPARE):
         model.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
-    survey = Survey("s", (), Measured())
-    survey.memory_by_pid = {1: Held(7, 6, 5), 2: None, 10: Held(1000, 900, 950), 11: Held(100, 90, 95)}
-    subject = Subject(
+    survey = MemoryScan("s", (), TtlCache())
+    survey.memory_by_pid = {1: ProcessMemory(7, 6, 5), 2: None, 10: ProcessMemory(1000, 900, 950), 11: ProcessMemory(100, 90, 95)}
+    subject = StatusInputs(
         [model],
-        [card, Device("cpu"), Device("cpu:0")],
+        [card, DeviceBudget("cpu"), DeviceBudget("cpu:0")],
         processes,
         {},
         3,
@@ -50,11 +50,11 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         5,
         [1, 2],
         "a note",
-        [Gate("lan", "tcp://*:1", 2, 3, 4)],
+        [ProxyInfo("lan", "tcp://*:1", 2, 3, 4)],
     )
     told = build_status(survey, "running", 1.0, subject)
     assert (told.pss_bytes, told.dropped_responses, told.buffered_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
-    assert told.zmq_proxies == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
+    assert told.zmq_proxies == (ProxyStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations
     assert [
         (each.name, each.role, each.pss_bytes, each.private_bytes, each.anonymous_bytes) for each in generation.processes

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.host.memory import Held
+from weightd.daemon.host.memory import ProcessMemory
 from weightd.daemon.observe import survey
-from weightd.daemon.observe.survey import MAX_AGE_S, Measured, Survey
+from weightd.daemon.observe.survey import MAX_AGE_S, TtlCache, MemoryScan
 
 
 class Kernel:
@@ -14,9 +14,9 @@ class Kernel:
         self.now = 0.0
         self.asked: list[int] = []
 
-    def held(self, pid: int) -> Held | None:
+    def held(self, pid: int) -> ProcessMemory | None:
         self.asked.append(pid)
-        return None if pid == 7 else Held(1000 * pid + len(self.asked), pid, 0)
+        return None if pid == 7 else ProcessMemory(1000 * pid + len(self.asked), pid, 0)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return made
 
 
-def steps(one: Survey) -> int:
+def steps(one: MemoryScan) -> int:
     """Run the survey to its end; return how many steps it took."""
     count = 1
     while not one.step():
@@ -35,24 +35,24 @@ def steps(one: Survey) -> int:
 
 
 def test_a_process_is_measured_once_a_second_however_often_is_asked(kernel: Kernel) -> None:
-    measured = Measured(lambda: kernel.now)
-    surveys = [Survey("", [1, 2, 7], measured) for _ in range(16)]
+    measured = TtlCache(lambda: kernel.now)
+    surveys = [MemoryScan("", [1, 2, 7], measured) for _ in range(16)]
     # The first takes a step for each process: the loop does its other work between.
     assert [steps(each) for each in surveys] == [3] + [1] * 15
     assert kernel.asked == [7, 2, 1]
     assert [each.memory_by_pid for each in surveys] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
     # One that has come since is measured alone.
     kernel.now = MAX_AGE_S / 2
-    late = Survey("", [1, 3, 2], measured)
+    late = MemoryScan("", [1, 3, 2], measured)
     assert (steps(late), late.memory_by_pid) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
     kernel.now = MAX_AGE_S
-    assert steps(Survey("", [1, 2], measured)) == 2
+    assert steps(MemoryScan("", [1, 2], measured)) == 2
     assert kernel.asked == [7, 2, 1, 3, 2, 1]
 
 
 def test_no_value_is_kept_that_is_of_no_use(kernel: Kernel) -> None:
-    measured = Measured(lambda: kernel.now)
+    measured = TtlCache(lambda: kernel.now)
     for pid in range(1000):
         kernel.now += MAX_AGE_S / 4
-        steps(Survey("", [pid], measured))
+        steps(MemoryScan("", [pid], measured))
     assert len(vars(measured)["_values"]) <= 4

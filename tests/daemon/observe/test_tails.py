@@ -9,7 +9,7 @@ import pytest
 
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.observe import tails
-from weightd.daemon.observe.tails import Tails
+from weightd.daemon.observe.tails import LogTailReader
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.journal import Logs, LogsResponse
@@ -17,7 +17,7 @@ from weightd.protocol.messages.journal import Logs, LogsResponse
 
 def read(directory: Path, process: str = "", lines: int = 100) -> LogsResponse:
     """All steps."""
-    made = Tails(b"c", Logs("1", "m", process, lines), {1: GenerationFiles(directory), 2: GenerationFiles(Path("/no"))})
+    made = LogTailReader(b"c", Logs("1", "m", process, lines), {1: GenerationFiles(directory), 2: GenerationFiles(Path("/no"))})
     for _ in range(limits.MAX_LOGS + 1):
         if made.step():
             break

@@ -9,7 +9,7 @@ import pytest
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.observe.own import build_tenant_status
 from weightd.daemon.observe.tenants import tenant_statuses, queued_counts
-from weightd.daemon.tenants.accounts import OTHER_MODELS, Account, Accounts, QuotaExceeded
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Usage, UsageTable, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -31,7 +31,7 @@ def model(name: str, *queued: Tenant) -> Any:
     )
 
 
-def busy(accounts: Accounts, tenant: str, name: str, requests: int = 1) -> Account:
+def busy(accounts: UsageTable, tenant: str, name: str, requests: int = 1) -> Usage:
     account = accounts.usage_of(tenant, name)
     for _ in range(requests):
         account.count_accepted(100)
@@ -41,7 +41,7 @@ def busy(accounts: Accounts, tenant: str, name: str, requests: int = 1) -> Accou
 
 
 def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     accounts.sample()
     busy(accounts, "ann", "m", 3).count_accepted(7)
     accounts.usage_of("ann", "m").add_queue_time(0.25)
@@ -59,13 +59,13 @@ def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
 
 
 def test_nobody_has_a_share_where_nothing_has_run() -> None:
-    [ann] = tenant_statuses([ANN], Accounts(), {})
+    [ann] = tenant_statuses([ANN], UsageTable(), {})
     assert ann.share is None
 
 
 def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", 4)
-    accounts = Accounts()
+    accounts = UsageTable()
     for requests, name in enumerate(("a", "b", "c", "d"), 1):
         busy(accounts, "ann", name, requests).count_accepted(1)
     busy(accounts, "bob", "a", 9)
@@ -80,7 +80,7 @@ def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_largest_answer_fits() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     tenants = [Tenant(f"{number:064d}", TenantConfig()) for number in range(limits.MAX_TENANTS + 1)]
     for tenant in tenants:
         for number in range(limits.MAX_MODELS):
@@ -95,7 +95,7 @@ def test_the_largest_answer_fits() -> None:
 
 
 def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     busy(accounts, "ann", "m", 2).count_refused(NotFound("no"))
     busy(accounts, "bob", "m", 100)
     models = [model("m", BOB, ANN, BOB), model("secret", BOB), model("big")]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.requests.deadlines import Deadlines
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.scheduler import MAX_ENDED_PER_TURN, Scheduler
 from weightd.protocol.errors import RequestError, Unavailable
@@ -105,7 +105,7 @@ class Clients:
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=10_000)
         self.due = math.inf
-        self.desk = Desk("m", config, self, self.order, self.due_by)
+        self.desk = Dispatcher("m", config, self, self.order, self.due_by)
         self.errors: dict[int, str] = {}
         for number in range(COUNT):
             self.desk.infer(request(number, deadline=50.0), 0.0)
@@ -147,7 +147,7 @@ class Clients:
         self.desk.dispatch_gathered(now)
 
 
-ENDINGS: dict[str, Callable[[Desk], object]] = {
+ENDINGS: dict[str, Callable[[Dispatcher], object]] = {
     "CANCELLED its client is gone": lambda desk: desk.on_disconnect(b"client", 1.0),
     "CANCELLED taken back by the client": lambda desk: desk.cancel(b"client", "same", 1.0),
     "DEADLINE_EXCEEDED was waiting in the queue at its deadline": lambda desk: desk.expire(60.0, lambda error: error),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.requests.latency import Latencies
+from weightd.daemon.requests.latency import LatencyWindow
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from weightd.daemon.requests.latency import Latencies
 def test_percentiles_are_of_the_last_answers_and_in_microseconds(
     values: list[float], percents: list[float], expected: list[float | None]
 ) -> None:
-    latencies = Latencies()
+    latencies = LatencyWindow()
     for value in values:
         latencies.add(value)
     assert [latencies.percentile_us(percent) for percent in percents] == pytest.approx(expected)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from weightd.daemon.requests.lockstep import Answer, Breach, Lockstep, Outcome, Refusal
+from weightd.daemon.requests.lockstep import InferenceResult, OutOfStep, LockstepTracker, Outcome, Rejected
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Failed, Result
 from weightd.protocol.messages.data import ResponseDescription, TensorSpec
@@ -24,14 +24,14 @@ def refusal(number: int = 7, code: str = "INVALID_ARGUMENT") -> Failed:
     return Failed(number, code, "no", is_exiting=False)
 
 
-def in_step(reply: str | None = "r2") -> Lockstep:
-    made = Lockstep(RANKS, reply, step=4)
+def in_step(reply: str | None = "r2") -> LockstepTracker:
+    made = LockstepTracker(RANKS, reply, step=4)
     assert made.start(7) == 5
     return made
 
 
 def test_each_part_has_the_next_step() -> None:
-    made = Lockstep(RANKS, "r0")
+    made = LockstepTracker(RANKS, "r0")
     assert [made.start(number) for number in (9, 4, 11)] == [1, 2, 3]
     assert made.step == 3
 
@@ -41,7 +41,7 @@ def test_the_reply_is_passed_on_once_all_have_run() -> None:
     assert made.on_done("r0", 7) is None
     assert made.on_result("r2", result(), [view]) is None
     view[:] = b"??"  # it is received into
-    assert made.on_done("r1", 7) == Answer(result(), [b"ab"])
+    assert made.on_done("r1", 7) == InferenceResult(result(), [b"ab"])
 
 
 def test_what_has_come_last_is_passed_on_without_a_copy() -> None:
@@ -49,7 +49,7 @@ def test_what_has_come_last_is_passed_on_without_a_copy() -> None:
     made.on_done("r0", 7)
     made.on_done("r1", 7)
     outcome = made.on_result("r2", result(), [view])
-    assert isinstance(outcome, Answer)
+    assert isinstance(outcome, InferenceResult)
     assert outcome.frames[0] is view
 
 
@@ -59,15 +59,15 @@ def test_parts_of_one_job_are_told_of_each_by_itself() -> None:
     for number in (7, 8):
         for rank in ("r0", "r1"):
             assert made.on_done(rank, number) is None
-    assert made.on_result("r2", result(7), [b"ab"]) == Answer(result(7), [b"ab"])
-    assert made.on_result("r2", result(8), [b"cd"]) == Answer(result(8), [b"cd"])
+    assert made.on_result("r2", result(7), [b"ab"]) == InferenceResult(result(7), [b"ab"])
+    assert made.on_result("r2", result(8), [b"cd"]) == InferenceResult(result(8), [b"cd"])
 
 
 def test_shares_are_joined_in_the_order_of_the_ranks() -> None:
     made = in_step(reply=None)
     assert made.on_result("r2", result(shape=(1, 2)), [b"ef"]) is None
     assert made.on_result("r0", result(shape=(2, 2)), [b"abcd"]) is None
-    assert made.on_result("r1", result(shape=(0, 2)), [b""]) == Answer(result(shape=(3, 2)), [b"abcdef"])
+    assert made.on_result("r1", result(shape=(0, 2)), [b""]) == InferenceResult(result(shape=(3, 2)), [b"abcdef"])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_shares_that_do_not_fit_together_are_an_error_of_the_request(other: Resu
     made.on_result("r0", result(), [b"ab"])
     made.on_result("r1", other, [b""] * len(other.description.outputs))
     outcome = made.on_result("r2", result(), [b"ab"])
-    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome, Rejected)
     assert (outcome.error.code, str(outcome.error)) == ("INTERNAL", words)
 
 
@@ -101,7 +101,7 @@ def test_shares_that_are_too_much_together_are_an_error_of_the_request(
     for rank in RANKS[:2]:
         assert made.on_result(rank, result(), [b"ab"]) is None
     outcome = made.on_result("r2", result(), [b"ab"])
-    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome, Rejected)
     assert (outcome.error.code, str(outcome.error)) == ("RESOURCE_EXHAUSTED", f"the answer has more than {most} bytes")
 
 
@@ -110,11 +110,11 @@ def test_what_all_refuse_before_it_begins_is_an_error_of_the_request() -> None:
     assert made.on_failed("r1", refusal(code="RESOURCE_EXHAUSTED")) is None
     assert made.on_failed("r0", refusal()) is None
     outcome = made.on_failed("r2", refusal())
-    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome, Rejected)
     assert (outcome.error.code, str(outcome.error)) == ("INVALID_ARGUMENT", "no")
 
 
-Says = Callable[[Lockstep], Outcome | None]
+Says = Callable[[LockstepTracker], Outcome | None]
 
 
 def says(process: str, report: Result | Failed | int, frames: Sequence[bytes] = (b"ab",)) -> Says:
@@ -153,7 +153,7 @@ def says(process: str, report: Result | Failed | int, frames: Sequence[bytes] = 
 def test_who_is_not_in_step_is_not_believed(reply: str | None, before: Says, last: Says, words: str) -> None:
     made = in_step(reply)
     assert before(made) is None
-    assert last(made) == Breach(words)
+    assert last(made) == OutOfStep(words)
 
 
 def test_what_all_have_told_of_is_not_under_way_any_more() -> None:
@@ -161,9 +161,9 @@ def test_what_all_have_told_of_is_not_under_way_any_more() -> None:
     for rank in ("r0", "r1"):
         made.on_done(rank, 7)
     made.on_result("r2", result(), [b"ab"])
-    assert isinstance(made.on_done("r1", 7), Breach)
+    assert isinstance(made.on_done("r1", 7), OutOfStep)
 
 
 def test_who_replies_is_one_of_them() -> None:
     with pytest.raises(ValueError, match="reply: expected one of r0, r1, r2, got r3"):
-        Lockstep(RANKS, "r3")
+        LockstepTracker(RANKS, "r3")

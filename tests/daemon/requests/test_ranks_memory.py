@@ -9,33 +9,33 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.lockstep import Lockstep
-from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.requests.desk import Dispatcher
+from weightd.daemon.requests.lockstep import LockstepTracker
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
-KILLED = End(-9, initiator=By.DAEMON)
+KILLED = ExitCause(-9, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))
 
 
-def memory(gone: Callable[[int], object] = os.close) -> Memory:
-    return Memory(1, os.memfd_create("test"), 100, gone)
+def memory(gone: Callable[[int], object] = os.close) -> SharedRegion:
+    return SharedRegion(1, os.memfd_create("test"), 100, gone)
 
 
 class Bench:
     """A desk with one request, whose inputs are the first 8 bytes of its client's memory."""
 
     def __init__(self, room: int = 8) -> None:
-        self.desk = Desk("m", ModelConfig(path="/m.onnx", engine="onnxruntime"), self, self.order, lambda _: None)
+        self.desk = Dispatcher("m", ModelConfig(path="/m.onnx", engine="onnxruntime"), self, self.order, lambda _: None)
         self.memory = memory()
         self.rooms: list[tuple[str, bool]] = []
         self.told: list[tuple[str, bool]] = []
-        places = Places({0: Place(self.memory, 0, 8)}, {0: Place(self.memory, room, 8)})
+        places = TensorLocations({0: TensorLocation(self.memory, 0, 8)}, {0: TensorLocation(self.memory, room, 8)})
         self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=places)
         self.desk.infer(self.request, 0.0)
 
@@ -57,7 +57,7 @@ class Bench:
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[Memory]) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[SharedRegion]) -> None:
         assert isinstance(order, Predict)
         assert order.regions is not None
         assert (list(frames), list(memories)) == ([], [self.memory])
@@ -68,7 +68,7 @@ class Bench:
         """Another group has the request: return who has room for outputs."""
         self.rooms.clear()
         ranks = (f"{name}0", f"{name}1")
-        self.desk.add_rank_slot(name, Lockstep(ranks, None if reply is None else ranks[reply]), 0.0)
+        self.desk.add_rank_slot(name, LockstepTracker(ranks, None if reply is None else ranks[reply]), 0.0)
         self.desk.dispatch(0.0)
         return [*self.rooms]
 
@@ -106,13 +106,13 @@ def test_what_a_lost_group_has_written_is_written_again_by_the_next() -> None:
     bench = Bench()
     bench.load("a")
     bench.result("a1")
-    bench.desk.on_exit("a0", End(-11), 0.0)
+    bench.desk.on_exit("a0", ExitCause(-11), 0.0)
     # It has answered, so it writes no more, though it has not ended yet.
     assert bench.load("b") == [("b0", False), ("b1", True)]
 
 
 def lost(bench: Bench) -> None:
-    bench.desk.on_exit("a0", End(-11), 0.0)
+    bench.desk.on_exit("a0", ExitCause(-11), 0.0)
 
 
 def broken(bench: Bench) -> None:
@@ -148,7 +148,7 @@ def test_the_region_is_kept_until_nobody_can_be_given_it_again() -> None:
     gone: list[int] = []
     bench = Bench()
     bench.memory = memory(gone.append)
-    bench.request.locations = Places({0: Place(bench.memory, 0, 8)}, {})
+    bench.request.locations = TensorLocations({0: TensorLocation(bench.memory, 0, 8)}, {})
     bench.load("a")
     bench.desk.on_disconnect(b"c", 0.0)
     del bench.memory, bench.request

@@ -24,14 +24,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.lockstep import Lockstep
-from weightd.daemon.requests.regions import NO_LOCATIONS, Memory, Place, Places
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.requests.desk import Dispatcher
+from weightd.daemon.requests.lockstep import LockstepTracker
+from weightd.daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, Together
+from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, BeginBatch
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.ranks import Done
@@ -42,8 +42,8 @@ ROOM = 4096
 """Bytes of a client's memory between any two requests."""
 
 DESCRIPTIONS = {rows: RequestDescription("m", (TensorSpec("x", "INT64", (rows, WIDTH)),)) for rows in range(1, 40)}
-PARTS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8, max_split_rows=4)
-ALONE = RowTerms(1, frozenset("x"), frozenset("y"), max_split_rows=4)
+PARTS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8, max_split_rows=4)
+ALONE = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4)
 
 FACTORS, FACTOR = {1: (9,), 2: (2, 7), 3: (2, 3, 4)}, 9
 """What each rank makes of its inputs, and all of them together."""
@@ -70,7 +70,7 @@ class Group:
     name: str
     ranks: list[Rank]
     reply: int | None
-    terms: RowTerms
+    terms: BatchingPolicy
     is_dying: bool = False
 
     @property
@@ -98,19 +98,19 @@ class World(RuleBasedStateMachine):
         self.heard: dict[tuple[str, int], set[str]] = {}
         self.hearing: tuple[Group, int] | None = None
         self.written: set[int] = set()
-        self.memory = Memory(1, os.memfd_create("world"), 2**40, os.close)
+        self.memory = SharedRegion(1, os.memfd_create("world"), 2**40, os.close)
         os.truncate(self.memory.fileno(), self.memory.nbytes)
 
     @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), terms=st.sampled_from([NO_BATCHING, PARTS]))
-    def begin(self, sizes: list[int], terms: RowTerms) -> None:
+    def begin(self, sizes: list[int], terms: BatchingPolicy) -> None:
         self.terms = terms
         self.desk = self.new_desk()
         for size in sizes:
             self.load(size, joins=False)
 
-    def new_desk(self) -> Desk:
+    def new_desk(self) -> Dispatcher:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        return Desk("m", config, self, self.order, lambda _: None)
+        return Dispatcher("m", config, self, self.order, lambda _: None)
 
     # --- what the desk tells ------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class World(RuleBasedStateMachine):
         """A rank is given something: nothing is ever taken back, and there is one job at a time."""
         group = self.groups[process.partition(".")[0]]
         [rank] = [each for each in group.ranks if each.name == process]
-        if isinstance(order, Together):
+        if isinstance(order, BeginBatch):
             assert not rank.orders
             assert group.reply is not None
             rank.missing = order.items
@@ -187,11 +187,11 @@ class World(RuleBasedStateMachine):
             x = np.arange(rows * WIDTH, dtype=np.int64) + 1000 * number
             # No room, or where the inputs are not, or where they are.
             begin = number * ROOM
-            x_there, y_there = Place(self.memory, begin, x.nbytes), Place(self.memory, begin + ROOM // 2, x.nbytes)
-            places = [NO_LOCATIONS, NO_LOCATIONS, Places({}, {0: y_there}), Places({0: x_there}, {0: x_there})][room]
+            x_there, y_there = TensorLocation(self.memory, begin, x.nbytes), TensorLocation(self.memory, begin + ROOM // 2, x.nbytes)
+            places = [NO_LOCATIONS, NO_LOCATIONS, TensorLocations({}, {0: y_there}), TensorLocations({0: x_there}, {0: x_there})][room]
             os.pwrite(self.memory.fileno(), x.tobytes(), begin)
             frames = [] if places.inputs else [x.tobytes()]
-            deadline, origin = self.now + wait, Origin(client, client)
+            deadline, origin = self.now + wait, ClientOrigin(client, client)
             request = Request(
                 *(number, client.encode(), f"id{number}", DESCRIPTIONS[rows], frames),
                 *(self.now, deadline, x.nbytes, origin, places),
@@ -246,7 +246,7 @@ class World(RuleBasedStateMachine):
     def enlist(self, group: Group) -> None:
         names = tuple(rank.name for rank in group.ranks)
         reply = None if group.reply is None else names[group.reply]
-        lockstep = Lockstep(names, reply, group.ranks[0].step)
+        lockstep = LockstepTracker(names, reply, group.ranks[0].step)
         self.desk.add_rank_slot(group.name, lockstep, self.now, support_processes=[group.broker], policy=group.terms)
 
     @rule(data=st.data(), count=st.integers(1, 8))
@@ -347,7 +347,7 @@ class World(RuleBasedStateMachine):
             group, rank = found
             name = group.broker if broker else rank.name
             self.kill(group)
-            self.exited(name, End(-sign))
+            self.exited(name, ExitCause(-sign))
 
     @rule(data=st.data(), leaving=st.booleans())
     def fail(self, data: st.DataObject, leaving: bool) -> None:
@@ -422,16 +422,16 @@ class World(RuleBasedStateMachine):
     def bury(self, data: st.DataObject, count: int) -> None:
         """It is told how some have ended that are killed; what they have said before that comes first."""
         for _ in range(min(count, len(self.dying))):
-            self.exit_of(data.draw(st.sampled_from(sorted(self.dying))), data.draw(st.sampled_from(By)))
+            self.exit_of(data.draw(st.sampled_from(sorted(self.dying))), data.draw(st.sampled_from(ExitInitiator)))
 
-    def exit_of(self, name: str, by: By) -> None:
+    def exit_of(self, name: str, by: ExitInitiator) -> None:
         for rank in self.dying[name].ranks:
             while rank.name == name and rank.reports:
                 message, frames = rank.reports.popleft()
                 assert self.tell(name, message, [memoryview(each) for each in frames]) == ""
-        self.exited(name, End(-signal.SIGKILL, initiator=by))
+        self.exited(name, ExitCause(-signal.SIGKILL, initiator=by))
 
-    def exited(self, name: str, end: End) -> None:
+    def exited(self, name: str, end: ExitCause) -> None:
         group = self.dying.pop(name)
         for rank in group.ranks:
             if rank.name == name:
@@ -447,7 +447,7 @@ class World(RuleBasedStateMachine):
     def restart(self, data: st.DataObject) -> None:
         """Another daemon goes on with those groups of which all ranks come back with the same step."""
         while self.dying:
-            self.exit_of(min(self.dying), By.DAEMON)
+            self.exit_of(min(self.dying), ExitInitiator.DAEMON)
         self.desk.hand_over(self.now)
         assert self.answers.keys() == self.sent.keys()
         # Nobody of the daemon before hears that nobody writes any more: its clients are gone with it.
@@ -505,7 +505,7 @@ class World(RuleBasedStateMachine):
             self.load(2, joins=False)
             self.work()
         while self.dying:
-            self.exit_of(min(self.dying), By.DAEMON)
+            self.exit_of(min(self.dying), ExitInitiator.DAEMON)
         self.work()
         assert self.answers.keys() == self.sent.keys()
         assert (self.written, self.desk.output_leases.leases) == (set(), {})

@@ -14,24 +14,24 @@ import pytest
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.requests.desk import Askers, Desk
-from weightd.daemon.requests.regions import Memory, Place, Places
-from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.desk import ResponseSink, Dispatcher
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
 from weightd.daemon.requests.rows import parties as parties_module
-from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.forming import MAX_BATCH_S, Group, Where, next_split_rows, form_batch
-from weightd.daemon.requests.rows.joining import Piece, join_results
-from weightd.daemon.requests.rows.parties import Names, party_number
-from weightd.daemon.requests.rows.terms import Form, RowTerms
-from weightd.daemon.requests.rows.times import Times
+from weightd.daemon.requests.rows.cut import SplitRequest
+from weightd.daemon.requests.rows.forming import MAX_BATCH_S, BatchGroup, SlotConstraints, next_split_rows, form_batch
+from weightd.daemon.requests.rows.joining import PartialResult, join_results
+from weightd.daemon.requests.rows.parties import RecentNames, party_number
+from weightd.daemon.requests.rows.terms import BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.times import DurationEstimates
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import ChildOrder, Predict, Result, Together
+from weightd.protocol.messages.children import ChildOrder, Predict, Result, BeginBatch
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedOutput, MappedRegions
 
-ROWS = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
+ROWS = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
 CUT = replace(ROWS, part_rows=4)
 FAST, SLOW = "cpu:0", "cpu:1"
 
@@ -49,13 +49,13 @@ def request(
     number = next(_numbers)
     asked = RequestDescription("m", (TensorSpec("x", "FP32", (rows, width)),))
     frames = [bytes(4 * rows * width)]
-    origin = Origin(far, far)
+    origin = ClientOrigin(far, far)
     return Request(
         number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), origin, priority_level=level, tenant=tenant
     )
 
 
-def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: object) -> tuple[Desk, list[ChildOrder]]:
+def desk(max_queue: int, seats: int = 1, terms: BatchingPolicy = ROWS, **askers: object) -> tuple[Dispatcher, list[ChildOrder]]:
     """A desk, and the orders that it gives."""
     orders: list[ChildOrder] = []
 
@@ -63,18 +63,18 @@ def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: objec
         orders.append(order)
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
-    made = Desk("m", config, cast(Askers, SimpleNamespace(refuse=print, **askers)), order, lambda _: None)
+    made = Dispatcher("m", config, cast(ResponseSink, SimpleNamespace(refuse=print, **askers)), order, lambda _: None)
     for number in range(seats):
         made.add_slot(f"w{number}", policy=terms)
     return made, orders
 
 
-def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
-    where = Where(terms, partial((times or Times()).expected_s, FAST))
-    return form_batch(first, cast(Form, terms.batch_key(first.description)), [first, *others], where, 0.0)
+def group(first: Request, *others: Request, terms: BatchingPolicy = ROWS, times: DurationEstimates | None = None) -> BatchGroup:
+    where = SlotConstraints(terms, partial((times or DurationEstimates()).expected_s, FAST))
+    return form_batch(first, cast(BatchKey, terms.batch_key(first.description)), [first, *others], where, 0.0)
 
 
-def scheduler(terms: RowTerms, *requests: Request, seats: int = 1) -> Scheduler:
+def scheduler(terms: BatchingPolicy, *requests: Request, seats: int = 1) -> Scheduler:
     made = Scheduler(1000, 10**9, levels=2)
     for number in range(seats):
         made.slots.add_new(f"w{number}", (f"w{number}",), device=FAST, policy=terms)
@@ -107,7 +107,7 @@ def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
 @pytest.mark.parametrize(("runs_s", "rows"), [(1.0, 4), (5.0, 7)])
 def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(runs_s: float, rows: int) -> None:
     made = scheduler(ROWS, seats=2)
-    kind = cast(Form, ROWS.batch_key(request().description)).kind
+    kind = cast(BatchKey, ROWS.batch_key(request().description)).kind
     made.slots.estimates.add(FAST, kind, 1, runs_s)
     made.slots.estimates.add(FAST, kind, 7, 3.0)
     made.submit(request(), 0.0)
@@ -135,7 +135,7 @@ def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
 
 def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:
     first, wide, two, alone, five, one = request(2), request(1, 9), request(2), request(), request(5), request()
-    alone.require_isolation(Company.ALONE)
+    alone.require_isolation(Isolation.ALONE)
     assert group(first, wide, two, alone, one) == ([first, two, one], 5, False)
     # Once something did not fit, the job is full: what comes later shall not overtake it.
     assert group(first, wide, two, five, one) == ([first, two], 4, True)
@@ -153,7 +153,7 @@ def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_
     of_a, of_b = [request(far="a") for _ in range(3)], [request(far="b") for _ in range(3)]
     assert group(of_a[0], *of_b, *of_a, terms=terms).requests == [of_a[0]]
     assert group(of_b[0], *of_a, *of_b, terms=terms).requests == of_b
-    form = cast(Form, terms.batch_key(request(8).description))
+    form = cast(BatchKey, terms.batch_key(request(8).description))
     assert [terms.should_split(form, far) for far in ("a", "b")] == [False, True]
     made = scheduler(terms, request(8, far="a"), request(8, far="b"))
     assert [len(job) for job in jobs(made)] == [1, 1, 1]
@@ -171,20 +171,20 @@ def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_ha
             made.infer(request(far=far), 0.0)
         made.add_slot("w0", policy=terms)
         made.dispatch(0.0)
-        assert [each for each in orders if isinstance(each, Together)] == [Together(2, 0, parties)]
+        assert [each for each in orders if isinstance(each, BeginBatch)] == [BeginBatch(2, 0, parties)]
         assert [made.party_names.name_of(each) for each in parties] == ["a", "b"][: len(parties)]
 
 
 def test_names_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parties_module, "_MAX_NAMES", 2)
-    names = Names()
+    names = RecentNames()
     numbers = [names.number_of(far) for far in "aabc"]
     assert numbers == [party_number(far) for far in "aabc"]
     assert [names.name_of(each) for each in numbers[1:]] == ["a tenant or user of an earlier daemon", "b", "c"]
 
 
 def test_nobody_misses_a_deadline_for_company() -> None:
-    times, kind = Times(), ROWS.batch_key(request().description)
+    times, kind = DurationEstimates(), ROWS.batch_key(request().description)
     assert kind is not None
     times.add(FAST, kind.kind, 1, 0.01)
     times.add(FAST, kind.kind, 3, 0.02)
@@ -194,7 +194,7 @@ def test_nobody_misses_a_deadline_for_company() -> None:
 
 
 def test_while_another_shape_waits_a_job_takes_no_longer_than_that_is_asked_to_wait() -> None:
-    times, form = Times(), ROWS.batch_key(request().description)
+    times, form = DurationEstimates(), ROWS.batch_key(request().description)
     assert form is not None
     for rows in (1, 2, 4, 8):
         times.add(FAST, form.kind, rows, 0.4 * MAX_BATCH_S * rows)
@@ -276,7 +276,7 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
     given = [*made.assign(0.0)]
     made.submit(other, 0.0)
     given += made.assign(0.0)
-    alone.require_isolation(Company.ALONE)
+    alone.require_isolation(Isolation.ALONE)
     made.release_slot("w0")
     ran: list[list[Request]] = []
     for number in [job.number for seat, job in given if seat.name == "w1"]:
@@ -324,7 +324,7 @@ def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
     made.dispatch_gathered(0.0)
     assert orders == []
     made.dispatch_gathered(0.0)
-    assert [type(each) for each in orders] == [Together, Predict, Predict]
+    assert [type(each) for each in orders] == [BeginBatch, Predict, Predict]
     assert made.next_event_at > AT_ONCE
     for _ in range(4):
         made.infer(request(), 0.0)
@@ -352,16 +352,16 @@ def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def cut(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> Cut:
+def cut(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> SplitRequest:
     asked, terms = asked or request(64), replace(CUT, part_rows=part_rows, sizes=sizes)
     form = terms.batch_key(asked.description)
     assert form is not None
-    return Cut(asked, terms, form)
+    return SplitRequest(asked, terms, form)
 
 
-def known(whole: Cut, **seconds: float) -> Times:
+def known(whole: SplitRequest, **seconds: float) -> DurationEstimates:
     """The times of devices for all rows of the request."""
-    times = Times()
+    times = DurationEstimates()
     for device, each in seconds.items():
         times.add(device, whole.batch_key.kind, whole.batch_key.rows, each)
     return times
@@ -390,8 +390,8 @@ def test_parts_are_as_devices_are_quick_and_leave_no_few_rows(
 
 
 def test_a_part_has_one_of_the_sizes_of_the_model() -> None:
-    assert next_split_rows(cut(sizes=(8, 16)), "a", ["a", "b"], Times(), math.inf) == 16
-    assert next_split_rows(cut(sizes=(64,)), "a", ["a", "b"], Times(), math.inf) == 64
+    assert next_split_rows(cut(sizes=(8, 16)), "a", ["a", "b"], DurationEstimates(), math.inf) == 16
+    assert next_split_rows(cut(sizes=(64,)), "a", ["a", "b"], DurationEstimates(), math.inf) == 64
 
 
 def test_a_part_is_short_only_while_others_wait() -> None:
@@ -436,8 +436,8 @@ def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
 def test_each_part_has_room_for_its_own_rows_where_nobody_has_to_read(
     begin: int, nbytes: int, rooms: list[tuple[int, int]]
 ) -> None:
-    asked, memory = request(64), Memory(1, os.dup(0), 1000, os.close)
-    asked.locations = Places({0: Place(memory, 0, 256)}, {0: Place(memory, begin, nbytes)})
+    asked, memory = request(64), SharedRegion(1, os.dup(0), 1000, os.close)
+    asked.locations = TensorLocations({0: TensorLocation(memory, 0, 256)}, {0: TensorLocation(memory, begin, nbytes)})
     whole = cut(asked=asked)
     outputs = [whole.tensors_of(*whole.take_rows(32))[1].outputs for _ in range(2)]
     assert [(each.offset, each.nbytes) for some in outputs for each in some.values()] == rooms
@@ -450,8 +450,8 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
         answers.append(each)
 
     made, orders = desk(4, 2, replace(CUT, max_rows=1), gathered=print, answer=answer)
-    asked, memory = request(8), Memory(1, os.dup(0), 100, os.close)
-    asked.locations = Places({}, {0: Place(memory, 10, 32)})
+    asked, memory = request(8), SharedRegion(1, os.dup(0), 100, os.close)
+    asked.locations = TensorLocations({}, {0: TensorLocation(memory, 10, 32)})
     made.infer(asked, 0.0)
     assert [each.regions for each in orders if isinstance(each, Predict)] == [
         MappedRegions((), (MappedOutput(0, 1, begin, 16),)) for begin in (10, 26)
@@ -463,9 +463,9 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
     assert (answers, asked.may_still_write) == ([(asked, Result(asked.number, whole, (0,)), [])], False)
 
 
-def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> Piece:
+def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> PartialResult:
     outputs = TensorSpec("y", "UINT8", (rows, *shape)), TensorSpec("t", "UINT8", (1,))
-    return Piece(rows, ResponseDescription("m", outputs), [y, t])
+    return PartialResult(rows, ResponseDescription("m", outputs), [y, t])
 
 
 def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
@@ -478,10 +478,10 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
     [
         (piece(1, b"b", shape=(1,)), r"^output y of a part: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$"),
         (piece(1, b"bb", b"u"), "^output t has no rows, and is not the same for each part of the request$"),
-        (Piece(1, ResponseDescription("m", ()), []), r"^output y of a part: expected y UINT8 \[1, 2\], got none$"),
+        (PartialResult(1, ResponseDescription("m", ()), []), r"^output y of a part: expected y UINT8 \[1, 2\], got none$"),
     ],
 )
-def test_answers_that_do_not_fit_together_are_an_error(other: Piece, text: str) -> None:
+def test_answers_that_do_not_fit_together_are_an_error(other: PartialResult, text: str) -> None:
     with pytest.raises(Internal, match=text):
         join_results([piece(1, b"aa"), other], "y")
 
@@ -497,7 +497,7 @@ def test_the_seconds_of_a_job_are_divided_by_rows() -> None:
         made.slots.finish(seat.name, number, 6.0)
     accounts = [each.usage for each in (small, large)]
     assert [(each.rows, each.slot_seconds, each.queue_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
-    alone = scheduler(RowTerms(), whole)
+    alone = scheduler(BatchingPolicy(), whole)
     [(seat, job)] = [*alone.assign(0.0)]
     alone.slots.finish(seat.name, job.number, 5.0)
     # How many rows it has nobody knows here.

@@ -23,14 +23,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import End
-from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.regions import NO_LOCATIONS, Memory, Place, Places
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.rows.terms import RowTerms
-from weightd.daemon.requests.seat import Seat
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.requests.desk import Dispatcher
+from weightd.daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import BatchingPolicy
+from weightd.daemon.requests.seat import Slot
 from weightd.protocol.errors import RequestError, ResourceExhausted
-from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, Skip, Together
+from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, CancelPredict, BeginBatch
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedOutput
@@ -48,7 +48,7 @@ class Worker:
     """A process that has been given orders; the first of its jobs runs."""
 
     device: str
-    terms: RowTerms
+    terms: BatchingPolicy
     jobs: deque[list[Predict]] = field(default_factory=deque[list[Predict]])
     contents: dict[int, Sequence[Any]] = field(default_factory=dict[int, Sequence[Any]])
     missing: int = 0
@@ -80,7 +80,7 @@ class World(RuleBasedStateMachine):
         self.workers: dict[str, Worker] = {}
         self.names = (f"w{number}" for number in itertools.count())
         self.last_begun: list[int] = []
-        self.memory = Memory(1, os.memfd_create("world"), 2**40, os.close)
+        self.memory = SharedRegion(1, os.memfd_create("world"), 2**40, os.close)
         os.truncate(self.memory.fileno(), self.memory.nbytes)
         # Who will end soon.
         self.dying: dict[str, Worker] = {}
@@ -94,8 +94,8 @@ class World(RuleBasedStateMachine):
     @initialize(exact=st.booleans(), sizes=st.sampled_from([(), (), (2, 8)]), workers=st.integers(1, 3))
     def begin(self, exact: bool, sizes: tuple[int, ...], workers: int) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        self.desk = Desk("m", config, self, self.order, lambda _: None)
-        self.terms = RowTerms(1, frozenset("x"), frozenset("y"), MAX_ROWS, PART_ROWS, sizes, exact)
+        self.desk = Dispatcher("m", config, self, self.order, lambda _: None)
+        self.terms = BatchingPolicy(1, frozenset("x"), frozenset("y"), MAX_ROWS, PART_ROWS, sizes, exact)
         for device in itertools.islice(itertools.cycle(DEVICES), workers):
             self.enlist(device)
 
@@ -137,11 +137,11 @@ class World(RuleBasedStateMachine):
 
     def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A worker is given something: what goes together agrees in everything but its rows."""
-        if isinstance(order, Skip) and process not in self.workers:
+        if isinstance(order, CancelPredict) and process not in self.workers:
             return  # it is dead, and hears nothing
         worker = self.workers[process]
         match order:
-            case Together(parts, rows):
+            case BeginBatch(parts, rows):
                 assert not worker.missing
                 worker.missing, worker.padded = parts, rows
                 worker.jobs.append([])
@@ -159,7 +159,7 @@ class World(RuleBasedStateMachine):
                     worker.jobs.append([order])
                 if not worker.missing:
                     self.check_job(worker, worker.jobs[-1])
-            case Skip(number):
+            case CancelPredict(number):
                 if any(each.request == number for job in [*worker.jobs][1:] for each in job):
                     self.given_up.append((process, number))
                 for job in [*worker.jobs][1:]:
@@ -187,7 +187,7 @@ class World(RuleBasedStateMachine):
             assert not worker.terms.max_split_rows or all(each.description.inputs[1:] == () for each in job)
 
     @property
-    def enlisted(self) -> dict[str, Seat]:
+    def enlisted(self) -> dict[str, Slot]:
         return self.desk.scheduler.slots.accepting
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -211,12 +211,12 @@ class World(RuleBasedStateMachine):
             if not has_more:
                 asked = RequestDescription("m", asked.inputs[:1])
                 frames = frames[:1]
-            deadline, origin = self.now + wait, Origin(far, far)
+            deadline, origin = self.now + wait, ClientOrigin(far, far)
             name = f"id{number}"
             # None, just as much as is needed, or more: then the rows of one part are not behind those of another.
             begin = 2 * number * ROOM
-            y, t = Place(self.memory, begin, room * x.nbytes), Place(self.memory, begin + ROOM, 8 * rows)
-            places = Places({}, {0: y, 1: t}) if room else NO_LOCATIONS
+            y, t = TensorLocation(self.memory, begin, room * x.nbytes), TensorLocation(self.memory, begin + ROOM, 8 * rows)
+            places = TensorLocations({}, {0: y, 1: t}) if room else NO_LOCATIONS
             request = Request(number, far.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin, places)
             self.sent[number] = request, x.tobytes()
             try:
@@ -288,7 +288,7 @@ class World(RuleBasedStateMachine):
         """A worker ends while it writes."""
         for room in worker.rooms():
             self.write(room, b"?" * room.nbytes)
-        self.desk.on_exit(name, End(-sign), self.now)
+        self.desk.on_exit(name, ExitCause(-sign), self.now)
         self.desk.dispatch(self.now)
 
     @rule(rest=st.integers(0, 4))
@@ -325,7 +325,7 @@ class World(RuleBasedStateMachine):
     )
     def replace(self, source: int, max_rows: int, part_rows: int, everywhere: bool = True) -> None:
         """Another model is served from now on, here or everywhere; who serves the one before answers what it has."""
-        self.terms = RowTerms(
+        self.terms = BatchingPolicy(
             source, frozenset("x"), frozenset("y"), max_rows, part_rows, self.terms.sizes, self.terms.is_exact
         )
         for name in [*self.workers][: None if everywhere else 1]:

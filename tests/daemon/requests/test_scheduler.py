@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.requests.request import Company, Request
+from weightd.daemon.requests.request import Isolation, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import MAX_QUICK_S
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
@@ -98,7 +98,7 @@ def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
 
 def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
     made, (first, lonely, last) = scheduler("a"), (request(), request(), request())
-    lonely.isolation = Company.ALONE
+    lonely.isolation = Isolation.ALONE
     for each in (first, lonely, last):
         made.submit(each, 0.0)
     for each in (first, lonely, last):
@@ -118,7 +118,7 @@ def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
 
 def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wait_for_that() -> None:
     made, (one, two, free) = scheduler("a", "b"), (request(), request(), request())
-    one.isolation = two.isolation = Company.CONFINED
+    one.isolation = two.isolation = Isolation.CONFINED
     for each in (one, two, free):
         made.submit(each, 0.0)
     assert assigned(made) == [("a", one.number), ("b", free.number)]
@@ -327,7 +327,7 @@ class Against(RuleBasedStateMachine):
         new = Request(
             self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
         )
-        new.isolation, aside = Company.__members__.get(wish.where.upper(), Company.BATCHABLE), wish.where == "aside"
+        new.isolation, aside = Isolation.__members__.get(wish.where.upper(), Isolation.BATCHABLE), wish.where == "aside"
         if wish.starts:
             self.assign()
             if not aside and self._starts(new):
@@ -386,7 +386,7 @@ class Against(RuleBasedStateMachine):
         self.confined += moved
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running:
-            each.isolation = Company.CONFINED if each.client == client else each.isolation
+            each.isolation = Isolation.CONFINED if each.client == client else each.isolation
 
     @rule(worker=st.sampled_from(WORKERS))
     def enlist(self, worker: str) -> None:
@@ -420,16 +420,16 @@ class Against(RuleBasedStateMachine):
         self.running[worker].append(each)
 
     def _queue_of(self, each: Request) -> list[Request]:
-        return self.confined if each.isolation is Company.CONFINED else self.queue
+        return self.confined if each.isolation is Isolation.CONFINED else self.queue
 
     def _free(self, each: Request) -> list[str]:
         """Who may be given it: if it is to be alone, who has nothing."""
         credit = [name for name in self.enlisted if self._has_credit(name)]
-        return [name for name in credit if not self.running[name] or each.isolation is Company.BATCHABLE]
+        return [name for name in credit if not self.running[name] or each.isolation is Isolation.BATCHABLE]
 
     def _turn(self) -> list[Request]:
         """The queue of whom has come first, of those that may run now."""
-        runs = any(each.isolation is Company.CONFINED for had in self.running.values() for each in had)
+        runs = any(each.isolation is Isolation.CONFINED for had in self.running.values() for each in had)
         queues = [self.queue, [] if runs else self.confined]
         return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
 
@@ -532,8 +532,8 @@ class Against(RuleBasedStateMachine):
             queue[:] = [each for each in queue if each not in gone]
 
     def _put_back(self, requests: list[Request]) -> None:
-        self.queue = [each for each in requests if each.isolation is not Company.CONFINED] + self.queue
-        self.confined = [each for each in requests if each.isolation is Company.CONFINED] + self.confined
+        self.queue = [each for each in requests if each.isolation is not Isolation.CONFINED] + self.queue
+        self.confined = [each for each in requests if each.isolation is Isolation.CONFINED] + self.confined
 
     def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
         """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
@@ -554,7 +554,7 @@ class Against(RuleBasedStateMachine):
     def _has_credit(self, worker: str) -> bool:
         load = len(self.running[worker])
         quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + MAX_QUICK_S
-        exclusive = any(each.isolation is not Company.BATCHABLE for each in self.running[worker])
+        exclusive = any(each.isolation is not Isolation.BATCHABLE for each in self.running[worker])
         return not load or (load < CREDIT and quick and not exclusive)
 
     def _unanswered(self, had: list[Request]) -> list[Request]:

@@ -19,26 +19,26 @@ from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host.ends import End
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.long_jobs import ACTIVE_S, Durations
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
-from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, Clocks
-from weightd.daemon.requests.turns import Turns
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
+from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClocks
+from weightd.daemon.requests.turns import SharedProcessScheduler
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import ChildOrder, Predict, Result, Skip, Together
+from weightd.protocol.messages.children import ChildOrder, Predict, Result, CancelPredict, BeginBatch
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 SHARES_FOR_S = 30.0
 ERROR = 0.05
 DEVICES = ["ascend:0", "ascend:1"]
-CRASH = End(-signal.SIGSEGV)
+CRASH = ExitCause(-signal.SIGSEGV)
 ASKED = [RequestDescription("m", (TensorSpec("x", "UINT8", (rows, 1)),)) for rows in range(9)]
 ANSWERED = ResponseDescription("m", (TensorSpec("y", "UINT8", (1, 1)),))
-ROWS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8)
+ROWS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8)
 
 
 def tenant(name: str, weight: float = 1.0) -> Tenant:
@@ -46,7 +46,7 @@ def tenant(name: str, weight: float = 1.0) -> Tenant:
 
 
 @dataclass
-class Seat:
+class SimulatedWorker:
     """A worker: the first of its jobs runs since then, and is over at `ends`."""
 
     model: Model
@@ -71,7 +71,7 @@ class Model:
             predict_timeout=predict_timeout,
             workers=workers,
         )
-        self.desk = Desk("m", config, self, self.order, lambda _: None, world.clocks)
+        self.desk = Dispatcher("m", config, self, self.order, lambda _: None, world.clocks)
         self.world = world
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
@@ -95,12 +95,12 @@ class Model:
     def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         seat = self.world.seats.get(process)
         match order:
-            case Skip(number):
+            case CancelPredict(number):
                 if seat is not None:
                     for job in itertools.islice(seat.jobs, 1, None):
                         job[:] = [each for each in job if each != number]
                     seat.jobs = deque(job for job in seat.jobs if job)
-            case Together(parts):
+            case BeginBatch(parts):
                 assert seat is not None
                 seat.missing = parts
                 seat.jobs.append([])
@@ -122,9 +122,9 @@ class World:
     """Models on devices, tenants who ask, and a clock that runs from event to event."""
 
     def __init__(self, max_job_s: float = 0.1) -> None:
-        self.clocks = Clocks(max_job_s)
+        self.clocks = FairClocks(max_job_s)
         self.now = 100.0
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, SimulatedWorker] = {}
         self.models: list[Model] = []
         self.asked: dict[int, Request] = {}
         self.seconds: dict[int, float] = {}
@@ -143,7 +143,7 @@ class World:
         self,
         *devices: str,
         max_queue: int = 20_000,
-        terms: RowTerms = NO_BATCHING,
+        terms: BatchingPolicy = NO_BATCHING,
         max_queue_bytes: int = 2**40,
         predict_timeout: float = 1000.0,
     ) -> Model:
@@ -160,15 +160,15 @@ class World:
         for each in made:
             each.desk.scheduler.users = made[0].desk.scheduler.users
         for _ in range(processes):
-            name, turns = f"w{next(self._numbers)}", Turns()
-            self.seats[name] = Seat(made[0], "ascend:0")
+            name, turns = f"w{next(self._numbers)}", SharedProcessScheduler()
+            self.seats[name] = SimulatedWorker(made[0], "ascend:0")
             for index, each in enumerate(made):
                 each.desk.add_shared_slot(name, turns, index, self.now, device="ascend:0")
         return made
 
-    def enlist(self, model: Model, device: str, terms: RowTerms = NO_BATCHING) -> str:
+    def enlist(self, model: Model, device: str, terms: BatchingPolicy = NO_BATCHING) -> str:
         name = f"w{next(self._numbers)}"
-        self.seats[name] = Seat(model, device)
+        self.seats[name] = SimulatedWorker(model, device)
         model.desk.add_slot(name, device=device, policy=terms)
         model.desk.dispatch(self.now)
         return name
@@ -185,7 +185,7 @@ class World:
         level: int = 0,
     ) -> Request:
         number = next(self._numbers)
-        origin = Origin(who.name, f"tenant {who.name}")
+        origin = ClientOrigin(who.name, f"tenant {who.name}")
         request = Request(
             number,
             who.name.encode(),
@@ -225,11 +225,11 @@ class World:
     def at(self, when: float, what: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), what))
 
-    def given(self, name: str, seat: Seat) -> None:
+    def given(self, name: str, seat: SimulatedWorker) -> None:
         if len(seat.jobs) == 1:
             self.begin(name, seat)
 
-    def begin(self, name: str, seat: Seat) -> None:
+    def begin(self, name: str, seat: SimulatedWorker) -> None:
         job = seat.jobs[0]
         self.begun += job
         self.jobs.append([*job])
@@ -251,7 +251,7 @@ class World:
             self.whose[number].desk.on_result(name, Result(number, ANSWERED), (b"",), self.now)
         self.gather(seat.model)
 
-    def die(self, name: str, end: End = CRASH) -> None:
+    def die(self, name: str, end: ExitCause = CRASH) -> None:
         seat = self.seats.pop(name)
         for number in seat.jobs[0] if seat.jobs else ():
             self.had[self.asked[number].tenant.name] += self.now - seat.since  # type: ignore[assignment]
@@ -837,7 +837,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
             case 0:
                 world.enlist(model, some.choice(DEVICES), terms)
             case 1 if world.seats:
-                world.die(some.choice([*world.seats]), End(-signal.SIGKILL))
+                world.die(some.choice([*world.seats]), ExitCause(-signal.SIGKILL))
             case 2 if world.asked:
                 number = some.choice([*world.asked])
                 if number not in world.answers:

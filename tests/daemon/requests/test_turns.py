@@ -15,28 +15,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.rows.terms import RowTerms
-from weightd.daemon.requests.turns import Turns
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.requests.desk import Dispatcher
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import BatchingPolicy
+from weightd.daemon.requests.turns import SharedProcessScheduler
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result, Together
+from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result, BeginBatch
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 TIMEOUT_S = 60.0
-CRASH, OURS = End(-signal.SIGSEGV), End(-signal.SIGKILL, initiator=By.DAEMON)
+CRASH, OURS = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 1)),))
 ANSWERED = ResponseDescription("m", (TensorSpec("y", "UINT8", (1, 1)),))
-TERMS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=4)
+TERMS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=4)
 
 
 @dataclass
 class Process:
     """What it has been given and has not answered, and who has asked that: all of one job."""
 
-    turns: Turns = field(default_factory=Turns)
+    turns: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
     jobs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     missing: int = 0
 
@@ -44,9 +44,9 @@ class Process:
 class Member:
     """One model: its desk, and who has been answered."""
 
-    def __init__(self, index: int, house: House, terms: RowTerms) -> None:
+    def __init__(self, index: int, house: House, terms: BatchingPolicy) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        self.desk = Desk("m", config, self, self.order, lambda _: None)
+        self.desk = Dispatcher("m", config, self, self.order, lambda _: None)
         self.index = index
         self.house = house
         self.terms = terms
@@ -76,7 +76,7 @@ class Member:
     def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         there = self.house.processes[process]
         match order:
-            case Together(parts):
+            case BeginBatch(parts):
                 assert not there.jobs
                 there.missing = parts
             case Predict(number):
@@ -93,7 +93,7 @@ class Member:
 
     def ask(self, deadline: float = 1e9) -> int:
         number = next(self.house.numbers)
-        origin = Origin(f"client {self.index}", f"user {self.index}")
+        origin = ClientOrigin(f"client {self.index}", f"user {self.index}")
         request = Request(number, b"c", f"id{number}", ASKED, [b"x"], self.house.now, deadline, 1, origin)
         request.digest = b"%d" % number
         self.asked[number] = request
@@ -108,7 +108,7 @@ class Member:
 class House:
     """Members, and the processes that they share."""
 
-    def __init__(self, *terms: RowTerms) -> None:
+    def __init__(self, *terms: BatchingPolicy) -> None:
         self.now = 1.0
         self.numbers = itertools.count(1)
         self.names = (f"p{number}" for number in itertools.count())
@@ -138,7 +138,7 @@ class House:
         for each in self.members:
             each.look()
 
-    def end(self, name: str, end: End) -> None:
+    def end(self, name: str, end: ExitCause) -> None:
         """The process has ended: all desks are told before any of them goes on."""
         del self.processes[name]
         for each in self.members:
@@ -148,7 +148,7 @@ class House:
 
 
 def house(count: int = 3) -> House:
-    return House(*[RowTerms()] * count)
+    return House(*[BatchingPolicy()] * count)
 
 
 def test_each_in_its_turn_whatever_the_others_have_waiting() -> None:
@@ -173,7 +173,7 @@ def test_whoever_has_something_to_run_runs_while_nobody_else_has() -> None:
 
 
 def test_requests_share_jobs_where_their_model_allows_it() -> None:
-    made = House(TERMS, RowTerms())
+    made = House(TERMS, BatchingPolicy())
     name = made.load()
     first = made.members[1].ask()
     several = [made.members[0].ask() for _ in range(3)]
@@ -239,7 +239,7 @@ def test_who_joins_while_another_one_runs_waits_for_its_turn() -> None:
     made = house(1)
     name = made.load()
     made.members[0].ask()
-    late = Member(1, made, RowTerms())
+    late = Member(1, made, BatchingPolicy())
     made.members.append(late)
     late.desk.add_shared_slot(name, made.processes[name].turns, 1, made.now)
     late.ask()
@@ -293,7 +293,7 @@ class World(RuleBasedStateMachine):
 
     @initialize(merging=st.lists(st.booleans(), min_size=1, max_size=3), processes=st.integers(1, 2))
     def begin(self, merging: list[bool], processes: int) -> None:
-        self.house = House(*[TERMS if each else RowTerms() for each in merging])
+        self.house = House(*[TERMS if each else BatchingPolicy() for each in merging])
         for _ in range(processes):
             self.house.load()
 
@@ -315,7 +315,7 @@ class World(RuleBasedStateMachine):
                 self.house.serve(data.draw(st.sampled_from(busy)))
 
     @rule(data=st.data(), end=st.sampled_from([CRASH, OURS]))
-    def die(self, data: st.DataObject, end: End) -> None:
+    def die(self, data: st.DataObject, end: ExitCause) -> None:
         if self.house.processes:
             self.house.end(data.draw(st.sampled_from([*self.house.processes])), end)
 

@@ -8,11 +8,11 @@ import pytest
 
 from weightd.daemon.requests import signature
 from weightd.daemon.requests.signature import NO_ROW_LIMITS, Signature
-from weightd.daemon.requests.validation import RowBounds, check_gears, check_inputs, check_outputs, describe_difference
+from weightd.daemon.requests.validation import RowLimits, check_gears, check_inputs, check_outputs, describe_difference
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import Rows
+from weightd.protocol.messages.findings import RowSupport
 
 IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())
 IMAGES, SCALES = TensorSignature("image", "FP32", (-1, 8, 8)), TensorSignature("scale", "FP64", ())
@@ -180,8 +180,8 @@ def test_what_takes_less_or_other_inputs_is_no_drop_in(old: Built, new: Built, d
 
 
 def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
-    built = Built("", (IMAGES,), (), (), "", 0, row_support=Rows(("image",), ("y",), is_equal=True))
-    cut = Signature(RowBounds(4, "split.max_rows"))
+    built = Built("", (IMAGES,), (), (), "", 0, row_support=RowSupport(("image",), ("y",), is_equal=True))
+    cut = Signature(RowLimits(4, "split.max_rows"))
     cut.on_built(built)
     cut.check_request(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
     text = r"^input image: expected at most 4 rows \(split.max_rows of the model\), got 5$"
@@ -190,8 +190,8 @@ def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
 
 
 def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
-    built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), row_support=Rows(("image",), ("y",), is_equal=True))
-    padded = Signature(RowBounds(100, "split.max_rows", (2, 8)))
+    built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), row_support=RowSupport(("image",), ("y",), is_equal=True))
+    padded = Signature(RowLimits(100, "split.max_rows", (2, 8)))
     padded.on_built(built)
     for rows in (1, 2, 3, 8, 100):
         padded.check_request(RequestDescription("m", (replace(IMAGE, shape=(rows, 8, 8)),)))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.waiting import PRIORITY_LEVEL_S, Levels, sort_key
+from weightd.daemon.requests.waiting import PRIORITY_LEVEL_S, PriorityQueue, sort_key
 from weightd.protocol.messages.data import RequestDescription
 
 
@@ -16,7 +16,7 @@ def request(number: int, arrived: float, level: int) -> Request:
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.0, 1.0, PRIORITY_LEVEL_S, 3 * PRIORITY_LEVEL_S]), st.integers(0, 2)), max_size=20))
 def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tuple[float, int]]) -> None:
-    queue, now = Levels(3), 0.0
+    queue, now = PriorityQueue(3), 0.0
     requests: list[Request] = []
     for number, (later, level) in enumerate(wishes):
         now += later
@@ -33,7 +33,7 @@ def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tup
 
 
 def test_a_request_of_a_lower_level_waits_so_long_and_no_longer() -> None:
-    queue = Levels(2)
+    queue = PriorityQueue(2)
     low = request(0, 0.0, 1)
     high = [request(number, PRIORITY_LEVEL_S * number / 4, 0) for number in range(1, 9)]
     for each in (*high, low):

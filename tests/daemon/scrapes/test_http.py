@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.scrapes.http import MAX_HEAD_BYTES, Head, build_response, error_response
+from weightd.daemon.scrapes.http import MAX_HEAD_BYTES, HttpRequestHead, build_response, error_response
 
 
-def head(content: bytes) -> Head:
-    made = Head()
+def head(content: bytes) -> HttpRequestHead:
+    made = HttpRequestHead()
     assert made.feed(content)
     return made
 
@@ -74,7 +74,7 @@ def test_a_page_whose_name_was_made_to_mean_this_host_is_told_nothing(name: byte
 @given(st.binary(max_size=60), st.data())
 def test_in_how_many_pieces_it_comes_makes_no_difference(rest: bytes, data: st.DataObject) -> None:
     content = b"GET /metrics HTTP/1.1\r\n\r\n" + rest
-    made, at = Head(), 0
+    made, at = HttpRequestHead(), 0
     while not (whole := made.feed(content[at : (end := at + data.draw(st.integers(1, 7)))])) and end < len(content):
         at = end
     assert whole

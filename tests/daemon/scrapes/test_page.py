@@ -5,18 +5,18 @@ from collections.abc import Callable
 import pytest
 
 from weightd.daemon.scrapes import page
-from weightd.daemon.scrapes.page import MAX_AGE_S, Page
+from weightd.daemon.scrapes.page import MAX_AGE_S, MetricsPage
 from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
 from weightd.shared.exposition import exposition
 
 
-class Desk:
+class PageMaker:
     """Who makes the page; its clock passes a millisecond with each look at it."""
 
     def __init__(self) -> None:
         self.now, self.told, self.takes = 0.0, 0, 0.0
         self.soon: list[Callable[[], object]] = []
-        self.page = Page(self.tell, self.soon.append, self.clock)
+        self.page = MetricsPage(self.tell, self.soon.append, self.clock)
 
     def clock(self) -> float:
         self.now += 0.001
@@ -40,7 +40,7 @@ def response(uptime: float) -> MetricsResponse:
 
 
 def test_all_who_want_it_at_a_time_are_given_the_same_text() -> None:
-    desk, given = Desk(), list[bytes]()
+    desk, given = PageMaker(), list[bytes]()
     for _ in range(3):
         desk.page.request_text(given.append)
     assert (desk.told, given) == (1, [])
@@ -55,7 +55,7 @@ def test_all_who_want_it_at_a_time_are_given_the_same_text() -> None:
 
 
 def test_what_takes_the_loop_long_is_told_the_more_seldom() -> None:
-    desk, given = Desk(), list[bytes]()
+    desk, given = PageMaker(), list[bytes]()
     desk.takes = 0.1
     for count, seconds in ((1, 0.0), (1, 9.0), (2, 2.0)):
         desk.now += seconds
@@ -68,7 +68,7 @@ def test_what_takes_the_loop_long_is_told_the_more_seldom() -> None:
 def test_others_have_their_turn_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     # This text has few pieces: one each turn.
     monkeypatch.setattr(page, "_PIECES", 1)
-    desk, given = Desk(), list[bytes]()
+    desk, given = PageMaker(), list[bytes]()
     desk.page.request_text(given.append)
     desk.soon.pop(0)()
     assert given == []

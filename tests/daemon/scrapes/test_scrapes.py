@@ -12,10 +12,10 @@ import pytest
 
 from testkit.lingering import lingering
 from weightd.daemon.host.listening import listen_on, is_loopback_listener
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
-from weightd.daemon.scrapes.page import Page
-from weightd.daemon.scrapes.scrapes import MAX_CONNECTIONS, TIMEOUT_S, Scrapes
+from weightd.daemon.scrapes.page import MetricsPage
+from weightd.daemon.scrapes.scrapes import MAX_CONNECTIONS, TIMEOUT_S, MetricsEndpoint
 from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
 from weightd.shared.peers import UNKNOWN, Peer, Peers
 
@@ -30,12 +30,12 @@ class World:
         # Later than the clock of the loop, which calls no timer so.
         self.now, self.told = 1e9, 0
         self.version = version
-        self.loop = Loop()
+        self.loop = EventLoop()
         self._path = path
         self._stack = contextlib.ExitStack()
         listener = self._stack.enter_context(listen_on(f"unix://{path}"))
-        page = Page(self.tell, self.loop.call_soon, lambda: self.now)
-        self.scrapes = Scrapes(listener, self.loop, page, is_loopback=True, clock=lambda: self.now)
+        page = MetricsPage(self.tell, self.loop.call_soon, lambda: self.now)
+        self.scrapes = MetricsEndpoint(listener, self.loop, page, is_loopback=True, clock=lambda: self.now)
 
     def tell(self) -> MetricsResponse:
         self.told += 1

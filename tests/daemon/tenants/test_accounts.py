@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.tenants.accounts import OTHER_MODELS, REASONS, Account, Accounts, Figures, QuotaExceeded
+from weightd.daemon.tenants.accounts import OTHER_MODELS, REASONS, Usage, UsageTable, UsageRecord, QuotaExceeded
 from weightd.protocol import limits
 from weightd.protocol.errors import Cancelled, NotFound, RequestError
 from weightd.protocol.schema import decode, plain
 
 
-def busy(accounts: Accounts, tenant: str, model: str, seconds: float = 1.0) -> Account:
+def busy(accounts: UsageTable, tenant: str, model: str, seconds: float = 1.0) -> Usage:
     """An account on which one request was answered."""
     account = accounts.usage_of(tenant, model)
     account.count_accepted(100)
@@ -19,7 +19,7 @@ def busy(accounts: Accounts, tenant: str, model: str, seconds: float = 1.0) -> A
 
 
 def test_a_request_counts_where_it_comes_runs_and_ends() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     account = busy(accounts, "ann", "m")
     account.count_accepted(7)
     assert account.in_flight == 1
@@ -33,13 +33,13 @@ def test_a_request_counts_where_it_comes_runs_and_ends() -> None:
 
 @pytest.mark.parametrize("error", [NotFound("no"), QuotaExceeded("max_queue", "full")])
 def test_reasons_are_those_that_are_known(error: RequestError) -> None:
-    account = Account()
+    account = Usage()
     account.count_refused(error)
     assert {*account.refused} <= {*REASONS}
 
 
 def test_models_that_are_gone_are_put_together_and_no_sum_changes() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     for model in ("m", "old", "older"):
         busy(accounts, "ann", model)
     running = accounts.usage_of("ann", "leaving")
@@ -56,7 +56,7 @@ def test_models_that_are_gone_are_put_together_and_no_sum_changes() -> None:
 
 
 def test_a_tenant_that_is_gone_is_forgotten_once_nothing_of_it_is_in_flight() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     busy(accounts, "ann", "m")
     running = busy(accounts, "bob", "m")
     running.count_accepted(5)
@@ -68,7 +68,7 @@ def test_a_tenant_that_is_gone_is_forgotten_once_nothing_of_it_is_in_flight() ->
 
 
 def test_what_was_written_down_is_gone_on_with() -> None:
-    before, after = Accounts(), Accounts()
+    before, after = UsageTable(), UsageTable()
     busy(before, "ann", "m").count_refused(Cancelled(""))
     busy(before, "bob", "n").count_accepted(1)
     before.usage_of("eve", "m")
@@ -82,23 +82,23 @@ def test_what_was_written_down_is_gone_on_with() -> None:
 
 
 def test_whatever_was_written_down_can_be_told_and_written_again() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     most = limits.MAX_COUNT
     for number in range(5):
         unknown = {f"reason {number} {index}": 1 for index in range(17)}
         refused = {"NOT_FOUND": most, **unknown}
-        accounts.restore([Figures("a", "m", most, most, most, 1.0, 1.0, most, most, most, refused)])
+        accounts.restore([UsageRecord("a", "m", most, most, most, 1.0, 1.0, most, most, most, refused)])
     account = accounts.usage_of("a", "m")
     account.count_accepted(1)
     account.add_run(1.0, 1)
     account.count_served(1)
     [figures] = accounts.records()
-    assert decode(Figures, plain(figures)) == figures
+    assert decode(UsageRecord, plain(figures)) == figures
     assert [*figures.refused] == ["NOT_FOUND"]
 
 
 def test_shares_are_those_of_late() -> None:
-    accounts = Accounts()
+    accounts = UsageTable()
     assert accounts.shares() == {}
     busy(accounts, "ann", "m", 9.0)
     busy(accounts, "bob", "m", 1.0)

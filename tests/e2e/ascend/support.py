@@ -17,7 +17,7 @@ from testkit.service import Models, Service
 from testkit.waiting import until
 from weightd.protocol.messages.status import DeviceStatus, ModelStatus
 
-from ..support import Question, mlp_inputs
+from ..support import SampleRequest, mlp_inputs
 
 MODEL = "mlp"
 WIDTH = 64
@@ -71,9 +71,9 @@ def on_card(path: Path, /, **more: object) -> dict[str, object]:
     return {**table, **more}
 
 
-def questions(path: Path) -> list[Question]:
+def questions(path: Path) -> list[SampleRequest]:
     """Return requests and their right answers, computed apart from any process of the service."""
-    return [Question(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs((1, 3, 2, 7), WIDTH)]
+    return [SampleRequest(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs((1, 3, 2, 7), WIDTH)]
 
 
 def status(service: Service, name: str = MODEL) -> ModelStatus:

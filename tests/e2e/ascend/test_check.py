@@ -16,7 +16,7 @@ import pytest
 from ascendsim import environment
 from testkit.waiting import until
 
-from ..support import LIMIT_S, Place, children_of
+from ..support import LIMIT_S, DaemonPaths, children_of
 from .support import Cards, a_host, on_card
 
 pytestmark = pytest.mark.e2e
@@ -52,7 +52,7 @@ def left(pid: int) -> list[Path]:
     ],
 )
 def test_a_model_is_loaded_on_its_card(
-    cards: Cards, place: Place, switches: dict[str, Any], sharing: str, status: int, text: str
+    cards: Cards, place: DaemonPaths, switches: dict[str, Any], sharing: str, status: int, text: str
 ) -> None:
     cards.host.switch(**switches)
     with check(cards, place.config({"mlp": on_card(cards.model, sharing=sharing)})) as process:
@@ -64,7 +64,7 @@ def test_a_model_is_loaded_on_its_card(
     assert left(process.pid) == []
 
 
-def test_a_signal_leaves_nothing(cards: Cards, place: Place) -> None:
+def test_a_signal_leaves_nothing(cards: Cards, place: DaemonPaths) -> None:
     cards.host.fault("build", "hang", "holder")
     with check(cards, place.config({"mlp": on_card(cards.model)})) as process:
         until(lambda: cards.host.count("build"), "the holder builds")

@@ -12,7 +12,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client, FailedPrecondition, Pending
 
-from ..support import Load, Question, ask_all
+from ..support import Load, SampleRequest, ask_all
 from .support import MODEL, Cards, device, questions, status
 
 pytestmark = pytest.mark.e2e
@@ -72,7 +72,7 @@ class EitherLoad(Load):
         self._new = {question.inputs["x"].tobytes(): question.answer["y"] for question in questions(new)}
         self.of_new = 0
 
-    def _check(self, pending: Pending, question: Question) -> None:
+    def _check(self, pending: Pending, question: SampleRequest) -> None:
         answer = pending.result()["y"]
         if np.array_equal(answer, self._new[question.inputs["x"].tobytes()]):
             self.of_new += 1

@@ -11,7 +11,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import InvalidArgument
 
-from ..support import Load, Question, ask_all, mlp_inputs
+from ..support import Load, SampleRequest, ask_all, mlp_inputs
 from .support import MODEL, WIDTH, Cards, kill, on_card, status
 
 pytestmark = pytest.mark.e2e
@@ -25,9 +25,9 @@ def table(cards: Cards, name: str, sizes: Sequence[int], *, told: bool = False, 
     return on_card(path, **{"workers": 1, "spares": 0, "batching": {"sizes": sizes}, **more})
 
 
-def asked(cards: Cards, name: str, rows: Sequence[int]) -> list[Question]:
+def asked(cards: Cards, name: str, rows: Sequence[int]) -> list[SampleRequest]:
     path = cards.directory / f"{name}.mindir"
-    return [Question(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs(rows, WIDTH)]
+    return [SampleRequest(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs(rows, WIDTH)]
 
 
 @pytest.fixture(scope="module")

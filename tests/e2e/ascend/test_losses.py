@@ -14,19 +14,19 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Unavailable
 
-from ..support import Load, Question, ask_all
+from ..support import Load, SampleRequest, ask_all
 from .support import MODEL, Cards, a_host, kill, names, number, questions, serves, status, wait_for_all
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def right(cards: Cards) -> list[Question]:
+def right(cards: Cards) -> list[SampleRequest]:
     return questions(cards.model)
 
 
 @pytest.fixture(scope="module")
-def service(cards: Cards, right: list[Question]) -> Iterator[Service]:
+def service(cards: Cards, right: list[SampleRequest]) -> Iterator[Service]:
     """On a card where what is left of a holder that has died is somebody else's memory."""
     cards.host.switch(lifetime="strict", after_death="garbage")
     with cards.ready() as service:
@@ -34,7 +34,7 @@ def service(cards: Cards, right: list[Question]) -> Iterator[Service]:
 
 
 @pytest.fixture
-def load(cards: Cards, service: Service, right: list[Question]) -> Iterator[Load]:
+def load(cards: Cards, service: Service, right: list[SampleRequest]) -> Iterator[Load]:
     """Each test leaves the service complete, one copy of the weights on the card, and every request answered."""
     failed = status(service).failed
     with Load(service.address, MODEL, right) as load:
@@ -114,7 +114,7 @@ def test_without_its_holder_a_generation_is_replaced_and_nobody_gets_what_it_com
 
 
 def test_a_generation_that_cannot_be_replaced_is_tried_for_again_and_who_waits_is_told_why(
-    cards: Cards, service: Service, right: list[Question]
+    cards: Cards, service: Service, right: list[SampleRequest]
 ) -> None:
     generation = number(service)
     cards.host.fault("build", "fail", "holder")
@@ -128,7 +128,7 @@ def test_a_generation_that_cannot_be_replaced_is_tried_for_again_and_who_waits_i
     wait_for_all(service)
 
 
-def test_a_snapshot_that_was_tampered_with_is_not_loaded(cards: Cards, service: Service, right: list[Question]) -> None:
+def test_a_snapshot_that_was_tampered_with_is_not_loaded(cards: Cards, service: Service, right: list[SampleRequest]) -> None:
     """The last one: nobody can attach to this generation any more."""
     [snapshot] = Path(service.cache).rglob("model/*.mindir")
     snapshot.chmod(0o600)

@@ -22,7 +22,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import FailedPrecondition
 
-from ..support import Load, Question, ask_all
+from ..support import Load, SampleRequest, ask_all
 from .support import serves, status
 
 pytestmark = pytest.mark.e2e
@@ -59,10 +59,10 @@ class Cut:
         """Serve it."""
         return Service({MODEL: self.table(**more)}, env=environment(self.host))
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[SampleRequest]:
         """Requests of several sizes, and what ranks answer that are in step."""
         asked = [rows(count, seed=count) for count in (1, 4, 2, 7)]
-        return [Question({"x": x}, {"output_0": self.slices.answers(x)[-1]}) for x in asked]
+        return [SampleRequest({"x": x}, {"output_0": self.slices.answers(x)[-1]}) for x in asked]
 
 
 def pattern(slices: Slices) -> str:

@@ -18,7 +18,7 @@ from weightd.daemon.config.identities import OVERFLOW_ID
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import MAX_RANKS, Ranks
+from weightd.daemon.config.ranks import MAX_RANKS, RanksConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.engines import ENGINES
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -31,7 +31,7 @@ else:
 
 _BASE = Path("/etc/weightd")
 
-_TABLES = (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, GroupConfig, Ranks, TenantConfig)
+_TABLES = (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, GroupConfig, RanksConfig, TenantConfig)
 
 MAX_BYTES = 8192
 WORDS = (

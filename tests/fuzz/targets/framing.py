@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from targets.reader import Reader
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES, Incoming, Message, message_prefix
+from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES, FrameReader, Message, message_prefix
 
 FILLER = 255
 HEADER_BYTES = 32
@@ -28,7 +28,7 @@ WORDS = tuple(
 def one_input(data: bytes) -> None:
     reader = Reader(data)
     is_admitted = bool(reader.number() & 1)
-    incoming = Incoming(HEADER_BYTES, FRAME_BYTES, lambda nbytes: is_admitted)
+    incoming = FrameReader(HEADER_BYTES, FRAME_BYTES, lambda nbytes: is_admitted)
     stream, messages, error = b"", list[Message](), ""
     while reader.left() and not error:
         size = reader.number()
@@ -58,7 +58,7 @@ def written(*pieces: bytes | int, admitted: bool = True) -> bytes:
     )
 
 
-def _received(incoming: Incoming, piece: bytes) -> list[Message]:
+def _received(incoming: FrameReader, piece: bytes) -> list[Message]:
     messages: list[Message] = []
     while piece:
         if incoming.missing_bytes < LARGE_BYTES:

@@ -14,7 +14,7 @@ import tempfile
 import numpy as np
 
 from targets.reader import Reader
-from weightd.worker.pagesharing import Unavailable, store
+from weightd.worker.pagesharing import PageSharingUnavailable, store
 from weightd.worker.pagesharing.libc import PAGE, libc
 from weightd.worker.pagesharing.runs import find_matches
 from weightd.worker.pagesharing.store import OpenStore
@@ -71,7 +71,7 @@ def _write(fd: int, begin: bytes, end: bytes, size: int) -> None:
 def _check_header(header: bytes, size: int) -> None:
     try:
         pages = store.decode_header(header, size)
-    except Unavailable as error:
+    except PageSharingUnavailable as error:
         _check_refusal(str(error))
     else:
         assert pages >= 0
@@ -87,7 +87,7 @@ def _check_file(path: str, fd: int, own_pages: bytes) -> None:
     open_files = _open_files()
     try:
         opened = OpenStore(path, libc())
-    except Unavailable as error:
+    except PageSharingUnavailable as error:
         _check_refusal(str(error))
     else:
         try:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from targets.reader import Reader
-from weightd.daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, Bounds, Connection, Null
+from weightd.daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, ZmtpLimits, ZmtpConnection, NullMechanism
 from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 FILLER = 255
 _FILLING = b"\xff" * LARGE_BYTES  # as the beginning of a frame an error: it would be thousands of frames else
-BOUNDS = Bounds(max_frame_bytes=3 * LARGE_BYTES, max_message_bytes=4 * LARGE_BYTES)
+BOUNDS = ZmtpLimits(max_frame_bytes=3 * LARGE_BYTES, max_message_bytes=4 * LARGE_BYTES)
 
 MAX_BYTES = 1024
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)
@@ -32,7 +32,7 @@ WORDS = (
 def one_input(data: bytes) -> None:
     reader = Reader(data)
     is_ready = bool(reader.number() & 1)
-    connection = Connection(Null(), BOUNDS)
+    connection = ZmtpConnection(NullMechanism(), BOUNDS)
     stream = GREETING + READY if is_ready else b""
     messages = _fed(connection, stream)
     while reader.left():
@@ -55,7 +55,7 @@ def written(*pieces: bytes | int, is_ready: bool = True) -> bytes:
     )
 
 
-def _fed(connection: Connection, piece: bytes) -> list[list[bytes]]:
+def _fed(connection: ZmtpConnection, piece: bytes) -> list[list[bytes]]:
     messages: list[list[bytes]] = []
     while piece or connection.is_backlogged:
         if connection.error:

@@ -12,15 +12,15 @@ import pytest
 
 from weightd.gateway.callers import Caller, token_digest
 from weightd.gateway.config.load import ConfigError, keys_needing_restart, default_path, load, parse
-from weightd.gateway.config.places import Place
-from weightd.gateway.config.table import Config
-from weightd.shared.tables import Problems
+from weightd.gateway.config.places import ListenAddress
+from weightd.gateway.config.table import GatewayFile
+from weightd.shared.tables import ErrorCollector
 
 _ME = pwd.getpwuid(os.geteuid()).pw_name
 
 
-def parsed(content: dict[str, Any], base: Path = Path("/etc/weightd")) -> tuple[Config, list[str]]:
-    problems = Problems()
+def parsed(content: dict[str, Any], base: Path = Path("/etc/weightd")) -> tuple[GatewayFile, list[str]]:
+    problems = ErrorCollector()
     config = parse(content, base, problems)
     return config, [str(each) for each in problems.errors]
 
@@ -28,8 +28,8 @@ def parsed(content: dict[str, Any], base: Path = Path("/etc/weightd")) -> tuple[
 def test_nothing_needs_to_be_said() -> None:
     config, problems = parsed({})
     assert problems == []
-    assert config.gateway.http_addresses == (Place(host="127.0.0.1", port=8000),)
-    assert config.gateway.grpc_addresses == (Place(host="127.0.0.1", port=8001),)
+    assert config.gateway.http_addresses == (ListenAddress(host="127.0.0.1", port=8000),)
+    assert config.gateway.grpc_addresses == (ListenAddress(host="127.0.0.1", port=8001),)
 
 
 def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_addresses_that_others_reach_have_tls_and_know_who_asks_unless_said_othe
 
 
 def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
-    problems = Problems()
+    problems = ErrorCollector()
     content = {"gateway": {"http": ["127.0.0.1:1"], "anonymous": "-"}, "users": {"root": "-"}}
     config = parse(content, Path("/"), problems, ["127.0.0.1:8000", "unix:/run/http.sock"])
-    assert config.gateway.http_addresses == (Place(host="127.0.0.1", port=8000), Place(path="/run/http.sock"))
+    assert config.gateway.http_addresses == (ListenAddress(host="127.0.0.1", port=8000), ListenAddress(path="/run/http.sock"))
     assert not problems.errors
     parse(content, Path("/"), problems, ["0.0.0.0:8000", "unix:/run/http.sock"])
     assert str(problems.errors[0]).startswith("gateway.http[0]: 0.0.0.0:8000: other hosts reach it")

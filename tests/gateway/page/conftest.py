@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from weightd.gateway.page.numbers import status_json
 from weightd.shared.overview.rows import Overview
 
-from .pageserver import Answer, PageServer
+from .pageserver import StatusReply, PageServer
 
 HOW_TO_GET_IT = "no browser was found; on Debian: apt-get install chromium-headless-shell"
 
@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def server() -> Iterator[PageServer]:
     """Serves the page; it has no picture until it is told one."""
-    with PageServer(lambda _: Answer(200, status_json(None))) as serving:
+    with PageServer(lambda _: StatusReply(200, status_json(None))) as serving:
         yield serving
 
 
@@ -85,7 +85,7 @@ def windows(browser: Browser, server: PageServer) -> Iterator[Windows]:
     assert [url for url in made.asked if not url.startswith((server.url, "data:"))] == []
 
 
-def tells(overview: Overview | None, age_s: float = 0.0, trouble: str = "") -> Callable[[str], Answer]:
+def tells(overview: Overview | None, age_s: float = 0.0, trouble: str = "") -> Callable[[str], StatusReply]:
     """Return what has a server tell this picture."""
     body = status_json(overview, age_s, trouble)
-    return lambda _: Answer(200, body)
+    return lambda _: StatusReply(200, body)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weightd.gateway.page.files import FILES, STATUS_HEADERS
 
 
-class Answer(NamedTuple):
+class StatusReply(NamedTuple):
     """To a question for status.json."""
 
     status: int
@@ -24,7 +24,7 @@ class PageServer:
         numbers: what status.json is; may be exchanged at any time. It is given the header `Authorization`.
     """
 
-    def __init__(self, numbers: Callable[[str], Answer]) -> None:
+    def __init__(self, numbers: Callable[[str], StatusReply]) -> None:
         self.numbers = numbers
         page = self
 

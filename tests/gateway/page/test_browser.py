@@ -16,7 +16,7 @@ from weightd.shared.overview.history import History
 from weightd.shared.overview.rows import Overview
 
 from .conftest import LIMIT_MS, Windows, tells
-from .pageserver import Answer, PageServer
+from .pageserver import StatusReply, PageServer
 
 expect.set_options(timeout=LIMIT_MS)
 
@@ -170,9 +170,9 @@ def test_before_the_first_picture_there_is_no_empty_one(server: PageServer, wind
 
 def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) -> None:
     good = tells(picture("digits", "reader"))
-    refusal = Answer(401, json.dumps({"error": "UNAUTHENTICATED: the caller is not known"}).encode())
+    refusal = StatusReply(401, json.dumps({"error": "UNAUTHENTICATED: the caller is not known"}).encode())
 
-    def numbers(authorization: str) -> Answer:
+    def numbers(authorization: str) -> StatusReply:
         return good("") if authorization == "Bearer s3cret" else refusal
 
     server.numbers = numbers

@@ -11,7 +11,7 @@ import pytest
 from testkit import looks
 from testkit.looks import MB
 from weightd.gateway.callers import Caller
-from weightd.gateway.page.looks import Looks
+from weightd.gateway.page.looks import StatusPoller
 from weightd.protocol.errors import DeadlineExceeded, RequestError, Unauthenticated, Unavailable
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
@@ -39,7 +39,7 @@ class Daemon:
         return looks.status(1.0, looks.model("m", looks.processes("m", 1, MB, MB), copy=MB))
 
 
-def told(page: Looks, *callers: Caller) -> list[Any]:
+def told(page: StatusPoller, *callers: Caller) -> list[Any]:
     async def ask() -> list[bytes]:
         return [await page.status_json(caller) for caller in callers]
 
@@ -48,14 +48,14 @@ def told(page: Looks, *callers: Caller) -> list[Any]:
 
 def test_rates_are_those_between_two_looks_and_the_status_is_asked_for_seldom() -> None:
     daemon = Daemon()
-    first, second = told(Looks(daemon), ALL, ALL)
+    first, second = told(StatusPoller(daemon), ALL, ALL)
     assert (first["overview"]["pace"]["rate"], second["overview"]["pace"]["rate"]) == (None, 10.0)
     assert daemon.asked == [("metrics", None), ("status", None), ("metrics", None)]
 
 
 def test_each_tenant_has_a_picture_of_its_own() -> None:
     daemon = Daemon()
-    rates = [each["overview"]["pace"]["rate"] for each in told(Looks(daemon), ALL, RESEARCH, ALL)]
+    rates = [each["overview"]["pace"]["rate"] for each in told(StatusPoller(daemon), ALL, RESEARCH, ALL)]
     assert rates == [None, None, 10.0]
     assert daemon.asked[2] == ("metrics", "research")
 
@@ -63,7 +63,7 @@ def test_each_tenant_has_a_picture_of_its_own() -> None:
 @pytest.mark.parametrize("error", [Unavailable("no daemon at /run/weightd"), DeadlineExceeded("30 s")])
 def test_a_daemon_that_is_away_is_told_with_the_last_picture(error: RequestError) -> None:
     daemon = Daemon()
-    page = Looks(daemon)
+    page = StatusPoller(daemon)
     [good] = told(page, ALL)
     daemon.error = error
     [lost] = told(page, ALL)
@@ -74,7 +74,7 @@ def test_a_daemon_that_is_away_is_told_with_the_last_picture(error: RequestError
     daemon.error = None
     [back] = told(page, ALL)
     assert back["daemon"] == {"age_s": 0.0, "trouble": ""}
-    [never] = told(Looks(Daemon()), ALL)
+    [never] = told(StatusPoller(Daemon()), ALL)
     assert never["daemon"]["trouble"] == ""
 
 
@@ -82,4 +82,4 @@ def test_whoever_may_not_look_is_refused() -> None:
     daemon = Daemon()
     daemon.error = Unauthenticated("nobody")
     with pytest.raises(Unauthenticated):
-        told(Looks(daemon), ALL)
+        told(StatusPoller(daemon), ALL)

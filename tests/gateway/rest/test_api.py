@@ -20,7 +20,7 @@ from testkit.fakedaemon import FakeDaemon, silent
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
 from weightd.gateway.arrays import DTYPES
-from weightd.gateway.callers import Caller, Identities, token_digest
+from weightd.gateway.callers import Caller, Authenticator, token_digest
 from weightd.gateway.rest import api
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Cancel, Error, Infer
@@ -335,7 +335,7 @@ def token(secret: str) -> dict[str, str]:
 
 def test_who_has_no_token_is_told_how_to_have_one_and_may_only_ask_whether_there_is_somebody(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"anonymous": ""}}) as gateway:
-        gateway.become(Identities({token_digest("secret"): Caller("research", "ann")}, {}, {}))
+        gateway.become(Authenticator({token_digest("secret"): Caller("research", "ann")}, {}, {}))
         status, answer, headers = gateway.ask("POST", INFER, ONE)
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert "authorization: Bearer TOKEN" in answer["error"]
@@ -350,14 +350,14 @@ def test_who_has_no_token_is_told_how_to_have_one_and_may_only_ask_whether_there
         assert message.parameters.tenant == "research"
         assert gateway.ask("GET", "/v2", headers=token("secret"))[0] == 200
         assert fake.next()[0].tenant == "research"  # type: ignore[union-attr]
-        gateway.become(Identities({}, {}, {}))
+        gateway.become(Authenticator({}, {}, {}))
         assert gateway.ask("GET", "/v2", headers=token("secret"))[0] == 401
 
 
 def test_the_kernel_tells_who_is_at_the_other_end_of_a_unix_socket(fake: FakeDaemon, directory: Path) -> None:
     tables = {"gateway": {"anonymous": "", "http": [f"unix:{directory}/h.sock"]}, "users": {"root": "ops"}}
     with HttpGateway(fake.address, tables) as gateway:
-        gateway.become(Identities({}, {}, {os.geteuid(): Caller("ops", "me")}))
+        gateway.become(Authenticator({}, {}, {os.geteuid(): Caller("ops", "me")}))
         assert (directory / "h.sock").stat().st_mode & 0o777 == 0o660
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{directory}/h.sock")

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
-from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
+from weightd.gateway.rest.connection import SWEEP_S, HttpConnection, HttpConnections, ConnectionPhase
 from weightd.shared.peers import Peer
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 
-LIMITS = {Phase.IDLE: 100.0, Phase.HEADER: 10.0, Phase.BODY: 10.0}
+LIMITS = {ConnectionPhase.IDLE: 100.0, ConnectionPhase.HEADER: 10.0, ConnectionPhase.BODY: 10.0}
 
 
 class World:
@@ -19,7 +19,7 @@ class World:
 
     def __init__(self, most: int = 100) -> None:
         self.now = 0.0
-        self.crowd = Crowd(most, LIMITS, lambda: self.now)
+        self.crowd = HttpConnections(most, LIMITS, lambda: self.now)
 
     def runs_until(self, now: float) -> None:
         """Let time pass, with a sweep each second."""
@@ -27,27 +27,27 @@ class World:
             self.now = min(now, self.now + SWEEP_S)
             self.crowd.sweep()
 
-    def comes(self, peer: Peer = A) -> Connection:
+    def comes(self, peer: Peer = A) -> HttpConnection:
         """Return a connection that has just been made, without a socket."""
-        connection = Connection.__new__(Connection)
-        connection.__dict__.update(_crowd=self.crowd, peer=peer, phase=Phase.IDLE, since=self.now, _body=None)
+        connection = HttpConnection.__new__(HttpConnection)
+        connection.__dict__.update(_crowd=self.crowd, peer=peer, phase=ConnectionPhase.IDLE, since=self.now, _body=None)
         connection.transport = mock.Mock()
         self.crowd.on_connect(connection)
         return connection
 
 
-def gone(connection: Connection) -> bool:
+def gone(connection: HttpConnection) -> bool:
     assert isinstance(connection.transport, mock.Mock)
     return bool(connection.transport.abort.called)
 
 
 @pytest.mark.parametrize(("phase", "limit"), [*LIMITS.items()])
-def test_who_is_waited_for_too_long_goes(phase: Phase, limit: float) -> None:
+def test_who_is_waited_for_too_long_goes(phase: ConnectionPhase, limit: float) -> None:
     world = World()
     slow, other = world.comes(), world.comes()
     world.runs_until(1.0)
     slow.set_phase(phase)
-    other.set_phase(Phase.ANSWER)
+    other.set_phase(ConnectionPhase.ANSWER)
     world.runs_until(1.0 + limit)
     assert not gone(slow)
     world.now += 0.1
@@ -59,7 +59,7 @@ def test_who_is_waited_for_too_long_goes(phase: Phase, limit: float) -> None:
 def test_an_answer_may_take_as_long_as_it_takes() -> None:
     world = World()
     busy = world.comes()
-    busy.set_phase(Phase.ANSWER)
+    busy.set_phase(ConnectionPhase.ANSWER)
     world.now = 1e9
     world.crowd.sweep()
     assert not gone(busy)
@@ -69,7 +69,7 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
     """What callers have sent meanwhile waits in their sockets."""
     world = World()
     slow = world.comes()
-    slow.set_phase(Phase.HEADER)
+    slow.set_phase(ConnectionPhase.HEADER)
     for _ in range(2):
         world.runs_until(world.now + 4.0)
         world.now += 3600.0
@@ -93,8 +93,8 @@ def test_a_body_that_does_not_come_is_an_error_for_who_reads_it() -> None:
 def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() -> None:
     world = World(3)
     first, second, third = (world.comes() for _ in range(3))
-    first.set_phase(Phase.ANSWER)
-    first.set_phase(Phase.IDLE)
+    first.set_phase(ConnectionPhase.ANSWER)
+    first.set_phase(ConnectionPhase.IDLE)
     world.comes()
     assert [gone(each) for each in (first, second, third)] == [False, True, False]
 
@@ -102,7 +102,7 @@ def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() ->
 def test_who_has_sent_a_part_of_a_header_has_asked_nothing() -> None:
     world = World(2)
     slow, other = world.comes(), world.comes()
-    slow.set_phase(Phase.HEADER)
+    slow.set_phase(ConnectionPhase.HEADER)
     world.comes()
     assert [gone(each) for each in (slow, other)] == [True, False]
 
@@ -111,7 +111,7 @@ def test_where_all_are_busy_who_comes_goes() -> None:
     world = World(2)
     busy = [world.comes(), world.comes()]
     for each in busy:
-        each.set_phase(Phase.ANSWER)
+        each.set_phase(ConnectionPhase.ANSWER)
     last = world.comes()
     assert gone(last)
     assert not any(map(gone, busy))
@@ -121,10 +121,10 @@ def test_where_all_are_busy_who_comes_goes() -> None:
 def test_else_who_has_not_read_an_answer_for_longest_goes() -> None:
     world = World(3)
     slow, slower, busy = (world.comes() for _ in range(3))
-    busy.set_phase(Phase.ANSWER)
-    slower.set_phase(Phase.READING)
+    busy.set_phase(ConnectionPhase.ANSWER)
+    slower.set_phase(ConnectionPhase.READING)
     world.now = 1.0
-    slow.set_phase(Phase.READING)
+    slow.set_phase(ConnectionPhase.READING)
     assert gone(world.comes()), "an answer takes a moment to be read"
     world.now = 1.1
     last = world.comes()
@@ -143,15 +143,15 @@ def test_many_peers_with_one_connection_each_push_out_nobody_who_asks_over_two()
     own = [world.comes(B) for _ in range(2)]
     for number in range(300):
         # One is between two requests, the other one has a request under way.
-        own[0].set_phase(Phase.ANSWER)
-        own[0].set_phase(Phase.IDLE)
-        own[1].set_phase(Phase.ANSWER)
+        own[0].set_phase(ConnectionPhase.ANSWER)
+        own[0].set_phase(ConnectionPhase.IDLE)
+        own[1].set_phase(ConnectionPhase.ANSWER)
         other = world.comes(Peer(f"host 10.1.0.{number}"))
-        other.set_phase(Phase.HEADER if number % 2 else Phase.IDLE)
+        other.set_phase(ConnectionPhase.HEADER if number % 2 else ConnectionPhase.IDLE)
     assert not any(map(gone, own))
     # Nor where the others ask, too: then the new connection ends.
     for each in [*world.crowd._all]:  # pyright: ignore[reportPrivateUsage]
-        each.set_phase(Phase.ANSWER)
+        each.set_phase(ConnectionPhase.ANSWER)
     assert gone(world.comes(Peer("host 10.2.0.1")))
     assert not any(map(gone, own))
 
@@ -164,7 +164,7 @@ def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
     assert not gone(quiet)
     # Where all of that peer are busy, the new one of it goes.
     for each in many[3:]:
-        each.set_phase(Phase.ANSWER)
+        each.set_phase(ConnectionPhase.ANSWER)
     last = world.comes(A)
     assert gone(last)
     assert not gone(quiet)

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from weightd.gateway.arrays import MAX_VALUES
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.form import MAX_JSON_BYTES, MAX_KEYS, Form, InputForm, OutputForm, split_binary, read
+from weightd.gateway.rest.form import MAX_JSON_BYTES, MAX_KEYS, InferRequestJson, InputJson, OutputJson, split_binary, read
 from weightd.protocol.errors import InvalidArgument
 
 X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
 RAW = {"name": "x", "datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8}}
 
 
-def form(content: Any) -> Form:
+def form(content: Any) -> InferRequestJson:
     return read(memoryview(json.dumps(content).encode()), "m")
 
 
 def test_a_request_of_values() -> None:
-    assert form({"inputs": [X]}) == Form([InputForm("x", "FP32", [2], 8, [1, 2])], None, is_binary=False)
+    assert form({"inputs": [X]}) == InferRequestJson([InputJson("x", "FP32", [2], 8, [1, 2])], None, is_binary=False)
 
 
 def test_a_request_of_binary_data_as_tritonclient_sends_it() -> None:
@@ -32,8 +32,8 @@ def test_a_request_of_binary_data_as_tritonclient_sends_it() -> None:
         "inputs": [RAW],
         "parameters": {"binary_data_output": True, "timeout": 1500000, "priority": 2},
     }
-    inputs = [InputForm("x", "FP32", [2], 8, nbytes=8)]
-    assert form(content) == Form(inputs, None, is_binary=True, id="7", timeout=1.5, priority=2)
+    inputs = [InputJson("x", "FP32", [2], 8, nbytes=8)]
+    assert form(content) == InferRequestJson(inputs, None, is_binary=True, id="7", timeout=1.5, priority=2)
 
 
 def test_outputs_have_the_form_that_each_is_asked_for_in() -> None:
@@ -44,7 +44,7 @@ def test_outputs_have_the_form_that_each_is_asked_for_in() -> None:
         {"name": "c", "parameters": region},
     ]
     found = form({"inputs": [X], "outputs": outputs, "parameters": {"binary_data_output": True}})
-    assert found.outputs == [OutputForm("a", True), OutputForm("b", False), OutputForm("c", True, region)]
+    assert found.outputs == [OutputJson("a", True), OutputJson("b", False), OutputJson("c", True, region)]
     assert found.output_names == ["a", "b", "c"]
 
 

@@ -6,46 +6,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.rest.routes import Verb, parse_route
+from weightd.gateway.rest.routes import Operation, parse_route
 from weightd.protocol.errors import NotFound
 
 
 @pytest.mark.parametrize(
     ("method", "path", "verb", "name"),
     [
-        ("GET", "/v2", Verb.SERVER, ""),
-        ("GET", "/v2/", Verb.SERVER, ""),
-        ("GET", "/v2/health/live", Verb.LIVE, ""),
-        ("GET", "/v2/health/ready", Verb.READY, ""),
-        ("GET", "/v2/models/m", Verb.MODEL, "m"),
-        ("GET", "/v2/models/m/versions/1", Verb.MODEL, "m"),
-        ("GET", "/v2/models/m/ready", Verb.MODEL_READY, "m"),
-        ("GET", "/v2/models/m/versions/1/ready", Verb.MODEL_READY, "m"),
-        ("GET", "/v2/models/m/config", Verb.CONFIG, "m"),
-        ("GET", "/v2/models/stats", Verb.STATISTICS, ""),
-        ("GET", "/v2/models/m/stats", Verb.STATISTICS, "m"),
-        ("GET", "/v2/models/m/versions/1/stats", Verb.STATISTICS, "m"),
-        ("POST", "/v2/models/m/infer", Verb.INFER, "m"),
-        ("POST", "/v2/models/m/versions/1/infer", Verb.INFER, "m"),
-        ("POST", "/v2/models/stats/infer", Verb.INFER, "stats"),
-        ("POST", "/v2/models/a%20b%2Fc/infer", Verb.INFER, "a b/c"),
-        ("POST", "/v2/repository/index", Verb.INDEX, ""),
-        ("POST", "/v2/repository/models/m/load", Verb.LOAD, "m"),
-        ("POST", "/v2/repository/models/m/unload", Verb.LOAD, "m"),
-        ("GET", "/v2/systemsharedmemory/status", Verb.REGIONS, ""),
-        ("GET", "/v2/systemsharedmemory/region/r/status", Verb.REGIONS, "r"),
-        ("POST", "/v2/systemsharedmemory/region/r/register", Verb.REGISTER, "r"),
-        ("POST", "/v2/systemsharedmemory/region/r/unregister", Verb.UNREGISTER, "r"),
-        ("POST", "/v2/systemsharedmemory/unregister", Verb.UNREGISTER, ""),
-        ("GET", "/v2/cudasharedmemory/status", Verb.CUDA_REGIONS, ""),
-        ("POST", "/v2/cudasharedmemory/region/r/register", Verb.CUDA_REGISTER, "r"),
-        ("GET", "/v2/trace/setting", Verb.TRACE, ""),
-        ("POST", "/v2/models/m/trace/setting", Verb.CHANGE_SETTING, "m"),
-        ("GET", "/v2/logging", Verb.LOGGING, ""),
-        ("GET", "/metrics", Verb.METRICS, ""),
+        ("GET", "/v2", Operation.SERVER, ""),
+        ("GET", "/v2/", Operation.SERVER, ""),
+        ("GET", "/v2/health/live", Operation.LIVE, ""),
+        ("GET", "/v2/health/ready", Operation.READY, ""),
+        ("GET", "/v2/models/m", Operation.MODEL, "m"),
+        ("GET", "/v2/models/m/versions/1", Operation.MODEL, "m"),
+        ("GET", "/v2/models/m/ready", Operation.MODEL_READY, "m"),
+        ("GET", "/v2/models/m/versions/1/ready", Operation.MODEL_READY, "m"),
+        ("GET", "/v2/models/m/config", Operation.CONFIG, "m"),
+        ("GET", "/v2/models/stats", Operation.STATISTICS, ""),
+        ("GET", "/v2/models/m/stats", Operation.STATISTICS, "m"),
+        ("GET", "/v2/models/m/versions/1/stats", Operation.STATISTICS, "m"),
+        ("POST", "/v2/models/m/infer", Operation.INFER, "m"),
+        ("POST", "/v2/models/m/versions/1/infer", Operation.INFER, "m"),
+        ("POST", "/v2/models/stats/infer", Operation.INFER, "stats"),
+        ("POST", "/v2/models/a%20b%2Fc/infer", Operation.INFER, "a b/c"),
+        ("POST", "/v2/repository/index", Operation.INDEX, ""),
+        ("POST", "/v2/repository/models/m/load", Operation.LOAD, "m"),
+        ("POST", "/v2/repository/models/m/unload", Operation.LOAD, "m"),
+        ("GET", "/v2/systemsharedmemory/status", Operation.REGIONS, ""),
+        ("GET", "/v2/systemsharedmemory/region/r/status", Operation.REGIONS, "r"),
+        ("POST", "/v2/systemsharedmemory/region/r/register", Operation.REGISTER, "r"),
+        ("POST", "/v2/systemsharedmemory/region/r/unregister", Operation.UNREGISTER, "r"),
+        ("POST", "/v2/systemsharedmemory/unregister", Operation.UNREGISTER, ""),
+        ("GET", "/v2/cudasharedmemory/status", Operation.CUDA_REGIONS, ""),
+        ("POST", "/v2/cudasharedmemory/region/r/register", Operation.CUDA_REGISTER, "r"),
+        ("GET", "/v2/trace/setting", Operation.TRACE, ""),
+        ("POST", "/v2/models/m/trace/setting", Operation.CHANGE_SETTING, "m"),
+        ("GET", "/v2/logging", Operation.LOGGING, ""),
+        ("GET", "/metrics", Operation.METRICS, ""),
     ],
 )
-def test_each_path_has_its_verb(method: str, path: str, verb: Verb, name: str) -> None:
+def test_each_path_has_its_verb(method: str, path: str, verb: Operation, name: str) -> None:
     methods, found = parse_route(path)
     assert (methods[method], found) == (verb, name)
 

@@ -13,33 +13,33 @@ from typing import Any
 import grpc
 import numpy as np
 
-from weightd.gateway.callers import Caller, Identities
+from weightd.gateway.callers import Caller, Authenticator
 from weightd.gateway.config import places
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.question import InferenceResult, Question
-from weightd.gateway.regions import Regions
-from weightd.gateway.rpc.front import RpcFront
-from weightd.gateway.seats import Seats
-from weightd.gateway.service import Service
+from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.regions import RegisteredRegions
+from weightd.gateway.rpc.front import GrpcServer
+from weightd.gateway.seats import AdmissionControl
+from weightd.gateway.service import DaemonClient
 from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd.protocol.messages.data import TensorSignature
 
 LIMIT_S = 30.0
 
-ANYBODY = Identities({}, {}, {}, Caller(None, "anonymous"))
+ANYBODY = Authenticator({}, {}, {}, Caller(None, "anonymous"))
 
-Model = Callable[[Question], Awaitable[InferenceResult]]
+Model = Callable[[InferenceRequest], Awaitable[InferenceResult]]
 
 
-async def echo(question: Question) -> InferenceResult:
+async def echo(question: InferenceRequest) -> InferenceResult:
     """A model that gives back what it takes."""
     wanted = question.inputs if question.outputs is None else question.outputs
     return {name: question.inputs[name] for name in wanted}
 
 
-class FakeService(Service):
+class FakeService(DaemonClient):
     """The daemon of a test.
 
     Attributes:
@@ -49,14 +49,14 @@ class FakeService(Service):
         probed: how often it was asked that.
     """
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, seats: AdmissionControl) -> None:
         super().__init__("unix:///nowhere", 30.0, seats)
         self.model: Model = echo
-        self.asked: list[tuple[Caller, Question]] = []
+        self.asked: list[tuple[Caller, InferenceRequest]] = []
         self.is_ready: bool | Exception = True
         self.probed = 0
 
-    async def infer(self, caller: Caller, question: Question) -> InferenceResult:
+    async def infer(self, caller: Caller, question: InferenceRequest) -> InferenceResult:
         self.asked.append((caller, question))
         return await self.model(question)
 
@@ -87,11 +87,11 @@ class Served:
         front: what speaks gRPC.
     """
 
-    def __init__(self, config: GatewayConfig, identities: Identities) -> None:
-        self.service = FakeService(Seats(config.max_in_flight, config.max_memory_bytes))
-        self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory), Helpers())
+    def __init__(self, config: GatewayConfig, identities: Authenticator) -> None:
+        self.service = FakeService(AdmissionControl(config.max_in_flight, config.max_memory_bytes))
+        self.gateway = Gateway(config, identities, self.service, RegisteredRegions(enabled=config.shared_memory), Helpers())
         self.target = ""
-        self.front = RpcFront(self.gateway)
+        self.front = GrpcServer(self.gateway)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
@@ -132,7 +132,7 @@ def connected(target: str, *options: tuple[str, Any]) -> Generator[Any, None, No
 
 
 @contextlib.contextmanager
-def served(identities: Identities = ANYBODY, *, tcp: bool = False, **settings: Any) -> Generator[Served, None, None]:
+def served(identities: Authenticator = ANYBODY, *, tcp: bool = False, **settings: Any) -> Generator[Served, None, None]:
     """Serve within the block, with these settings of [gateway]."""
     with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
         address = "127.0.0.1:0" if tcp else f"unix:{directory}/grpc.sock"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd.gateway.rpc.cutting import Cut, fast_parse
+from weightd.gateway.rpc.cutting import ParsedRequest, fast_parse
 
 TEXT = st.text(max_size=8)
 
@@ -20,7 +20,7 @@ def message(name: str, request_id: str, names: list[str], contents: list[bytes])
 MESSAGES = st.builds(message, TEXT, TEXT, st.lists(TEXT, max_size=2), st.lists(st.binary(max_size=200), max_size=2))
 
 
-def together(pieces: Cut) -> ModelInferRequest:
+def together(pieces: ParsedRequest) -> ModelInferRequest:
     whole = ModelInferRequest.FromString(pieces.header)
     if pieces.id:
         whole.id = pieces.id.decode()
@@ -70,9 +70,9 @@ def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, da
 def test_of_a_field_that_no_request_has_none_is_looked_at() -> None:
     looks_like_contents = bytes([0, 7 << 3 | 2, 1, 65])
     content = bytes([7 << 3 | 5]) + looks_like_contents
-    assert fast_parse(content) == Cut(content)
+    assert fast_parse(content) == ParsedRequest(content)
 
 
 def test_of_many_fields_none_is_looked_at() -> None:
     content = ModelInferRequest(raw_input_contents=[b""] * 600).SerializeToString()
-    assert fast_parse(content) == Cut(content)
+    assert fast_parse(content) == ParsedRequest(content)

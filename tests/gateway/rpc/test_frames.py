@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.gateway.rpc import frames
-from weightd.gateway.rpc.frames import BURST_TOKENS, PREFACE, TOKENS_PER_S, Frames, Heads, LimitExceeded
+from weightd.gateway.rpc.frames import BURST_TOKENS, PREFACE, TOKENS_PER_S, FrameCounter, FrameHeads, LimitExceeded
 
 END_HEADERS = 4
 
@@ -14,9 +14,9 @@ def frame(kind: int, content: bytes = b"", flags: int = 0) -> bytes:
     return len(content).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + content
 
 
-def begun(now: float = 0.0) -> Frames:
+def begun(now: float = 0.0) -> FrameCounter:
     """Return the frames of a connection that has sent the preface."""
-    found = Frames(now)
+    found = FrameCounter(now)
     found.feed(PREFACE, now)
     return found
 
@@ -28,7 +28,7 @@ CALL = frame(frames.HEADERS, bytes(100), END_HEADERS) + frame(frames.DATA, bytes
 def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, bytes]], data: st.DataObject) -> None:
     stream = b"".join(frame(kind, payload) for kind, payload in content)
     found: list[tuple[int, int, int, int]] = []
-    heads, position = Heads(), 0
+    heads, position = FrameHeads(), 0
     while position < len(stream):
         size = data.draw(st.integers(1, 30))
         found += heads.feed(stream[position : position + size])
@@ -38,7 +38,7 @@ def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, byte
 
 
 def test_it_is_known_whether_a_frame_is_incomplete() -> None:
-    heads = Heads()
+    heads = FrameHeads()
     for part, is_between in ((b"\0\0\4\6", False), (bytes(5), False), (b"ab", False), (b"cd", True)):
         list(heads.feed(part))
         assert heads.is_at_boundary is is_between
@@ -46,11 +46,11 @@ def test_it_is_known_whether_a_frame_is_incomplete() -> None:
 
 @given(st.integers(1, len(PREFACE)))
 def test_a_connection_begins_with_the_preface(size: int) -> None:
-    found = Frames(0.0)
+    found = FrameCounter(0.0)
     found.feed(PREFACE[:size], 0.0)
     assert found.has_preface is (size == len(PREFACE))
     with pytest.raises(LimitExceeded, match="preface"):
-        Frames(0.0).feed(PREFACE[: size - 1] + b"\0", 0.0)
+        FrameCounter(0.0).feed(PREFACE[: size - 1] + b"\0", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -116,5 +116,5 @@ def test_a_control_frame_has_a_length() -> None:
 
 def test_the_reason_is_in_the_last_frame() -> None:
     content = frames.goaway_frame("expected less")
-    assert [*Heads().feed(content)] == [(frames.GOAWAY, 0, len(content) - 9, 0)]
+    assert [*FrameHeads().feed(content)] == [(frames.GOAWAY, 0, len(content) - 9, 0)]
     assert content.endswith(b"\0\0\0\x0bexpected less")

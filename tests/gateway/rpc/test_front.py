@@ -25,9 +25,9 @@ from tritonclient.utils import InferenceServerException
 
 from testkit import certificates
 from testkit.waiting import until
-from weightd.gateway.callers import Caller, Identities, token_digest
+from weightd.gateway.callers import Caller, Authenticator, token_digest
 from weightd.gateway.config import places
-from weightd.gateway.question import InferenceResult, Question
+from weightd.gateway.question import InferenceResult, InferenceRequest
 from weightd.gateway.rpc import calls, frames, front, reflection
 from weightd.protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
@@ -37,7 +37,7 @@ from .test_frames import frame
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 METHOD = "/inference.GRPCInferenceService/{}".format
 TOKEN = "a secret"
-KNOWN = Identities({token_digest(TOKEN): Caller("research", "token 1")}, {}, {})
+KNOWN = Authenticator({token_digest(TOKEN): Caller("research", "token 1")}, {}, {})
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
@@ -78,7 +78,7 @@ class Held:
         self.cancelled = 0
         self.go = asyncio.Event()
 
-    async def __call__(self, question: Question) -> InferenceResult:
+    async def __call__(self, question: InferenceRequest) -> InferenceResult:
         self.running += 1
         try:
             await self.go.wait()
@@ -155,7 +155,7 @@ def test_a_daemon_that_is_away_is_not_ready(server: Served, client: triton.Infer
 
 
 def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) -> None:
-    async def refuse(question: Question) -> InferenceResult:
+    async def refuse(question: InferenceRequest) -> InferenceResult:
         raise ResourceExhausted("too many\n×", retry_after=0.25)
 
     server.service.model = refuse
@@ -169,7 +169,7 @@ def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) ->
 
 
 def test_what_nobody_has_foreseen_is_told_to_the_log_alone(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    async def fail(question: Question) -> InferenceResult:
+    async def fail(question: InferenceRequest) -> InferenceResult:
         raise ValueError("a secret")
 
     server.service.model = fail
@@ -212,11 +212,11 @@ def test_what_the_service_fails_at_is_in_the_log_once_in_a_while(caplog: pytest.
     assert line.endswith(TRACE)
 
 
-async def _away(question: Question) -> InferenceResult:
+async def _away(question: InferenceRequest) -> InferenceResult:
     raise Unavailable("nobody")
 
 
-async def _unknown(question: Question) -> InferenceResult:
+async def _unknown(question: InferenceRequest) -> InferenceResult:
     raise NotFound("no such model")
 
 
@@ -483,7 +483,7 @@ def test_each_caller_is_who_its_token_says() -> None:
             error = refusal(partial(channel.unary_unary(METHOD("ModelInfer")), SMALL, metadata=twice, timeout=LIMIT_S))
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         # Who is nobody is told so before anything is read, and hears of no method.
-        server.gateway.authenticator = Identities({}, {}, {})
+        server.gateway.authenticator = Authenticator({}, {}, {})
         with pytest.raises(InferenceServerException, match="token"):
             client.get_server_metadata(headers=BEARER)
         assert client.is_server_live(), "a probe has no token"
@@ -620,7 +620,7 @@ def dialled(server: Served, own: certificates.Certificate | None) -> Any:
 
 def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -> None:
     robot = Caller("factory", "certificate robot")
-    known = Identities({token_digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
+    known = Authenticator({token_digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
     with served(known, tcp=True, **tls) as server:
         with dialled(server, certificates.CLIENT) as channel:
             infer = channel.unary_unary(METHOD("ModelInfer"))
@@ -628,7 +628,7 @@ def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -
             assert server.service.asked[-1][0] == robot
             infer(SMALL, timeout=LIMIT_S, metadata=[*BEARER.items()])
             assert server.service.asked[-1][0].tenant == "research"
-            server.gateway.authenticator = Identities({}, {}, {})
+            server.gateway.authenticator = Authenticator({}, {}, {})
             assert code_of(lambda: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAUTHENTICATED
         for own in (None, certificates.STRANGER):
             with dialled(server, own) as channel:

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from testkit.waiting import until
-from weightd.gateway.callers import Identities
+from weightd.gateway.callers import Authenticator
 from weightd.gateway.rpc import health
 from weightd.protocol.errors import Unavailable
 
@@ -17,7 +17,7 @@ from .served import LIMIT_S, served
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-NOBODY = Identities({}, {}, {})
+NOBODY = Authenticator({}, {}, {})
 
 
 @pytest.fixture(autouse=True)

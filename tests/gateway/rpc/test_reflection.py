@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from weightd.gateway.callers import Identities
+from weightd.gateway.callers import Authenticator
 from weightd.gateway.rpc.calls import MAX_SMALL_MESSAGE_BYTES
 
 from .served import LIMIT_S, connected, served
@@ -28,7 +28,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[Any]:
-    with served(Identities({}, {}, {})) as server, connected(server.target) as channel:
+    with served(Authenticator({}, {}, {})) as server, connected(server.target) as channel:
         yield channel
 
 

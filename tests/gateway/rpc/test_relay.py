@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from weightd.gateway.admission import Admission
+from weightd.gateway.admission import PeerAdmission
 from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.rpc import frames, relay
-from weightd.gateway.rpc.frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, Heads
-from weightd.gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Relay
+from weightd.gateway.rpc.frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
+from weightd.gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Http2Filter
 from weightd.shared.peers import Peer
 
 END_HEADERS = 4
@@ -54,7 +54,7 @@ class FakeTransport(asyncio.Transport):
 class Connected:
     """A connection that has begun, at a clock that the test moves."""
 
-    def __init__(self, relay: Relay, peer: Peer) -> None:
+    def __init__(self, relay: Http2Filter, peer: Peer) -> None:
         self.client = _Client(relay, peer)
         self.near, self.far = FakeTransport(), FakeTransport()
         self.client.connection_made(self.near)
@@ -65,7 +65,7 @@ class Connected:
     @property
     def calls(self) -> int:
         """How many calls gRPC's library has seen."""
-        return sum(kind == frames.HEADERS for kind, _, _, _ in Heads().feed(self.far.written, len(PREFACE)))
+        return sum(kind == frames.HEADERS for kind, _, _, _ in FrameHeads().feed(self.far.written, len(PREFACE)))
 
 
 _Client = relay._Client
@@ -74,10 +74,10 @@ PEER = Peer("uid 7", 7)
 
 
 @pytest.fixture
-def relayed(monkeypatch: pytest.MonkeyPatch) -> Relay:
+def relayed(monkeypatch: pytest.MonkeyPatch) -> Http2Filter:
     NOW[0] = 100.0
     monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: NOW[0]))
-    return Relay(Path("/nowhere"), Admission(100, 0.0), 5.0, Handshakes())
+    return Http2Filter(Path("/nowhere"), PeerAdmission(100, 0.0), 5.0, Handshakes())
 
 
 def run(story: Any) -> None:
@@ -87,7 +87,7 @@ def run(story: Any) -> None:
     asyncio.run(within())
 
 
-def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(relayed: Relay) -> None:
+def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(relayed: Http2Filter) -> None:
     def story() -> None:
         first, second = Connected(relayed, PEER), Connected(relayed, PEER)
         first.client.data_received(RESET_CALL * 3000)
@@ -105,7 +105,7 @@ def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(r
     run(story)
 
 
-def test_calls_that_bring_messages_have_none(relayed: Relay) -> None:
+def test_calls_that_bring_messages_have_none(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         for _ in range(100):
@@ -116,7 +116,7 @@ def test_calls_that_bring_messages_have_none(relayed: Relay) -> None:
     run(story)
 
 
-def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Relay) -> None:
+def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         sent = b"".join(frame(frames.HEADERS, bytes([0x82, n & 127]), END_HEADERS) for n in range(4000))
@@ -143,7 +143,7 @@ def data(stream: int, nbytes: int = 16 * 1024) -> bytes:
     return frame(frames.DATA, bytes(nbytes), 0, stream)
 
 
-def test_messages_that_no_call_waits_for_are_limited(relayed: Relay) -> None:
+def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         sent = calls(1, 3) + data(1) * 100 + data(3) * 100
@@ -167,7 +167,7 @@ def test_messages_that_no_call_waits_for_are_limited(relayed: Relay) -> None:
 
 
 @pytest.mark.parametrize("end", [frame(frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)])
-def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: Relay, end: bytes) -> None:
+def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: Http2Filter, end: bytes) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         connected.client.data_received(calls(1, 3) + data(1) * 100)
@@ -180,7 +180,7 @@ def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: 
     run(story)
 
 
-def test_short_messages_are_never_limited(relayed: Relay) -> None:
+def test_short_messages_are_never_limited(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         streams = [*range(1, 101, 2)]
@@ -205,7 +205,7 @@ def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_pa
         writer.close()
 
     async def story() -> None:
-        relay = Relay(tmp_path / "grpc", Admission(100, 0.0), 5.0, Handshakes())
+        relay = Http2Filter(tmp_path / "grpc", PeerAdmission(100, 0.0), 5.0, Handshakes())
         near, far = socket.socketpair()
         near.setblocking(False)
         async with await asyncio.start_unix_server(library, tmp_path / "grpc"):
@@ -224,6 +224,6 @@ def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_pa
     asyncio.run(story())
 
 
-async def _stop(relay: Relay) -> None:
+async def _stop(relay: Http2Filter) -> None:
     await relay.drain(10.0)
     relay.abort()

@@ -18,30 +18,30 @@ from weightd.gateway.arrays import DTYPES, MAX_VALUES, datatype_of
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.helper import Helpers
-from weightd.gateway.regions import Regions
+from weightd.gateway.regions import RegisteredRegions
 from weightd.gateway.rpc import requests
-from weightd.gateway.rpc.calls import Call
+from weightd.gateway.rpc.calls import RpcContext
 from weightd.gateway.rpc.fields import MAX_FIELDS
 from weightd.gateway.rpc.parameters import MAX_PARAMETERS
-from weightd.gateway.rpc.requests import MAX_HEADER_BYTES, MAX_UNUSUAL_BYTES, Asked, Memory, parse_infer_request
-from weightd.gateway.seats import Seats
+from weightd.gateway.rpc.requests import MAX_HEADER_BYTES, MAX_UNUSUAL_BYTES, InferRequest, ShmResolver, parse_infer_request
+from weightd.gateway.seats import AdmissionControl
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
 CALLER = Caller(None, "test")
-CALL = Call(CALLER, Seats(1, 2**40).reserve_response(CALLER, 0))
+CALL = RpcContext(CALLER, AdmissionControl(1, 2**40).reserve_response(CALLER, 0))
 
 
 def room(caller: Caller, nbytes: int) -> Any:
     return np.empty(nbytes, np.uint8)
 
 
-def made(content: bytes, call: Call = CALL) -> Asked:
+def made(content: bytes, call: RpcContext = CALL) -> InferRequest:
     """Return what is made of the bytes of a message."""
 
-    async def make() -> Asked:
+    async def make() -> InferRequest:
         helpers = Helpers()
         try:
-            return await parse_infer_request(content, call, Memory(Regions(enabled=False), room, helpers))
+            return await parse_infer_request(content, call, ShmResolver(RegisteredRegions(enabled=False), room, helpers))
         finally:
             await helpers.close()
 
@@ -71,7 +71,7 @@ def tensor(name: str = "x", datatype: str = "FP32", shape: Any = (1,), **more: A
     return {"name": name, "datatype": datatype, "shape": shape, **more}
 
 
-def question(message: ModelInferRequest, call: Call = CALL) -> Any:
+def question(message: ModelInferRequest, call: RpcContext = CALL) -> Any:
     """Return what is made of the bytes of another's message."""
     return made(message.SerializeToString(), call).request
 
@@ -150,7 +150,7 @@ def test_of_a_shape_no_more_is_looked_at_than_it_may_have() -> None:
 
 
 def test_what_values_become_is_counted() -> None:
-    seats = Seats(1, 1000)
+    seats = AdmissionControl(1, 1000)
     content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
     with seats.admit(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
         question(content, CALL._replace(seat=seat))

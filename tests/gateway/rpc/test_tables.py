@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from weightd.gateway.rpc import tables
 from weightd.gateway.rpc.descriptors import Messages, file_descriptor
-from weightd.gateway.rpc.tables import Table
+from weightd.gateway.rpc.tables import DescriptorFile
 
 # A name, its number, its type, whether it is repeated, and among which it is chosen.
 Fields = dict[str, tuple[int, int, str, int, str]]
@@ -84,14 +84,14 @@ WITNESSES = [
 
 
 @pytest.mark.parametrize(("table", "witness"), WITNESSES)
-def test_each_field_is_what_others_have(table: Table, witness: FileDescriptorProto) -> None:
+def test_each_field_is_what_others_have(table: DescriptorFile, witness: FileDescriptorProto) -> None:
     known = messages_of(witness)
     for name, fields in messages_of(file_descriptor(table)).items():
         assert fields == {field: known[name].get(field) for field in fields}, name
 
 
 @pytest.mark.parametrize(("table", "witness"), WITNESSES)
-def test_each_value_of_an_enum_is_what_others_have(table: Table, witness: FileDescriptorProto) -> None:
+def test_each_value_of_an_enum_is_what_others_have(table: DescriptorFile, witness: FileDescriptorProto) -> None:
     known = enums_of(witness)
     for name, values in enums_of(file_descriptor(table)).items():
         assert values == known[name], name
@@ -112,7 +112,7 @@ def test_each_method_of_inference_is_there() -> None:
     [(tables.HEALTH, health_pb2), (tables.REFLECTION_V1ALPHA, reflection_pb2)],
     ids=["health", "reflection"],
 )
-def test_the_methods_asked_by_tools_are_there(table: Table, module: Any) -> None:
+def test_the_methods_asked_by_tools_are_there(table: DescriptorFile, module: Any) -> None:
     known = methods_of(theirs(module))
     own = methods_of(file_descriptor(table))
     assert own == {name: known[name] for name in own}

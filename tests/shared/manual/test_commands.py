@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from weightd.shared.manual.commands import Argument, Command, read_parser
+from weightd.shared.manual.commands import Argument, ProgramCommand, read_parser
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
 
 def test_what_is_declared_is_read(parser: argparse.ArgumentParser) -> None:
     thing = read_parser(parser)
-    assert thing._replace(options=(), commands=()) == Command("thing", "", "Does thing.", "100% done", (), (), ())
+    assert thing._replace(options=(), commands=()) == ProgramCommand("thing", "", "Does thing.", "100% done", (), (), ())
     assert [option.flags for option in thing.options] == [("-h", "--help"), ("--size",)]
     assert thing.options[0].metavar == ""
     assert thing.options[1] == Argument(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.shared.manual.roff import Page, bold, escape, prose
+from weightd.shared.manual.roff import ManPage, bold, escape, prose
 
 WIDE = 4096
 
@@ -25,11 +25,11 @@ def shown(source: str, width: int = WIDE) -> List[str]:
 
 
 @pytest.fixture
-def page() -> Page:
-    return Page("thing", 8, "1.2", "does it")
+def page() -> ManPage:
+    return ManPage("thing", 8, "1.2", "does it")
 
 
-def test_a_page(page: Page) -> None:
+def test_a_page(page: ManPage) -> None:
     page.heading("DESCRIPTION")
     page.text("First\nparagraph.\n\nSecond, with `code`:\n\n  $ run -it\n    'more'\n.not a request")
     page.entry(bold("--size"), "How\nmuch.\n\nNot little.")
@@ -52,13 +52,13 @@ def test_a_page(page: Page) -> None:
 
 
 @pytest.mark.parametrize("text", [".so /etc/passwd", "'br", "a \\n(.z b", "-", '"a" b', "~^`", "\\fB\\", "\\*[x]"])
-def test_text_is_shown_as_it_is(page: Page, text: str) -> None:
+def test_text_is_shown_as_it_is(page: ManPage, text: str) -> None:
     page.heading("X")
     page.text(text)
     assert shown(page.source())[-1].strip() == text
 
 
-def test_no_word_is_hyphenated(page: Page) -> None:
+def test_no_word_is_hyphenated(page: ManPage) -> None:
     long = "considerations of interpreters and of their configuration " * 20
     page.heading("X")
     page.synopsis(["x"])

@@ -13,7 +13,7 @@ from testkit import looks
 from testkit.looks import MB
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse
 from weightd.shared.overview.history import SPARKLINE_POINTS, RATE_WINDOW_S, History
-from weightd.shared.overview.rows import ModelRow, Moment, Overview
+from weightd.shared.overview.rows import ModelRow, RatePoint, Overview
 
 
 def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:
@@ -83,7 +83,7 @@ def test_other_buckets_are_not_compared() -> None:
     before = looks.metrics(1.0, looks.counted("m", (5, 0, 0, 0)))
     now = replace(looks.metrics(2.0, looks.counted("m", (9, 0, 0, 0))), seconds_bounds=(0.002, 0.02, 0.2))
     assert only(seen(before, now)).throughput == seen(looks.metrics(1.0, looks.counted("m"))).throughput._replace(
-        moments=(Moment(None, None),) * 2
+        moments=(RatePoint(None, None),) * 2
     )
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.shared.overview.memory import Memory, model_memory, service_memory
+from weightd.shared.overview.memory import MemoryUsage, model_memory, service_memory
 
 sizes = st.integers(0, 10**12)
 
 
 def test_plain_processes_would_have_a_copy_each() -> None:
     digits = looks.model("digits", looks.processes("digits", 4, private=10 * MB, weights=200 * MB), copy=200 * MB)
-    assert model_memory(digits) == Memory(
+    assert model_memory(digits) == MemoryUsage(
         copy_bytes=200 * MB,
         workers=4,
         private_bytes=40 * MB,
@@ -41,14 +41,14 @@ def test_it_is_taken_apart_without_a_rest(workers: int, private: int, weights: i
 def test_of_a_copy_that_is_on_disk_nothing_is_saved() -> None:
     processes = looks.processes("m", 2, private=10 * MB, weights=0)
     waiting = [replace(each, shared_bytes=200 * MB) for each in processes]
-    assert model_memory(looks.model("m", waiting, copy=0)) == Memory(0, 0, 0, 30 * MB, 30 * MB, 2)
+    assert model_memory(looks.model("m", waiting, copy=0)) == MemoryUsage(0, 0, 0, 30 * MB, 30 * MB, 2)
 
 
 def test_who_shares_nothing_counts_as_it_is() -> None:
     processes = [replace(each, shared_bytes=0) for each in looks.processes("m", 2, private=10 * MB, weights=0)]
-    assert model_memory(looks.model("m", processes[1:], copy=0)) == Memory(0, 0, 0, 20 * MB, 20 * MB, 2)
+    assert model_memory(looks.model("m", processes[1:], copy=0)) == MemoryUsage(0, 0, 0, 20 * MB, 20 * MB, 2)
     one_does_not = [*looks.processes("m", 1, private=10 * MB, weights=50 * MB), processes[1]]
-    assert model_memory(looks.model("m", one_does_not, copy=50 * MB)) == Memory(
+    assert model_memory(looks.model("m", one_does_not, copy=50 * MB)) == MemoryUsage(
         50 * MB, 1, 10 * MB, 20 * MB, (10 + 50 + 10) * MB, 2
     )
 
@@ -57,7 +57,7 @@ def test_the_memory_of_a_card_is_beside_that_of_the_processes() -> None:
     processes = looks.processes("m", 2, private=10 * MB, weights=0)
     on_card = [processes[0], *(replace(each, shared_bytes=500 * MB) for each in processes[1:])]
     memory = model_memory(looks.model("m", on_card, copy=500 * MB, device="ascend:0"))
-    assert memory == Memory(500 * MB, 2, 20 * MB, 10 * MB, 2 * (10 + 500) * MB, 2)
+    assert memory == MemoryUsage(500 * MB, 2, 20 * MB, 10 * MB, 2 * (10 + 500) * MB, 2)
 
 
 def test_what_the_kernel_does_not_tell_is_not_guessed() -> None:
@@ -68,7 +68,7 @@ def test_what_the_kernel_does_not_tell_is_not_guessed() -> None:
 def test_the_service_has_the_daemon_and_its_fork_servers_too() -> None:
     model = looks.model("m", looks.processes("m", 2, private=10 * MB, weights=90 * MB), copy=90 * MB)
     memory = service_memory(looks.status(1.0, model))
-    assert memory == Memory(90 * MB, 2, 20 * MB, 10 * MB + 30 * MB, 200 * MB, 2)
+    assert memory == MemoryUsage(90 * MB, 2, 20 * MB, 10 * MB + 30 * MB, 200 * MB, 2)
 
 
 def test_the_number_of_plain_processes_is_that_of_the_processes_whose_memory_is_compared() -> None:

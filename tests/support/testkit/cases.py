@@ -7,7 +7,7 @@ from typing import Callable
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.findings import SelfTestCases
 from weightd.worker.canary import search
-from weightd.worker.canary.canary import Canary
+from weightd.worker.canary.canary import SelfTest
 from weightd.worker.engines.engine import Engine, ModelSignature
 
 
@@ -19,6 +19,6 @@ def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
     )
 
 
-def found(engine: Engine, rebuild: Callable[[], None]) -> Canary:
+def found(engine: Engine, rebuild: Callable[[], None]) -> SelfTest:
     """The canary that a holder finds which knows nothing."""
     return search.find_selftest(engine, Build(()), rebuild, lambda trying, unfit: None)

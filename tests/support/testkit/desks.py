@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.scheduler import AT_ONCE
 
 
-def expire(desk: Desk, now: float) -> None:
+def expire(desk: Dispatcher, now: float) -> None:
     """End every request whose deadline has passed. The desk ends only some of them in each turn of the loop."""
     desk.expire(now, lambda error: error)
     while desk.has_pending_failures or desk.scheduler.deadlines.next_deadline <= now:
         desk.expire(now, lambda error: error)
 
 
-def run_turns(desk: Desk, now: float) -> None:
+def run_turns(desk: Dispatcher, now: float) -> None:
     """Do what the desk has to do at once, as if no other message had come."""
     while desk.next_event_at == AT_ONCE:
         desk.expire(now, lambda error: error)

@@ -9,12 +9,12 @@ import numpy as np
 from weightd.protocol.messages.children import Traits
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
-from weightd.worker.engines.sharing import Shared, Sharing
+from weightd.worker.engines.sharing import SharedWeights, WeightSharing
 
 Answer = Callable[[Arrays], Arrays]
 
 
-class FakeEngine(Engine, Sharing):
+class FakeEngine(Engine, WeightSharing):
     """Keeps a record of what was done with it; a step of that name in `fails` raises."""
 
     name: ClassVar[str] = "fake"
@@ -38,13 +38,13 @@ class FakeEngine(Engine, Sharing):
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         self._do("build", f"{model} {','.join(pids)} {handle}")
 
-    def export(self, store: str) -> Shared:
+    def export(self, store: str) -> SharedWeights:
         self._do("export", store)
-        return Shared("7", 1000, "half of it")
+        return SharedWeights("7", 1000, "half of it")
 
-    def attach(self, handle: str) -> Shared:
+    def attach(self, handle: str) -> SharedWeights:
         self._do("attach", handle)
-        return Shared(handle, 900, "less")
+        return SharedWeights(handle, 900, "less")
 
     def trim_store(self, handle: str) -> None:
         self._do("settle", handle)

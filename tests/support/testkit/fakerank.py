@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Dict, List, Mapping, Optional
 from testkit.fakeengine import Answer
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.ranks import Meeting, RankEngine
+from weightd.worker.engines.ranks import RankRendezvous, RankEngine
 
-NOWHERE = Meeting(0, 2, "cpu")
+NOWHERE = RankRendezvous(0, 2, "cpu")
 
 
 class FakeRank(RankEngine):

@@ -10,16 +10,16 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightd.gateway.callers import Identities
+from weightd.gateway.callers import Authenticator
 from weightd.gateway.config.load import make_authenticator, parse
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.regions import Regions
-from weightd.gateway.rest.connection import Crowd
-from weightd.gateway.rest.front import Rest
-from weightd.gateway.seats import Seats
-from weightd.gateway.service import Service
-from weightd.shared.tables import Problems
+from weightd.gateway.regions import RegisteredRegions
+from weightd.gateway.rest.connection import HttpConnections
+from weightd.gateway.rest.front import HttpServer
+from weightd.gateway.seats import AdmissionControl
+from weightd.gateway.service import DaemonClient
+from weightd.shared.tables import ErrorCollector
 
 T = TypeVar("T")
 
@@ -43,16 +43,16 @@ class HttpGateway:
         given = dict(tables or {})
         settings = {"daemon": daemon, "http": ["127.0.0.1:0"], "grpc": [], "anonymous": "-"}
         given["gateway"] = {**settings, **given.get("gateway", {})}
-        problems = Problems()
+        problems = ErrorCollector()
         config = parse(given, Path("/"), problems)
         assert not problems.errors, problems.errors
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         table = config.gateway
-        service = Service(table.daemon, table.timeout, Seats(table.max_in_flight, table.max_memory_bytes))
-        shared = Regions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
+        service = DaemonClient(table.daemon, table.timeout, AdmissionControl(table.max_in_flight, table.max_memory_bytes))
+        shared = RegisteredRegions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
         self.gateway = Gateway(table, make_authenticator(config), service, shared, Helpers())
-        self._rest = Rest(self.gateway)
+        self._rest = HttpServer(self.gateway)
 
     def __enter__(self) -> HttpGateway:
         self._thread.start()
@@ -69,7 +69,7 @@ class HttpGateway:
         self._loop.close()
 
     @property
-    def connections(self) -> Crowd:
+    def connections(self) -> HttpConnections:
         """All connections."""
         return self._rest.connections
 
@@ -77,7 +77,7 @@ class HttpGateway:
         """Run a coroutine in the loop of the gateway, and return what it returns."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
-    def become(self, identities: Identities) -> None:
+    def become(self, identities: Authenticator) -> None:
         """Have other callers, as a reload has."""
         self.gateway.authenticator = identities
 

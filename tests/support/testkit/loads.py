@@ -22,16 +22,16 @@ import numpy as np
 import zmq
 
 from testkit.lingering import lingering
-from testkit.users_child import Hands
+from testkit.users_child import ProcessContext
 from weightd.client import Client, Pending, RequestError
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import MAX_FRAMES, Incoming, message_prefix
+from weightd.protocol.framing import MAX_FRAMES, FrameReader, message_prefix
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.journal import Events
 from weightd.protocol.messages.metrics import Metrics
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
 from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import TO_CLIENT
 from weightd.shared import memfd
@@ -100,7 +100,7 @@ class LoadResult(NamedTuple):
 
 
 def ask(
-    hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays], seconds: float, min_count: int = 3
+    hands: ProcessContext, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays], seconds: float, min_count: int = 3
 ) -> LoadResult:
     """Ask one request at a time for so long, and so many at least; each must have its answer bit by bit."""
     took: List[float] = []
@@ -121,13 +121,13 @@ def ask(
     return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
 
 
-def at_once(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
+def at_once(hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
     """Send all of these at once, and return what each has ended in: OK, or the code of its error with the text."""
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     return [_end_of(each, with_text=True) for each in pending]
 
 
-def hold(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
+def hold(hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
     """As `at_once`; it tells when all are sent, and the daemon has taken them in."""
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     # Messages of one connection are handled in their order.
@@ -136,14 +136,14 @@ def hold(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[st
     return [_end_of(each, with_text=True) for each in pending]
 
 
-def with_another(hands: Hands, model: str, inputs: Arrays) -> Any:
+def with_another(hands: ProcessContext, model: str, inputs: Arrays) -> Any:
     """Return what one more client is answered, the only output of it, as a list."""
     with hands.another() as client:
         (answer,) = client.infer(model, inputs).values()
     return answer.tolist()
 
 
-def time_of(hands: Hands, model: str, inputs: Arrays, count: int) -> List[float]:
+def time_of(hands: ProcessContext, model: str, inputs: Arrays, count: int) -> List[float]:
     """Return the seconds that each of so many requests takes, whose answers nobody looks at."""
     took: List[float] = []
     for _ in range(count):
@@ -153,7 +153,7 @@ def time_of(hands: Hands, model: str, inputs: Arrays, count: int) -> List[float]
     return took
 
 
-def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]) -> LoadResult:
+def ask_until_stopped(hands: ProcessContext, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]) -> LoadResult:
     """As `ask`, until it is told to end; it tells when its first answer has come."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
@@ -168,7 +168,7 @@ def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answer
 
 
 def keep(
-    hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1, address: str = ""
+    hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1, address: str = ""
 ) -> LoadResult:
     """Keep so many requests in flight until told to end, and leave them then.
 
@@ -198,7 +198,7 @@ def keep(
     return LoadResult([], dict(outcomes), busy_s)
 
 
-def poison(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int) -> LoadResult:
+def poison(hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_flight: int) -> LoadResult:
     """Send requests that kill workers, each another one, until told to end.
 
     Each of `inputs` gets a number added, so that none is known already.
@@ -221,7 +221,7 @@ def poison(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int) -
     return LoadResult([], dict(outcomes), time.perf_counter() - begin)
 
 
-def storm(hands: Hands, path: str, kind: str, model: str, connections: int = 4) -> Dict[str, int]:
+def storm(hands: ProcessContext, path: str, kind: str, model: str, connections: int = 4) -> Dict[str, int]:
     """Send messages of a kind over some connections to the unix socket at `path`, as many as go, until told to end.
 
     Each connection has a bounded number of them unanswered, and reads the answers without a look at them. Return how
@@ -239,7 +239,7 @@ def storm(hands: Hands, path: str, kind: str, model: str, connections: int = 4) 
     return {"sent": sum(sent)}
 
 
-def _blow(hands: Hands, path: str, kind: str, model: str, number: int, sent: List[int]) -> None:
+def _blow(hands: ProcessContext, path: str, kind: str, model: str, number: int, sent: List[int]) -> None:
     """One connection; one that is ended is followed by another."""
     count = 0
     while not hands.stopping.is_set():
@@ -256,7 +256,7 @@ def _blow(hands: Hands, path: str, kind: str, model: str, number: int, sent: Lis
     sent.append(count)
 
 
-def _read_up_to(peer: socket.socket, last: bytes, hands: Hands) -> None:
+def _read_up_to(peer: socket.socket, last: bytes, hands: ProcessContext) -> None:
     tail = b""
     while last not in tail and not hands.stopping.is_set():
         with contextlib.suppress(socket.timeout):
@@ -266,7 +266,7 @@ def _read_up_to(peer: socket.socket, last: bytes, hands: Hands) -> None:
             tail = tail[-len(last) :] + part
 
 
-def hold_connections(hands: Hands, addresses: Sequence[Any], count: int, greetings: Sequence[bytes] = (b"",)) -> Dict[str, int]:
+def hold_connections(hands: ProcessContext, addresses: Sequence[Any], count: int, greetings: Sequence[bytes] = (b"",)) -> Dict[str, int]:
     """Open so many connections to these sockets, say one of these on each, and hold all until told to end."""
     _allow_descriptors(count + 100)
     outcomes: Counter[str] = Counter()
@@ -287,7 +287,7 @@ def hold_connections(hands: Hands, addresses: Sequence[Any], count: int, greetin
 
 
 def connect_from(
-    hands: Hands, address: Any, source: Any = None, device: str = "", ends: str = "", linger_s: int = 0
+    hands: ProcessContext, address: Any, source: Any = None, device: str = "", ends: str = "", linger_s: int = 0
 ) -> None:
     """Connect to a TCP address, send a byte, and hold the connection until told to end.
 
@@ -323,7 +323,7 @@ def _family(address: Any) -> int:
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
 
 
-def connect_as_many_users(hands: Hands, addresses: Sequence[str], count: int) -> Dict[str, int]:
+def connect_as_many_users(hands: ProcessContext, addresses: Sequence[str], count: int) -> Dict[str, int]:
     """Hold so many connections to these Unix sockets, each of another user, and go on to replace the oldest.
 
     Root does this in the place of a user with subordinate ids. Return how many connections were opened and failed.
@@ -355,7 +355,7 @@ def connect_as_many_users(hands: Hands, addresses: Sequence[str], count: int) ->
     return dict(outcomes)
 
 
-def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
+def reconnect(hands: ProcessContext, address: Any, says: bytes = b"") -> Dict[str, int]:
     """Open and close connections to a socket until told to stop; return how many were opened and failed.
 
     Two threads do so. Each connection sends `says` before it is closed.
@@ -370,7 +370,7 @@ def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
     return dict(outcomes)
 
 
-def send_millions_of_frames(hands: Hands, address: str) -> Dict[str, int]:
+def send_millions_of_frames(hands: ProcessContext, address: str) -> Dict[str, int]:
     """Send messages of 20 million empty frames to a ZeroMQ listener until told to stop; return what became of them."""
     outcomes: Counter[str] = Counter()
     part = b"\1\0" * 100_000
@@ -389,7 +389,7 @@ def send_millions_of_frames(hands: Hands, address: str) -> Dict[str, int]:
     return dict(outcomes)
 
 
-def request_and_cancel(hands: Hands, address: str, model: str, inputs: Arrays, connections: int = 4) -> Dict[str, int]:
+def request_and_cancel(hands: ProcessContext, address: str, model: str, inputs: Arrays, connections: int = 4) -> Dict[str, int]:
     """Send requests, each with its cancellation, over some connections as fast as they go, until told to stop.
 
     The address is that of the Unix socket or of a ZeroMQ listener. Answers are read and dropped. Return how many
@@ -403,7 +403,7 @@ def request_and_cancel(hands: Hands, address: str, model: str, inputs: Arrays, c
     return _repeat(hands, address, b"".join(pairs), connections)
 
 
-def ask_for(hands: Hands, address: str, kind: str, connections: int = 4) -> Dict[str, int]:
+def ask_for(hands: ProcessContext, address: str, kind: str, connections: int = 4) -> Dict[str, int]:
     """Ask for the status, the metrics or the events over some connections as fast as answers are read.
 
     The address is that of the Unix socket or of a ZeroMQ listener. Return how many requests were sent.
@@ -412,7 +412,7 @@ def ask_for(hands: Hands, address: str, kind: str, connections: int = 4) -> Dict
     return _repeat(hands, address, _as_sent(address, encode(message("1"))) * 500, connections)
 
 
-def compute(hands: Hands) -> Dict[str, int]:
+def compute(hands: ProcessContext) -> Dict[str, int]:
     """Keep one core busy and send nothing until the test stops this load."""
     hands.report("begun")
     while not hands.stopping.is_set():
@@ -424,7 +424,7 @@ def _as_sent(address: str, frames: Sequence[bytes]) -> bytes:
     return _stream_message(frames) if address.endswith(".unix") else _zmtp_message(frames)
 
 
-def _repeat(hands: Hands, address: str, messages: bytes, connections: int) -> Dict[str, int]:
+def _repeat(hands: ProcessContext, address: str, messages: bytes, connections: int) -> Dict[str, int]:
     """Send 500 messages again and again over some connections until told to stop; return how many were sent."""
     data = (b"" if address.endswith(".unix") else ZMTP_GREETING), messages
     sent: List[int] = []
@@ -437,7 +437,7 @@ def _repeat(hands: Hands, address: str, messages: bytes, connections: int) -> Di
     return {"sent": sum(sent)}
 
 
-def _repeat_one(hands: Hands, address: str, data: Tuple[bytes, bytes], sent: List[int]) -> None:
+def _repeat_one(hands: ProcessContext, address: str, data: Tuple[bytes, bytes], sent: List[int]) -> None:
     """One connection; one that is ended is followed by another."""
     begin, pairs = data
     while not hands.stopping.is_set():
@@ -455,7 +455,7 @@ def _repeat_one(hands: Hands, address: str, data: Tuple[bytes, bytes], sent: Lis
                     sent.append(500 if len(rest) == len(pairs) else 0)
 
 
-def end_many(hands: Hands, path: str, model: str, inputs: Arrays, count: int, way: str) -> Dict[str, int]:
+def end_many(hands: ProcessContext, path: str, model: str, inputs: Arrays, count: int, way: str) -> Dict[str, int]:
     """Queue `count` requests over the Unix socket and end them all at one moment, again and again until told to stop.
 
     They end when the connection closes ("close"), at their deadline ("deadline"), or by one cancellation, as all have
@@ -505,7 +505,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> bytes:
     return array.tobytes()
 
 
-def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) -> None:
+def _reconnect(hands: ProcessContext, address: Any, says: bytes, outcomes: Counter[str]) -> None:
     while not hands.stopping.is_set():
         with socket.socket(_family(address)) as peer:
             # Where the backlog is full, `connect` waits, for no longer than this.
@@ -519,7 +519,7 @@ def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) 
                 outcomes[type(error).__name__] += 1
 
 
-class GatewayQuestion(NamedTuple):
+class GatewayRequest(NamedTuple):
     """A request to a gateway, as bytes.
 
     Attributes:
@@ -539,7 +539,7 @@ class GatewayQuestion(NamedTuple):
     ends: Sequence[bytes]
 
 
-def ask_gateway(hands: Hands, question: GatewayQuestion, seconds: float) -> LoadResult:
+def ask_gateway(hands: ProcessContext, question: GatewayRequest, seconds: float) -> LoadResult:
     """Ask a gateway one request at a time for so long, over one connection."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
@@ -565,7 +565,7 @@ def ask_gateway(hands: Hands, question: GatewayQuestion, seconds: float) -> Load
     return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
 
 
-def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[[bytes], Tuple[str, bytes]]:
+def _sender(question: GatewayRequest, stack: contextlib.ExitStack) -> Callable[[bytes], Tuple[str, bytes]]:
     """Return what sends a request, and returns the code and the content of the answer."""
     if question.protocol == "grpc":
         import grpc
@@ -587,7 +587,7 @@ def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[
 
 
 def call_grpc(
-    hands: Hands, port: int, path: str, message: bytes, metadata: Sequence[Tuple[str, str]], calls: int = 4
+    hands: ProcessContext, port: int, path: str, message: bytes, metadata: Sequence[Tuple[str, str]], calls: int = 4
 ) -> Dict[str, int]:
     """Have some calls with the same message under way until told to stop; return how many calls had which end."""
     import grpc
@@ -613,7 +613,7 @@ def call_grpc(
     return dict(outcomes)
 
 
-def pour(hands: Hands, port: int, begins: bytes, repeats: bytes, connections: int = 2) -> Dict[str, int]:
+def pour(hands: ProcessContext, port: int, begins: bytes, repeats: bytes, connections: int = 2) -> Dict[str, int]:
     """Send the same bytes again and again over some connections to a port of this host until told to stop.
 
     Each connection begins with `begins`; one that is closed is followed by another. What is answered is read, and not
@@ -629,7 +629,7 @@ def pour(hands: Hands, port: int, begins: bytes, repeats: bytes, connections: in
     return {"connections": counts["connections"], "megabytes": counts["bytes"] // 1_000_000}
 
 
-def _pour(hands: Hands, port: int, begins: bytes, repeats: bytes, counts: Counter[str]) -> None:
+def _pour(hands: ProcessContext, port: int, begins: bytes, repeats: bytes, counts: Counter[str]) -> None:
     while not hands.stopping.is_set():
         with contextlib.suppress(OSError), socket.socket() as peer:
             peer.settimeout(1.0)
@@ -648,7 +648,7 @@ def _pour(hands: Hands, port: int, begins: bytes, repeats: bytes, counts: Counte
                     view = view[sent:] or memoryview(repeats)
 
 
-def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
+def pass_unclosable(hands: ProcessContext, path: str) -> Dict[str, int]:
     """Send descriptors whose close waits, to the Unix socket at `path`, until told to stop; return how that ended.
 
     The first is a TCP socket with unsent data and SO_LINGER; then come as many of /dev/null as go.
@@ -690,7 +690,7 @@ def _pass_and_close(path: str, passed: socket.socket, is_closed: threading.Event
     pass_descriptor(path, passed.fileno(), close)
 
 
-def hoard(hands: Hands, path: str, model: str, connections: int = 2000, questions: int = 300) -> Dict[str, int]:
+def hoard(hands: ProcessContext, path: str, model: str, connections: int = 2000, questions: int = 300) -> Dict[str, int]:
     """Ask over many connections to the Unix socket at `path`, read no answer, and end the half that sends.
 
     Return how many connections were made, and the bytes of answers that nobody has read, when told to stop.
@@ -744,7 +744,7 @@ def pass_descriptor(path: str, descriptor: int, on_sent: Callable[[], object] = 
     return "sent"
 
 
-def overlong(hands: Hands, address: str) -> Dict[str, int]:
+def overlong(hands: ProcessContext, address: str) -> Dict[str, int]:
     """Send messages of too many frames to a ZeroMQ listener until told to stop, each over a connection of its own.
 
     Return how many were refused, after which the listener closes the connection.
@@ -761,7 +761,7 @@ def overlong(hands: Hands, address: str) -> Dict[str, int]:
     return {"refused": refused}
 
 
-def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[str, int]:
+def garbage(hands: ProcessContext, address: str, seconds: float = float("inf")) -> Dict[str, int]:
     """Send bytes that are no message over one connection to the Unix socket after another; return how many ended."""
     ended, begin = 0, time.monotonic()
     hands.report("begun")
@@ -776,7 +776,7 @@ def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[s
     return {"ended": ended}
 
 
-def share_holes(hands: Hands, path: str, model: str, nbytes: int, max_open: int) -> Dict[str, int]:
+def share_holes(hands: ProcessContext, path: str, model: str, nbytes: int, max_open: int) -> Dict[str, int]:
     """Have workers read and write memory that was never written to, until told to stop.
 
     Each request of `model`, whose one output is as large as its input, names a memfd of its own of twice `nbytes`,
@@ -794,7 +794,7 @@ def share_holes(hands: Hands, path: str, model: str, nbytes: int, max_open: int)
                     os.close(descriptors.popleft())
                 descriptors.append(memfd.create(2 * nbytes))
                 region = peer.register(descriptors[-1])
-                regions = Regions((InputPlace(0, region, 0),), (OutputPlace(0, region, nbytes, nbytes),))
+                regions = Regions((InputLocation(0, region, 0),), (OutputLocation(0, region, nbytes, nbytes),))
                 request = Infer(f"hole {count}", RequestDescription(model, (spec,)), Parameters(regions=regions))
                 answer = peer.ask(request)
                 outcomes[answer.code if isinstance(answer, Error) else OK] += 1
@@ -809,7 +809,7 @@ def share_holes(hands: Hands, path: str, model: str, nbytes: int, max_open: int)
             os.close(each)
 
 
-def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[str, int]:
+def leave_unread(hands: ProcessContext, path: str, model: str, connections: int) -> Dict[str, int]:
     """Fill the kernel's buffers of connections: ask on each as long as that is taken, and read no answer.
 
     Return how many messages were sent, and how often a connection was closed by the daemon.
@@ -817,13 +817,13 @@ def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[
     return _send_and_read_nothing(hands, path, _framed(ModelMetadata("unread", model)) * _GUST, connections)
 
 
-def send_empty_frames(hands: Hands, path: str, connections: int) -> Dict[str, int]:
+def send_empty_frames(hands: ProcessContext, path: str, connections: int) -> Dict[str, int]:
     """As `leave_unread`, with messages of as many frames as one may have, all of them empty."""
     frames = [b""] * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS)
     return _send_and_read_nothing(hands, path, message_prefix(frames) * _GUST, connections)
 
 
-def _send_and_read_nothing(hands: Hands, path: str, gust: bytes, connections: int) -> Dict[str, int]:
+def _send_and_read_nothing(hands: ProcessContext, path: str, gust: bytes, connections: int) -> Dict[str, int]:
     """Send a gust of messages again and again over each connection; one that is closed is followed by another."""
     outcomes: Counter[str] = Counter()
     peers: List[socket.socket] = []
@@ -852,7 +852,7 @@ def _send_and_read_nothing(hands: Hands, path: str, gust: bytes, connections: in
     return dict(outcomes)
 
 
-def frame_innocent(hands: Hands, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]) -> Dict[str, int]:
+def frame_innocent(hands: ProcessContext, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]) -> Dict[str, int]:
     """Send contents in shared memory that kill workers by their last element, and restore that when the error comes.
 
     Then the memory has a content that others send. Return how many requests ended how.
@@ -864,7 +864,7 @@ def frame_innocent(hands: Hands, path: str, model: str, innocent: Sequence[np.nd
             with SharedMemoryPeer(path) as peer:
                 os.pwrite(descriptor, array.tobytes(), 0)
                 os.pwrite(descriptor, _KILLER, array.nbytes - len(_KILLER))
-                regions = Regions((InputPlace(0, peer.register(descriptor), 0),))
+                regions = Regions((InputLocation(0, peer.register(descriptor), 0),))
                 description = RequestDescription(model, (TensorSpec("a", "INT64", array.shape),))
                 answer = peer.ask(Infer("killer", description, Parameters(regions=regions)))
                 os.pwrite(descriptor, array.tobytes()[-len(_KILLER) :], array.nbytes - len(_KILLER))
@@ -891,7 +891,7 @@ class SharedMemoryPeer:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._socket.settimeout(60.0)
-        self._incoming = Incoming()
+        self._incoming = FrameReader()
 
     def __enter__(self) -> SharedMemoryPeer:
         return self
@@ -926,7 +926,7 @@ class SharedMemoryPeer:
                 return decode(received.frames, TO_CLIENT)
 
 
-def slow_headers(hands: Hands, address: str, model: str) -> Dict[str, int]:
+def slow_headers(hands: ProcessContext, address: str, model: str) -> Dict[str, int]:
     """Send `infer` messages with headers of 64 KiB that are costly to unpack, until told to stop; return how many.
 
     The address is `unix://PATH`, or one of ZeroMQ.
@@ -958,16 +958,16 @@ def _slow_headers(model: str) -> List[List[bytes]]:
     ]
 
 
-Peer = Tuple[Callable[[Sequence[bytes]], Any], Callable[[int, Hands], Any]]
+Peer = Tuple[Callable[[Sequence[bytes]], Any], Callable[[int, ProcessContext], Any]]
 
 
 def _unix_peer(stack: contextlib.ExitStack, address: str) -> Peer:
     peer = stack.enter_context(socket.socket(socket.AF_UNIX))
     peer.connect(address[len("unix://") :])
     peer.settimeout(0.2)
-    incoming = Incoming()
+    incoming = FrameReader()
 
-    def receive(count: int, hands: Hands) -> None:
+    def receive(count: int, hands: ProcessContext) -> None:
         while count > 0 and not hands.stopping.is_set():
             with contextlib.suppress(socket.timeout):
                 count -= len(incoming.receive(peer.recv(1 << 20)))
@@ -986,7 +986,7 @@ def _zmq_peer(stack: contextlib.ExitStack, address: str) -> Peer:
     peer.linger = 0
     peer.connect(address)
 
-    def receive(count: int, hands: Hands) -> None:
+    def receive(count: int, hands: ProcessContext) -> None:
         while count > 0 and not hands.stopping.is_set():
             if peer.poll(200):
                 peer.recv_multipart()

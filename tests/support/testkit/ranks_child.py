@@ -35,7 +35,7 @@ class RankArguments(NamedTuple):
     fd: int
 
 
-class Plain:
+class PlainRank:
     """A rank by nothing but the library's own calls."""
 
     def __init__(self, rank_arguments: RankArguments) -> None:
@@ -96,9 +96,9 @@ def join(role: str, rank_arguments: RankArguments) -> None:
 
 
 def make_rendezvous(rank_arguments: RankArguments) -> Any:
-    from weightd.worker.engines.ranks import Meeting
+    from weightd.worker.engines.ranks import RankRendezvous
 
-    return Meeting(
+    return RankRendezvous(
         rank_arguments.rank,
         rank_arguments.size,
         "cpu",
@@ -175,7 +175,7 @@ def main(role: str, how: str, rank_arguments: RankArguments) -> None:
     if role == "scheduler":
         schedule(how, rank_arguments)
     else:
-        serve((Plain if how == "plain" else Engine)(rank_arguments), rank_arguments.fd)
+        serve((PlainRank if how == "plain" else Engine)(rank_arguments), rank_arguments.fd)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from weightd.protocol.messages.children import (
     ChildMessage,
     Failed,
     Forked,
-    Probe,
-    Probing,
+    ContinueSelfTest,
+    TryingSelfTest,
     Result,
-    Skipped,
-    Unequal,
+    PredictCancelled,
+    BatchMismatch,
 )
 from weightd.protocol.messages.ranks import Done
 
@@ -31,7 +31,7 @@ class Script:
         self.orders = list(orders)
         self.sent: List[Union[ChildMessage, Forked]] = []
         self.frames: List[List[bytes]] = []
-        self.probed: List[Probing] = []
+        self.probed: List[TryingSelfTest] = []
         # How many answers have come at once.
         self.reply_counts: List[int] = []
         # How many orders have come already when the first one is read, and when the one after that is begun with.
@@ -51,11 +51,11 @@ class Script:
 
     def send(self, frames: Sequence[Any]) -> bool:
         sent = decode(list(map(bytes, frames)), FROM_CHILD)
-        assert not isinstance(sent, (Result, Done, Failed, Skipped)), "not to who has asked"
-        if isinstance(sent, Probing):
+        assert not isinstance(sent, (Result, Done, Failed, PredictCancelled)), "not to who has asked"
+        if isinstance(sent, TryingSelfTest):
             self.probed.append(sent)
             if sent.cases:
-                self.orders.insert(0, encode(Probe()))
+                self.orders.insert(0, encode(ContinueSelfTest()))
             return True
         self.sent.append(sent)
         self.frames.append([])
@@ -66,6 +66,6 @@ class Script:
         for frames in messages:
             kept = list(map(bytes, frames))
             answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
-            assert isinstance(answer, (Result, Done, Failed, Skipped, Unequal))
+            assert isinstance(answer, (Result, Done, Failed, PredictCancelled, BatchMismatch))
             self.sent.append(answer)
             self.frames.append(kept[2:])

@@ -21,7 +21,7 @@ _TRANSPORTS = (weightd.client.zeromq,)
 Order = Tuple[Any, ...]
 
 
-class Hands:
+class ProcessContext:
     """What a function has that a user's process runs.
 
     Attributes:
@@ -66,7 +66,7 @@ def main() -> None:
     os.setresgid(int(uid), int(uid), int(uid))
     os.setresuid(int(uid), int(uid), int(uid))
     pipe = Connection(int(descriptor))
-    hands = Hands(lambda value: pipe.send(("told", value)))
+    hands = ProcessContext(lambda value: pipe.send(("told", value)))
     orders: queue.Queue[Order] = queue.Queue()
     threading.Thread(target=_read, args=(pipe, hands, orders), daemon=True).start()
     hands.report(os.getresuid())
@@ -75,7 +75,7 @@ def main() -> None:
         hands.stopping.clear()
 
 
-def _read(pipe: Connection, hands: Hands, orders: queue.Queue[Order]) -> None:
+def _read(pipe: Connection, hands: ProcessContext, orders: queue.Queue[Order]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             order = pipe.recv()
@@ -86,14 +86,14 @@ def _read(pipe: Connection, hands: Hands, orders: queue.Queue[Order]) -> None:
     os._exit(0)
 
 
-def _answer(hands: Hands, order: Order) -> tuple[str, Any]:
+def _answer(hands: ProcessContext, order: Order) -> tuple[str, Any]:
     try:
         return "result", _done(hands, *order)
     except Exception as error:  # noqa: BLE001 - whatever it is, the one who ordered has it
         return "error", error
 
 
-def _done(hands: Hands, kind: str, what: Any, *rest: Any) -> Any:
+def _done(hands: ProcessContext, kind: str, what: Any, *rest: Any) -> Any:
     if kind == "connect":
         return hands.connect(what, *rest)
     if kind == "ask":

@@ -15,18 +15,18 @@ from testkit.fakeengine import FakeEngine
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases, Rows
+from weightd.protocol.messages.findings import SelfTestCases, RowSupport
 from weightd.shared.rowtest import comparison
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, search
 from weightd.worker.engines.engine import Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.errors import BuildError, ModelCorrupted
 
 X, Y = TensorSignature("x", "FP32", (-1, 3)), TensorSignature("y", "FP32", (-1, 3))
 SIGNATURE = ModelSignature((X,), (Y,))
 
 
-def found(engine: Engine, rows: int = 8, known: Optional[canary.Canary] = None, **order: Any) -> Rows:
+def found(engine: Engine, rows: int = 8, known: Optional[canary.SelfTest] = None, **order: Any) -> RowSupport:
     """What is found of a model, with the canary that is found before; it is not to be spoilt."""
     build = Build((), max_rows=rows, **order)
     if known is None:
@@ -177,7 +177,7 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     signature = ModelSignature((X, TensorSignature("s", "FP32", (3,))), (Y,))
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = canary.run(engine, cases.of(signature, 1))
-    assert found(engine, known=known) == Rows(("x",), ("y",), is_equal=True, compared_rows=8)
+    assert found(engine, known=known) == RowSupport(("x",), ("y",), is_equal=True, compared_rows=8)
     assert found(engine, known=known, sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
 
 
@@ -229,7 +229,7 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = canary.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
-    assert evidence.find_row_support(engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample) == Rows(
+    assert evidence.find_row_support(engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample) == RowSupport(
         ("x", "z"), ("y",), is_equal=True, compared_rows=2
     )
     assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
@@ -262,7 +262,7 @@ class Table:
         return np.where(wrong[:, None], np.nan, indices @ np.arange(1, x.shape[1] + 1)[:, None]).astype(np.float32)
 
 
-REFUSALS = [InvalidArgument("idx=82 out of data bounds"), Spoilt("idx=82 out of data bounds"), None]
+REFUSALS = [InvalidArgument("idx=82 out of data bounds"), ModelCorrupted("idx=82 out of data bounds"), None]
 
 
 @pytest.mark.parametrize("error", REFUSALS)
@@ -290,7 +290,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     sample = {"x": np.array([[3, 11, 5, 0, 2, 2, 7, 1, 9]], dtype)}
     known = canary.run(engine, ({"x": (1, 9)},), sample)
     rows = evidence.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
-    assert rows == Rows(
+    assert rows == RowSupport(
         ("x",), ("y",), is_equal=True, compared_rows=8, row_kind="permuted", unequal_specials=SPECIAL if dtype == "f4" else ()
     )
     assert {tuple(sorted(row)) for row in table.seen} == {tuple(sorted(sample["x"][0]))}
@@ -312,7 +312,7 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     engine = fake(columns, signature)
     known = canary.run(engine, ({"x": (3, 2)},), sample)
     rows = evidence.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
-    assert rows == Rows(("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL)
+    assert rows == RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL)
 
 
 def test_a_difference_between_rows_of_indices_is_found() -> None:
@@ -353,7 +353,7 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
 
 def test_a_model_without_a_canary_is_not_run() -> None:
     engine = fake(lambda x: x)
-    rows = found(engine, known=canary.Canary((), "", note="it is off"))
+    rows = found(engine, known=canary.SelfTest((), "", note="it is off"))
     assert (rows.note, rows.outputs) == ("there is no canary, by which rows are looked at: it is off", ())
     assert not engine.received_inputs
 
@@ -404,7 +404,7 @@ def refusing(error: Exception) -> Callable[[Any], Any]:
     return answer
 
 
-@pytest.mark.parametrize("error", [InvalidArgument("too many"), Spoilt("too many")])
+@pytest.mark.parametrize("error", [InvalidArgument("too many"), ModelCorrupted("too many")])
 def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exception) -> None:
     engine = fake(refusing(error))
     told: List[Union[str, SelfTestCases]] = []
@@ -412,17 +412,17 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     order = Build((), max_rows=8)
     rows = evidence.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
     assert rows is not None
-    assert (rows.is_equal, rows.outputs == ()) == (False, isinstance(error, Spoilt))
+    assert (rows.is_equal, rows.outputs == ()) == (False, isinstance(error, ModelCorrupted))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
     tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
-    assert told == [*tried, "rebuilt", ()] if isinstance(error, Spoilt) else told == tried
+    assert told == [*tried, "rebuilt", ()] if isinstance(error, ModelCorrupted) else told == tried
     # What an earlier process has died of is not run again.
     again = found(engine, known=known, unfit=({"x": (8, 3)},))
     assert (again.note, again.is_equal) == ("the process that has built the model died of 8 rows", False)
 
 
 def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = fake(refusing(Spoilt("too many")))
+    engine = fake(refusing(ModelCorrupted("too many")))
     known = canary.run(engine, cases.of(SIGNATURE, 1))
     monkeypatch.setattr(FakeEngine, "can_rebuild", False)
     with pytest.raises(BuildError, match="so many rows: too many; run no requests together"):
@@ -431,4 +431,4 @@ def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pyte
 
 def test_nothing_is_found_out_where_each_request_has_its_own_predict() -> None:
     engine = fake(lambda x: x)
-    assert evidence.find_row_support(engine, Build(()), canary.Canary((), ""), lambda: None, lambda _: None) is None
+    assert evidence.find_row_support(engine, Build(()), canary.SelfTest((), ""), lambda: None, lambda _: None) is None

@@ -10,10 +10,10 @@ import pytest
 from testkit.fakeengine import FakeEngine
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import describe_request, frame_of
-from weightd.shared.rowtest.bits import NotTogether
+from weightd.shared.rowtest.bits import NotBatchable
 from weightd.worker.batching import trials as trials_module
-from weightd.worker.batching.joint import Joint
-from weightd.worker.batching.trials import RowsDiffer, Trials
+from weightd.worker.batching.joint import MergedRequest
+from weightd.worker.batching.trials import RowsDiffer, ShadowChecks
 from weightd.worker.engines.engine import ModelSignature
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSignature("y", "FP32", (-1, -1)),))
@@ -30,12 +30,12 @@ class World:
         compared: int = 0,
     ) -> None:
         self.engine = FakeEngine(lambda inputs: {"y": alone(inputs["x"])}, SIGNATURE)
-        self.trials = Trials(self.engine, rows, sizes, {"x": (1, 2)}, compared)
+        self.trials = ShadowChecks(self.engine, rows, sizes, {"x": (1, 2)}, compared)
         self._sizes = sizes
 
-    def joint(self, *counts: int, width: int = 2) -> Tuple[Joint, Any]:
+    def joint(self, *counts: int, width: int = 2) -> Tuple[MergedRequest, Any]:
         arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in counts]
-        joint = Joint([describe_request("m", {"x": array}) for array in arrays], 0, self._sizes)
+        joint = MergedRequest([describe_request("m", {"x": array}) for array in arrays], 0, self._sizes)
         return joint, joint.merge_inputs([[frame_of(array)] for array in arrays])
 
     def run(self, *counts: int, width: int = 2, together: Callable[[Any], Any] = np.negative) -> List[int]:
@@ -43,7 +43,7 @@ class World:
         joint, inputs = self.joint(*counts, width=width)
         return self.check(joint, inputs, together)
 
-    def check(self, joint: Joint, inputs: Any, together: Callable[[Any], Any] = np.negative) -> List[int]:
+    def check(self, joint: MergedRequest, inputs: Any, together: Callable[[Any], Any] = np.negative) -> List[int]:
         before = len(self.engine.received_inputs)
         self.trials.check(joint, inputs, {"y": together(inputs["x"])})
         return [len(each["x"]) for each in self.engine.received_inputs[before:]]
@@ -93,7 +93,7 @@ DIFFERENT: List[Tuple[Function, Function, str]] = [
 def test_what_differs_is_told_and_is_no_form_that_is_known(alone: Function, together: Function, note: str) -> None:
     world = World(alone=alone)
     for _ in range(2):
-        with pytest.raises(NotTogether, match=note):
+        with pytest.raises(NotBatchable, match=note):
             world.run(1, 2, together=together)
 
 
@@ -125,7 +125,7 @@ def test_whose_rows_differ_is_found_row_by_row(
 ) -> None:
     world = World(alone=model)
     arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
-    joint = Joint([describe_request("m", {"x": array}) for array in arrays])
+    joint = MergedRequest([describe_request("m", {"x": array}) for array in arrays])
     inputs = joint.merge_inputs([[frame_of(array)] for array in arrays])
     with pytest.raises(RowsDiffer, match="rows that were run together differ") as caught:
         world.trials.check(joint, inputs, {"y": model(inputs["x"])}, parties)
@@ -171,5 +171,5 @@ def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: py
     world.check(joint, inputs)
     monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 1000)
     world.check(joint, inputs, np.abs)
-    with pytest.raises(NotTogether, match="differ"):
+    with pytest.raises(NotBatchable, match="differ"):
         world.trials.recheck()

@@ -20,7 +20,7 @@ from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.errors import BuildError, ModelCorrupted
 
 Shape = Optional[Tuple[int, ...]]
 
@@ -148,7 +148,7 @@ def test_output_shapes_that_the_engine_does_not_know_are_seen(
 # --- answers that are not equal to the last bit -----------------------------------------------------------------
 
 
-def answers(*arrays: Any) -> canary.Canary:
+def answers(*arrays: Any) -> canary.SelfTest:
     return canary.from_answers(({},), [{"y": np.asarray(each)} for each in arrays])
 
 
@@ -185,7 +185,7 @@ def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
 # --- the search -------------------------------------------------------------------------------------------------
 
 
-class Told:
+class SentMessages:
     """What the daemon would hear; it may be the end of the process."""
 
     def __init__(self, deadly: Sequence[SelfTestCase] = ()) -> None:
@@ -203,8 +203,8 @@ class Told:
 SEARCH = Build(())
 
 
-def found(engine: FakeEngine, order: Build = SEARCH, told: Optional[Told] = None, **more: Any) -> canary.Canary:
-    return search.find_selftest(engine, order, lambda: engine.build("again"), told or Told(), **more)
+def found(engine: FakeEngine, order: Build = SEARCH, told: Optional[SentMessages] = None, **more: Any) -> canary.SelfTest:
+    return search.find_selftest(engine, order, lambda: engine.build("again"), told or SentMessages(), **more)
 
 
 def rebuilds(engine: FakeEngine) -> int:
@@ -224,7 +224,7 @@ def test_a_fixed_model_is_asked_one_thing_twice(inputs: SelfTestCase) -> None:
 
 
 def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
-    engine, told = FakeEngine(row_sums, FREE), Told()
+    engine, told = FakeEngine(row_sums, FREE), SentMessages()
     known = found(engine, told=told)
     assert (known.cases, known.note, rebuilds(engine)) == (cases.of(FREE, 1, 2), "", 0)
     assert known.digest == canary.run(engine, known.cases).digest
@@ -232,12 +232,12 @@ def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
     assert told.tried == [(x(1, 4),), (x(2, 4),), ()]
 
 
-@pytest.mark.parametrize(("error", "builds"), [(Spoilt("failed"), 1), (InvalidArgument("refused"), 0)])
+@pytest.mark.parametrize(("error", "builds"), [(ModelCorrupted("failed"), 1), (InvalidArgument("refused"), 0)])
 @pytest.mark.parametrize(("sizes", "expected", "failures"), [((1,), (1,), 1), ((48, 3), (48,), 7), ((3,), (), 9)])
 def test_what_does_not_run_is_left_out_and_the_model_is_whole(
     sizes: Tuple[int, ...], expected: Tuple[int, ...], failures: int, error: Exception, builds: int
 ) -> None:
-    engine, told = FakeEngine(picky(*sizes, error=error), FREE), Told()
+    engine, told = FakeEngine(picky(*sizes, error=error), FREE), SentMessages()
     known = found(engine, told=told)
     assert known.cases == cases.of(FREE, *expected)
     assert (rebuilds(engine), len(told.unfit)) == (builds * failures, failures)
@@ -284,22 +284,22 @@ def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -
     deadly = cases.of(FREE, 1, 2, 64)
     unfit: SelfTestCases = ()
     for _ in range(3):
-        told = Told(deadly)
+        told = SentMessages(deadly)
         with pytest.raises(SystemExit):
-            found(FakeEngine(picky(32, error=Spoilt("failed")), FREE), Build((), unfit_cases=unfit), told)
+            found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told)
         unfit = (*told.unfit, *told.tried[-1])
     assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
-    told = Told(deadly)
-    assert found(FakeEngine(picky(32, error=Spoilt("failed")), FREE), Build((), unfit_cases=unfit), told).cases == (x(32, 4),)
+    told = SentMessages(deadly)
+    assert found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told).cases == (x(32, 4),)
     assert told.tried == [(x(32, 4),), ()]
 
 
 def test_what_worked_before_is_run_at_once_and_if_it_does_not_work_now_another_is_found() -> None:
     before = cases.of(FREE, 48, 96)
-    told = Told()
+    told = SentMessages()
     assert found(FakeEngine(row_sums, FREE), Build((), selftest_cases=before), told).cases == before
     assert told.tried == [before, ()]
-    engine = FakeEngine(picky(1, 2, error=Spoilt("failed")), FREE)
+    engine = FakeEngine(picky(1, 2, error=ModelCorrupted("failed")), FREE)
     assert found(engine, Build((), selftest_cases=before)).cases == cases.of(FREE, 1, 2)
     assert rebuilds(engine) == 1
 
@@ -329,9 +329,9 @@ def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
 def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try() -> None:
     assert found(Once(row_sums, FREE)).cases == (x(1, 4),)
     with pytest.raises(BuildError, match=r"^it does not run on the canary, x \[1, 4\]: died$"):
-        found(Once(picky(error=Spoilt("died")), FREE))
+        found(Once(picky(error=ModelCorrupted("died")), FREE))
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
-        last = Once(picky(error=Spoilt("died")), signature)
+        last = Once(picky(error=ModelCorrupted("died")), signature)
         assert found(last, Build((), unfit_cases=unfit)).cases == ()
         assert (len(last.received_inputs), rebuilds(last)) == (1, 0)
 
@@ -350,7 +350,7 @@ def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> Non
 
 
 def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
-    told = Told()
+    told = SentMessages()
     assert found(FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), told).cases == (x(7, 4),)
     assert told.tried == [(x(7, 4),), ()]
     wrong: Sequence[Tuple[SelfTestCase, str]] = (

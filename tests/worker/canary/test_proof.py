@@ -10,16 +10,16 @@ from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
-from weightd.worker.canary.proof import Proof
+from weightd.worker.canary.proof import AnswerVerifier
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import Spoilt
+from weightd.worker.engines.errors import ModelCorrupted
 
 BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
 
 
-def proved(model: FakeEngine, sizes: Tuple[int, ...] = (1, 2), **more: Any) -> Proof:
+def proved(model: FakeEngine, sizes: Tuple[int, ...] = (1, 2), **more: Any) -> AnswerVerifier:
     """The proof of a model that nothing was asked since."""
-    proof = Proof(model, canary.run(model, cases.of(model.signature, *sizes)), **more)
+    proof = AnswerVerifier(model, canary.run(model, cases.of(model.signature, *sizes)), **more)
     model.received_inputs.clear()
     return proof
 
@@ -28,7 +28,7 @@ def batch(size: int) -> Arrays:
     return {"x": np.ones((size, 3), np.float32)}
 
 
-def shape_of(proof: Proof, model: FakeEngine, inputs: Arrays) -> Tuple[int, ...]:
+def shape_of(proof: AnswerVerifier, model: FakeEngine, inputs: Arrays) -> Tuple[int, ...]:
     """The shape of an answer that was let through."""
     shape: Tuple[int, ...] = proof.verify(inputs, model.predict(inputs))["y"].shape
     return shape
@@ -48,7 +48,7 @@ def rows(count: int) -> Answer:
 
 
 def fails(_: Arrays) -> Arrays:
-    raise Spoilt("predict failed")
+    raise ModelCorrupted("predict failed")
 
 
 class Noise:
@@ -89,12 +89,12 @@ def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
 )
 def test_an_answer_that_contradicts_and_cannot_be_had_again_is_not_given(outputs: Arrays, problem: str) -> None:
     proof = proved(FakeEngine(twice, BATCHED))
-    with pytest.raises(Spoilt, match=rf"^the answer contradicts the model's signature: {problem}$"):
+    with pytest.raises(ModelCorrupted, match=rf"^the answer contradicts the model's signature: {problem}$"):
         proof.verify(batch(5), outputs)
 
 
 def test_the_same_bytes_in_another_shape_are_not_the_same_again() -> None:
-    with pytest.raises(Spoilt):
+    with pytest.raises(ModelCorrupted):
         proved(FakeEngine(twice, BATCHED)).verify(batch(2), {"y": np.full((3, 2), 2, np.float32)})
 
 
@@ -102,7 +102,7 @@ def test_neither_is_one_of_a_model_whose_canary_is_wrong_now() -> None:
     model = FakeEngine(twice, BATCHED)
     proof = proved(model)
     model.answer = rows(2)
-    with pytest.raises(Spoilt):
+    with pytest.raises(ModelCorrupted):
         shape_of(proof, model, batch(5))
 
 
@@ -158,7 +158,7 @@ def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
     noise = Noise()
     model = FakeEngine(noise, BATCHED)
     known = canary.run(model, cases.of(BATCHED, 1, 2))
-    near, exact = Proof(model, known, tolerance=1e-5), Proof(model, known)
+    near, exact = AnswerVerifier(model, known, tolerance=1e-5), AnswerVerifier(model, known)
     assert (near.is_refuted(), near.current_digest(), exact.is_refuted()) == (False, known.digest, True)
     # An answer that contradicts the signature is looked into in the same way.
     noise.large = 3
@@ -198,14 +198,14 @@ def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true
         assert shape_of(proof, untrue, batch(size)) == (size, 3)
     proof = proved(true, sizes=())
     shape_of(proof, true, OF_SIX)
-    with pytest.raises(Spoilt, match=r"expected \[1, 2, 60\]; it has no canary by which that could be looked into$"):
+    with pytest.raises(ModelCorrupted, match=r"expected \[1, 2, 60\]; it has no canary by which that could be looked into$"):
         shape_of(proof, true, batch(5))
 
 
 def test_of_a_model_that_does_not_repeat_itself_the_form_is_known() -> None:
     model = FakeEngine(random, SIX)
     # Its only input was of the declared shape: nothing has shown that others are not.
-    proof = Proof(model, canary.from_answers(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
+    proof = AnswerVerifier(model, canary.from_answers(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
     assert not proof.is_refuted()
     assert shape_of(proof, model, batch(5)) == (5, 3)
     for broken in (rows(2), fails):

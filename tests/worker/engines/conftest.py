@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict
 import pytest
 
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.engine import Engine, BuildSettings
 
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 KINDS: Dict[str, Dict[str, Any]] = {"alone": {}}
@@ -19,7 +19,7 @@ if ENGINE == "mindspore_lite":
 
 
 def make(kind: str) -> Engine:
-    return ENGINES[ENGINE](Settings(1, "cpu", options=KINDS[kind]))
+    return ENGINES[ENGINE](BuildSettings(1, "cpu", options=KINDS[kind]))
 
 
 @pytest.fixture(scope="session", params=list(KINDS))

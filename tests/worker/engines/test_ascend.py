@@ -23,7 +23,7 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    Broken,
+    ProcessFailed,
     Build,
     Built,
     Failed,
@@ -96,7 +96,7 @@ class Card:
     def refused(self, name: str, order: object, status: int = exits.CANNOT_BUILD) -> str:
         """Why the child cannot obey; it must leave then."""
         self.daemon.tell(name, order)
-        broken, _ = self.daemon.hear(name, Broken)
+        broken, _ = self.daemon.hear(name, ProcessFailed)
         assert self.daemon.stop(name) == status
         return broken.reason
 
@@ -343,7 +343,7 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_
     card.host.switch(**switch)
     card.start("w")
     card.daemon.tell("w", order)
-    broken, _ = card.daemon.hear("w", Broken)
+    broken, _ = card.daemon.hear("w", ProcessFailed)
     assert cause in broken.reason
     assert broken.is_out_of_memory == no_room
     assert card.daemon.stop("w") == exits.CANNOT_BUILD
@@ -353,7 +353,7 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_
 def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card) -> None:
     card.host.switch(ascend=False)
     card.begin("h")
-    broken, _ = card.daemon.hear("h", Broken)
+    broken, _ = card.daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{sys.executable}: the library has no number for this process: ")
     assert "set_env.sh" in broken.reason
     assert broken.reason.endswith(": dlopen libascend_kernel_plugin.so failed")
@@ -677,7 +677,7 @@ def test_weights_of_a_model_that_is_no_bundle_are_a_build_error(card: Card, tmp_
 )
 def test_options_that_are_none_are_told_with_their_key(text: str, cause: str, card: Card) -> None:
     card.begin("h", "--options", text)
-    broken, _ = card.daemon.hear("h", Broken)
+    broken, _ = card.daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(cause)
     assert card.daemon.stop("h") == exits.CANNOT_BUILD
 

@@ -18,7 +18,7 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCases
 from weightd.worker.canary import canary
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.engine import Engine, BuildSettings
 from weightd.worker.engines.errors import BuildError, EngineMissing
 from weightd.worker.engines.sharing import SHARING_IS_OFF
 from weightd.worker.pagesharing.chunks import LARGE_BLOCK_BYTES, MIN_BLOCK_BYTES
@@ -58,7 +58,7 @@ def test_a_library_that_is_not_there_is_an_error_with_a_hint(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # import then raises ImportError
     with pytest.raises(EngineMissing, match=rf"(?s){name}.*{hint}".replace("[", r"\[")):
-        ENGINES[name](Settings(1, "cpu"))
+        ENGINES[name](BuildSettings(1, "cpu"))
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "mindspore_lite"])
@@ -67,15 +67,15 @@ def test_a_library_that_is_not_there_is_an_error_with_a_hint(
 )
 def test_a_device_that_is_none_is_an_error(device: str, name: str, engine: Engine) -> None:
     with pytest.raises(BuildError, match=r"^device: expected cpu, cpu:N or ascend:N, got '"):
-        ENGINES[name](Settings(1, device))
+        ENGINES[name](BuildSettings(1, device))
 
 
 def test_settings_that_an_engine_has_not_are_errors_that_name_them(engine: Engine) -> None:
     with pytest.raises(BuildError, match="device: onnxruntime runs on the cpu only, got ascend:0"):
-        ENGINES["onnxruntime"](Settings(1, "ascend:0"))
+        ENGINES["onnxruntime"](BuildSettings(1, "ascend:0"))
     for name in ENGINES:
         with pytest.raises(BuildError, match=r"^options\.colour: unknown"):
-            ENGINES[name](Settings(1, "cpu", options={"colour": "red"}))
+            ENGINES[name](BuildSettings(1, "cpu", options={"colour": "red"}))
 
 
 def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_weights(built: Built) -> None:
@@ -89,7 +89,7 @@ def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_wei
 def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
     engine: Engine, model: Model, tmp_path: Path
 ) -> None:
-    alone = ENGINES[engine.name](Settings(1, "cpu", is_sharing=False))
+    alone = ENGINES[engine.name](BuildSettings(1, "cpu", is_sharing=False))
     alone.build(str(model("relu")))
     assert alone.sharing.export(str(tmp_path / "store")) == alone.sharing.attach("") == SHARING_IS_OFF
     assert not (tmp_path / "store").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from weightd.worker.engines.errors import BuildError, EngineMissing
 from weightd.worker.engines.mindspore_lite.ge import MindSporeLiteRank
-from weightd.worker.engines.ranks import Meeting
+from weightd.worker.engines.ranks import RankRendezvous
 
 
 def library(ascend: Any) -> types.ModuleType:
@@ -31,14 +31,14 @@ def library(ascend: Any) -> types.ModuleType:
 )
 def test_what_it_cannot_do_without_is_told(device: str, table: str, problem: str) -> None:
     with pytest.raises(BuildError) as raised:
-        MindSporeLiteRank(Meeting(0, 2, device, rank_table=table))
+        MindSporeLiteRank(RankRendezvous(0, 2, device, rank_table=table))
     assert str(raised.value) == problem
 
 
 def test_a_library_that_would_take_each_rank_for_the_first_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mindspore_lite", library(SimpleNamespace(rank_id=0)))
     with pytest.raises(EngineMissing, match="knows no ranks: each would be the first one; install"):
-        MindSporeLiteRank(Meeting(0, 2, "ascend:0", rank_table="/t.json"))
+        MindSporeLiteRank(RankRendezvous(0, 2, "ascend:0", rank_table="/t.json"))
 
 
 @pytest.mark.parametrize(("mib", "told"), [(64, "64"), (0, None)])
@@ -52,5 +52,5 @@ def test_what_hccl_reads_is_there_before_the_library(
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "mindspore_lite", None)
     with pytest.raises(EngineMissing):
-        MindSporeLiteRank(Meeting(0, 2, "ascend:0", rank_table="/t.json", exec_timeout_s=136, buffer_mib=mib))
+        MindSporeLiteRank(RankRendezvous(0, 2, "ascend:0", rank_table="/t.json", exec_timeout_s=136, buffer_mib=mib))
     assert [os.environ.get(name) for name in names] == ["120", "136", told]

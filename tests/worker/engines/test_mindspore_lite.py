@@ -16,7 +16,7 @@ from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Engine
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.errors import BuildError, ModelCorrupted
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 
@@ -111,7 +111,7 @@ def test_a_failed_predict_is_spoilt_with_the_cause_and_a_new_build_is_whole(
 ) -> None:
     engine = fresh("two_batches")
     engine.predict({"a": ones(2, 4), "b": ones(2, 4)})
-    with native_log(), pytest.raises(Spoilt, match=r"^predict failed!: InferShape fail! \| run kernel Pre"):
+    with native_log(), pytest.raises(ModelCorrupted, match=r"^predict failed!: InferShape fail! \| run kernel Pre"):
         engine.predict({"a": ones(2, 4), "b": ones(3, 4)})
     engine = fresh("two_batches")
     assert engine.predict({"a": ones(5, 4), "b": ones(5, 4) * 2})["sum"].tolist() == (ones(5, 4) * 3).tolist()
@@ -175,7 +175,7 @@ def test_int64_becomes_int32_and_the_signature_says_so(fresh: Built) -> None:
     answer = engine.predict({"ids": np.array([[0, 1, 0], [2, 2, 2]], np.int32)})["vectors"]
     assert answer.shape == (2, 3, 4)
     assert np.array_equal(answer[0, 0], answer[0, 2])
-    with pytest.raises(Spoilt, match="data type not equal"):
+    with pytest.raises(ModelCorrupted, match="data type not equal"):
         engine.predict({"ids": np.array([[0, 1, 0]])})
 
 

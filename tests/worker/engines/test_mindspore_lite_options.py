@@ -14,8 +14,8 @@ import pytest
 
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, Settings
-from weightd.worker.engines.errors import BuildError, EngineMissing, NotAllowed
+from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.errors import BuildError, EngineMissing, AttachRefused
 from weightd.worker.engines.mindspore_lite import acl, ascend, cardsharing
 from weightd.worker.engines.sharing import SHARING_IS_OFF
 
@@ -65,7 +65,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def make(device: str, *, sharing: bool = True, **options: Any) -> Engine:
-    return ENGINES["mindspore_lite"](Settings(3, device, sharing, options))
+    return ENGINES["mindspore_lite"](BuildSettings(3, device, sharing, options))
 
 
 def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
@@ -210,7 +210,7 @@ def test_a_handle_that_is_none_is_an_error(handle: str, library: Library) -> Non
     engine.build("/m", pids=("1",))
     with pytest.raises(BuildError, match=r"without exporting its weights, got handle '"):
         engine.sharing.export("/s")
-    with pytest.raises(NotAllowed, match="this process has exported no weights"):
+    with pytest.raises(AttachRefused, match="this process has exported no weights"):
         engine.sharing.allow(["1"])
 
 

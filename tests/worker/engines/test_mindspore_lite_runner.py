@@ -13,8 +13,8 @@ import pytest
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Arrays, Engine, Settings
-from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, BuildSettings
+from weightd.worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
 from weightd.worker.pagesharing import chunks
 from weightd.worker.pagesharing.libc import libc
 
@@ -127,9 +127,9 @@ def test_after_a_failed_predict_the_librarys_runner_answers_what_was_asked_befor
         bare_predict(runner, ones(2, 4), ones(3, 4))
     assert bare_predict(runner, ones(5, 4), ones(5, 4))[0].shape == (2, 4), "that is not what was asked"
     engine.predict({"a": ones(2, 4), "b": ones(2, 4)})
-    with pytest.raises(Spoilt):
+    with pytest.raises(ModelCorrupted):
         engine.predict({"a": ones(2, 4), "b": ones(3, 4)})
-    with pytest.raises(Doubtful):
+    with pytest.raises(MaybeCorrupted):
         engine.predict({"a": ones(5, 4), "b": ones(5, 4)})
 
 
@@ -148,7 +148,7 @@ def test_after_a_failed_predict_the_librarys_runner_answers_what_was_asked_befor
 def test_what_a_runner_cannot_do_is_a_build_error_with_its_cause(
     options: Dict[str, Any], cause: str, model: Model, native_log: Any
 ) -> None:
-    engine = ENGINES["mindspore_lite"](Settings(1, "cpu", options={"parallel_workers": 2, **options}))
+    engine = ENGINES["mindspore_lite"](BuildSettings(1, "cpu", options={"parallel_workers": 2, **options}))
     with native_log(), pytest.raises(BuildError, match=cause):
         engine.build(str(model("relu")))
 
@@ -159,11 +159,11 @@ def test_a_runner_takes_no_key_and_none_is_made_for_a_card() -> None:
         ("ascend:0", {}, r"^options\.parallel_workers: expected 1 on a card"),
     ):
         with pytest.raises(BuildError, match=text):
-            ENGINES["mindspore_lite"](Settings(1, device, options={"parallel_workers": 2, **option}))
+            ENGINES["mindspore_lite"](BuildSettings(1, device, options={"parallel_workers": 2, **option}))
 
 
 def test_its_answers_to_many_at_once_are_those_of_a_model_bit_for_bit(built: Built, model: Model) -> None:
-    engine, alone = built("wide"), ENGINES["mindspore_lite"](Settings(1, "cpu"))
+    engine, alone = built("wide"), ENGINES["mindspore_lite"](BuildSettings(1, "cpu"))
     assert (engine.concurrency, alone.concurrency) == (2, 1)
     alone.build(str(model("wide")))
     assert engine.signature == alone.signature
@@ -250,4 +250,4 @@ def test_what_ends_after_another_has_failed_is_doubtful(told_by_the_log: bool, f
 
         watched.does = fail_or_wait
         results = in_threads(*[lambda rows=rows: engine.predict({"x": ones(rows, 4)}) for rows in (1, 2)])
-    assert [type(each) for each in results] == [Spoilt, Doubtful]
+    assert [type(each) for each in results] == [ModelCorrupted, MaybeCorrupted]

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from testkit import freshanswers
 from testkit.examples import examples
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Attach, Attached, Broken, Build, Built, Failed, Hello
+from weightd.protocol.messages.children import Attach, Attached, ProcessFailed, Build, Built, Failed, Hello
 from weightd.worker import pagesharing
 from weightd.worker.canary import canary
-from weightd.worker.canary.proof import Proof
+from weightd.worker.canary.proof import AnswerVerifier
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, Settings
-from weightd.worker.engines.errors import Spoilt
+from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.errors import ModelCorrupted
 from weightd.worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
-from weightd.worker.engines.sharing import Shared
+from weightd.worker.engines.sharing import SharedWeights
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -119,7 +119,7 @@ def fresh_answers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 def make(model: Path, kind: str, **options: Any) -> Engine:
     engine = ENGINES["mindspore_lite"](
-        Settings(1, "cpu", options={**options, **({"parallel_workers": 2} if kind == "parallel" else {})})
+        BuildSettings(1, "cpu", options={**options, **({"parallel_workers": 2} if kind == "parallel" else {})})
     )
     engine.build(str(model))
     return engine
@@ -192,7 +192,7 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
     def refuse(inputs: Any) -> Any:
         asked.append(inputs["x"].shape[1])
         if inputs["x"].shape[1] == 50:
-            raise Spoilt("it does not run")
+            raise ModelCorrupted("it does not run")
         return compute(inputs)
 
     monkeypatch.setattr(engine, "_compute", refuse)
@@ -230,9 +230,9 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
     assert engine.sharing.export(str(tmp_path / "store")).handle
     joined: List[str] = []
 
-    def attach(_: object, store: str) -> Shared:
+    def attach(_: object, store: str) -> SharedWeights:
         joined.append(store)
-        return Shared(store, 0, "")
+        return SharedWeights(store, 0, "")
 
     monkeypatch.setattr("weightd.worker.engines.pages.PageSharing.attach", attach)
     block_bytes = pagesharing.mmap_threshold_bytes()
@@ -254,7 +254,7 @@ def test_a_model_whose_answers_change_with_growth_is_built_for_each_shape_from_t
 ) -> None:
     engine = make(model("image"), kind)
     known = canary.run(engine, ({"x": (1, 3, 16, 16)},))
-    proof = Proof(engine, known)
+    proof = AnswerVerifier(engine, known)
     for number in (0, 3, 1, 4, 2, 0):
         inputs = values(CASES["image"][number])
         found = proof.verify(inputs, engine.predict(inputs))["y"]
@@ -337,7 +337,7 @@ def test_a_max_shape_that_is_none_of_the_model_ends_its_build(daemon: Daemon, mo
         daemon.start(name, model("wide"), "--options", options)
         daemon.hear(name, Hello)
         daemon.tell(name, Build(()))
-        broken, _ = daemon.hear(name, Broken)
+        broken, _ = daemon.hear(name, ProcessFailed)
         assert broken.reason == cause
 
 

@@ -13,8 +13,8 @@ from testkit import cases
 from weightd.protocol.errors import InvalidArgument
 from weightd.worker.canary import canary
 from weightd.worker.engines import onnxfile
-from weightd.worker.engines.engine import Engine, Settings
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.errors import BuildError, ModelCorrupted
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 from weightd.worker.heap import private_bytes
 
@@ -64,7 +64,7 @@ def test_what_the_library_refuses_is_the_requests_fault_and_the_session_is_as_go
 
 def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
     engine = built("two_inputs")
-    with pytest.raises(Spoilt, match="missing"):
+    with pytest.raises(ModelCorrupted, match="missing"):
         engine.predict({"a": ones(1, 4)})
 
 
@@ -169,7 +169,7 @@ def test_what_the_library_takes(built: Built) -> None:
 
 
 def test_the_threads_of_one_predict_are_set(model: Model) -> None:
-    engine: Any = OnnxRuntime(Settings(3, "cpu"))
+    engine: Any = OnnxRuntime(BuildSettings(3, "cpu"))
     engine.build(str(model("relu")))
     options = engine._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Predict, Probe, Probing, Result
+from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Predict, ContinueSelfTest, TryingSelfTest, Result
 from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.shared.stream import Stream
@@ -32,7 +32,7 @@ ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "on
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-class Lane:
+class ForkChannel:
     """The daemon's end of one."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -65,9 +65,9 @@ class Lane:
             self._heard += self.stream.receive()
         self.frames = list(self._heard.pop(0).frames)
         found = decode(self.frames, FROM_CHILD)
-        if isinstance(found, Probing):
+        if isinstance(found, TryingSelfTest):
             if found.cases:
-                self.tell(Probe())
+                self.tell(ContinueSelfTest())
             return self.hear(kind)
         assert isinstance(found, kind), found
         return found
@@ -79,8 +79,8 @@ class Forking:
     def __init__(self, daemon: Daemon, variables: Mapping[str, str]) -> None:
         self.daemon = daemon
         self.pids: Dict[str, int] = {}
-        self._lanes: List[Lane] = []
-        self._by_name: Dict[str, Lane] = {}
+        self._lanes: List[ForkChannel] = []
+        self._by_name: Dict[str, ForkChannel] = {}
         self.address = f"ipc://{daemon.runtime}/lanes"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(LIMIT_MS / 1000)
@@ -98,20 +98,20 @@ class Forking:
         """Return what a fork server reads from stdin."""
         return ["--address", self.address, "--name", "server"]
 
-    def accept(self) -> Lane:
+    def accept(self) -> ForkChannel:
         """Wait for the next lane."""
         connection, _ = self._listener.accept()
-        self._lanes.append(Lane(connection))
+        self._lanes.append(ForkChannel(connection))
         return self._lanes[-1]
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str) -> ForkChannel:
         """Return the lane of what was forked under that name."""
         while name not in self._by_name:
             lane = self.accept()
             self._by_name.update((each, lane) for each, pid in self.pids.items() if pid == lane.pid)
         return self._by_name[name]
 
-    def fork(self, name: str, model: Path, *more: str, of: Optional[Lane] = None) -> int:
+    def fork(self, name: str, model: Path, *more: str, of: Optional[ForkChannel] = None) -> int:
         """Have the server, or the template `of`, make a child; `more` are further arguments. Return its pid."""
         arguments = (*self.daemon.arguments(name, model), *more)
         arguments += ("--address", self.address)

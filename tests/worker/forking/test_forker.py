@@ -14,7 +14,7 @@ import pytest
 
 from weightd.protocol.messages.children import Fork, Forked
 from weightd.worker.forking import forker as forker_module
-from weightd.worker.forking.beginning import Beginning
+from weightd.worker.forking.beginning import ProcessState
 from weightd.worker.forking.forker import Forker
 
 # numpy's threads would be in the way.
@@ -82,7 +82,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> List[Forked]:
         return True
 
     monkeypatch.setattr(forker_module, "refusal", lambda: reason)
-    Forker(Beginning(), lambda words, made: lambda: 0).fork(ORDER, tell)
+    Forker(ProcessState(), lambda words, made: lambda: 0).fork(ORDER, tell)
     return told
 
 

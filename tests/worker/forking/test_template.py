@@ -14,7 +14,7 @@ import pytest
 from weightd.protocol.messages.children import (
     Attach,
     Attached,
-    Back,
+    Reconnected,
     Build,
     Built,
     Fork,
@@ -29,7 +29,7 @@ from weightd.protocol.messages.data import RequestDescription
 from weightd.worker import exits
 
 if TYPE_CHECKING:
-    from tests.worker.forking.conftest import Forking, Lane
+    from tests.worker.forking.conftest import Forking, ForkChannel
 
 Model = Callable[[str], Path]
 Start = Callable[..., ContextManager["Forking"]]
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None,
 MIB = 1 << 20
 
 
-def holder(forking: Forking, model: Path, *more: str) -> Tuple[Lane, Built]:
+def holder(forking: Forking, model: Path, *more: str) -> Tuple[ForkChannel, Built]:
     """A holder that may be a template, and what it has built."""
     forking.fork("h", model, "--role", "holder", "--template", *more)
     lane = forking.lane("h")
@@ -49,7 +49,7 @@ def holder(forking: Forking, model: Path, *more: str) -> Tuple[Lane, Built]:
     return lane, lane.hear(Built)
 
 
-def worker(forking: Forking, name: str, model: Path, built: Built, of: Lane) -> Tuple[Hello, Attached]:
+def worker(forking: Forking, name: str, model: Path, built: Built, of: ForkChannel) -> Tuple[Hello, Attached]:
     """Have a worker forked, and let it attach."""
     forking.fork(name, model, of=of)
     hello = forking.lane(name).hear(Hello)
@@ -91,7 +91,7 @@ def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
         template, built = holder(forking, model("wide"))
         template.stream.close()
         template = forking.accept()
-        template.hear(Back)
+        template.hear(Reconnected)
         worker(forking, "w", model("wide"), built, template)
         template.tell(Stop())
         assert forking.wait("h") == exits.OK

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.worker.pagesharing import Unavailable, chunks
-from weightd.worker.pagesharing.chunks import Reader
+from weightd.worker.pagesharing import PageSharingUnavailable, chunks
+from weightd.worker.pagesharing.chunks import MemoryReader
 from weightd.worker.pagesharing.libc import PAGE, Libc, MappedBlocks
-from weightd.worker.pagesharing.maps import Region
+from weightd.worker.pagesharing.maps import AddressRange
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Heads = Dict[int, Tuple[int, int]]
 
 
-def reader(heads: Heads) -> Reader:
+def reader(heads: Heads) -> MemoryReader:
     """Memory in which only these pages exist: page number -> its first two words."""
 
     def populated(start: int, end: int) -> NDArray[np.bool_]:
@@ -30,14 +30,14 @@ def reader(heads: Heads) -> Reader:
         assert length == 16
         return struct.pack("<QQ", *heads[address // PAGE])
 
-    return Reader(populated, head)
+    return MemoryReader(populated, head)
 
 
-def region(first: int, last: int, anonymous: bool = True) -> Region:
-    return Region(first * PAGE, last * PAGE, anonymous)
+def region(first: int, last: int, anonymous: bool = True) -> AddressRange:
+    return AddressRange(first * PAGE, last * PAGE, anonymous)
 
 
-def walk(span: List[Region], heads: Heads) -> List[Tuple[int, int]]:
+def walk(span: List[AddressRange], heads: Heads) -> List[Tuple[int, int]]:
     """Find chunks, in pages."""
     return [(chunk.start // PAGE, chunk.size // PAGE) for chunk in chunks.find_chunks(span, reader(heads))]
 
@@ -81,7 +81,7 @@ HEAD = (0, 4 * PAGE | 2)
         ([region(0, 12)], {2: (0, 6 * PAGE | 2), 3: HEAD, 6: HEAD, 8: HEAD}, [(2, 6), (8, 4)]),
     ],
 )
-def test_where_chunks_are(span: List[Region], heads: Heads, found: List[Tuple[int, int]]) -> None:
+def test_where_chunks_are(span: List[AddressRange], heads: Heads, found: List[Tuple[int, int]]) -> None:
     assert walk(span, heads) == found
 
 
@@ -127,9 +127,9 @@ def test_pools_are_regions_of_just_their_size(
     span: List[Tuple[float, bool]], found: List[Tuple[float, float]], pools: List[Tuple[float, float]]
 ) -> None:
     position = 0
-    regions: List[Region] = []
+    regions: List[AddressRange] = []
     for size, anonymous in span:
-        regions.append(Region(position, position + int(size * chunks.POOL_BYTES), anonymous))
+        regions.append(AddressRange(position, position + int(size * chunks.POOL_BYTES), anonymous))
         position = regions[-1].end
     mappings = [chunks.Chunk(int(start * chunks.POOL_BYTES), int(size * chunks.POOL_BYTES)) for start, size in found]
     expected = [(start * chunks.POOL_BYTES, end * chunks.POOL_BYTES) for start, end in pools]
@@ -141,7 +141,7 @@ def test_pools_are_regions_of_just_their_size(
     [(0, 30, [(10, 12), (14, 20)]), (11, 15, [(11, 12), (14, 15)]), (12, 14, []), (16, 17, [(16, 17)]), (15, 15, [])],
 )
 def test_anonymous_parts(start: int, end: int, parts: List[Tuple[int, int]]) -> None:
-    span = [Region(10, 12, True), Region(12, 14, False), Region(14, 20, True)]
+    span = [AddressRange(10, 12, True), AddressRange(12, 14, False), AddressRange(14, 20, True)]
     assert list(chunks.anonymous_parts(span, start, end)) == parts
 
 
@@ -149,7 +149,7 @@ def test_malloc_must_agree_in_number_and_bytes() -> None:
     chunks.check_counts(2, 3 * PAGE, MappedBlocks(2, 3 * PAGE, 2**64))
     chunks.check_counts(2, 2**32 + PAGE, MappedBlocks(2, PAGE, 2**32))
     for other in (MappedBlocks(1, 3 * PAGE, 2**64), MappedBlocks(3, 3 * PAGE, 2**64), MappedBlocks(2, PAGE, 2**64)):
-        with pytest.raises(Unavailable, match=r"found 2 malloc mappings of .* malloc counts"):
+        with pytest.raises(PageSharingUnavailable, match=r"found 2 malloc mappings of .* malloc counts"):
             chunks.check_counts(2, 3 * PAGE, other)
 
 
@@ -174,6 +174,6 @@ class OtherMalloc(Libc):
 @pytest.mark.parametrize("after", [0, 1])
 def test_another_malloc_is_noticed_by_the_count_or_by_the_header(after: int) -> None:
     other = OtherMalloc(0, after)
-    with pytest.raises(Unavailable, match="another malloc, or tuned"):
+    with pytest.raises(PageSharingUnavailable, match="another malloc, or tuned"):
         chunks.check_malloc(other)
     assert other.freed == 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Callable
 import pytest
 
 from weightd.worker import pagesharing
-from weightd.worker.pagesharing import Unavailable, libc, maps, remap
+from weightd.worker.pagesharing import PageSharingUnavailable, libc, maps, remap
 
 if TYPE_CHECKING:
     from tests.worker.pagesharing.conftest import Child, Spawn
@@ -138,7 +138,7 @@ def test_platforms_without_page_sharing(
     monkeypatch.setattr(owner, name, value)
     monkeypatch.delattr(libc, "_load")
     for verb in (pagesharing.export_pages, pagesharing.attach_pages):
-        with pytest.raises(Unavailable, match=reason):
+        with pytest.raises(PageSharingUnavailable, match=reason):
             verb(str(path))
     pagesharing.prepare()
     assert pagesharing.start_build() is None

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.worker.pagesharing import Unavailable, maps
+from weightd.worker.pagesharing import PageSharingUnavailable, maps
 from weightd.worker.pagesharing.libc import PAGE
-from weightd.worker.pagesharing.maps import Pagemap, Region
-from weightd.worker.pagesharing.memory import Peephole
+from weightd.worker.pagesharing.maps import Pagemap, AddressRange
+from weightd.worker.pagesharing.memory import ProcessMemoryReader
 
 
 @pytest.mark.parametrize(
     ("line", "region"),
     [
-        (b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 ", Region(0x7F0000000000, 0x7F0000100000, True)),
-        (b"1000-2000 rw-p 00000000 00:00 0                  [anon:x y]", Region(0x1000, 0x2000, True)),
-        (b"1000-2000 rw-p 00000000 00:00 0                  [heap]", Region(0x1000, 0x2000, False)),
-        (b"1000-2000 rw-p 00003000 fe:00 77                 /a file (deleted)", Region(0x1000, 0x2000, False)),
-        (b"1000-2000 rw-p 00003000 00:0f 77                 /anon_hugepage (deleted)", Region(0x1000, 0x2000, False)),
+        (b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 ", AddressRange(0x7F0000000000, 0x7F0000100000, True)),
+        (b"1000-2000 rw-p 00000000 00:00 0                  [anon:x y]", AddressRange(0x1000, 0x2000, True)),
+        (b"1000-2000 rw-p 00000000 00:00 0                  [heap]", AddressRange(0x1000, 0x2000, False)),
+        (b"1000-2000 rw-p 00003000 fe:00 77                 /a file (deleted)", AddressRange(0x1000, 0x2000, False)),
+        (b"1000-2000 rw-p 00003000 00:0f 77                 /anon_hugepage (deleted)", AddressRange(0x1000, 0x2000, False)),
         (b"1000-2000 rw-s 00000000 00:00 0 ", None),
         (b"1000-2000 r--p 00000000 00:00 0 ", None),
         (b"1000-2000 rwxp 00000000 00:00 0 ", None),
@@ -37,16 +37,16 @@ def test_too_many_regions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps, "MAX_REGIONS", 5)
     line = b"1000-2000 rw-p 00000000 00:00 0 \n"
     assert len(maps.parse_regions([line] * 5)) == 5
-    with pytest.raises(Unavailable, match="more than 5 memory regions"):
+    with pytest.raises(PageSharingUnavailable, match="more than 5 memory regions"):
         maps.parse_regions([line] * 6)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3))))
 def test_spans_are_all_the_regions_cut_at_the_gaps(steps: List[List[int]]) -> None:
-    regions: List[Region] = []
+    regions: List[AddressRange] = []
     position = 0
     for gap, length in steps:
-        regions.append(Region(position + gap, position + gap + length, True))
+        regions.append(AddressRange(position + gap, position + gap + length, True))
         position += gap + length
     spans = list(maps.contiguous_spans(regions))
     assert [region for span in spans for region in span] == regions
@@ -72,13 +72,13 @@ def test_memory_of_which_the_kernel_says_less_than_was_asked_is_refused(monkeypa
 
     pagemap = Pagemap()
     monkeypatch.setattr(os, "pread", one_entry)
-    with pytest.raises(Unavailable, match="says nothing about a part of the memory"):
+    with pytest.raises(PageSharingUnavailable, match="says nothing about a part of the memory"):
         pagemap.populated(0, 2 * PAGE)
     pagemap.close()
 
 
 def test_memory_that_is_gone_is_no_crash() -> None:
-    peephole = Peephole()
+    peephole = ProcessMemoryReader()
     with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:4] = b"here"
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

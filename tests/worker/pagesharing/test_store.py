@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from testkit.waiting import until
 from weightd.worker import pagesharing
-from weightd.worker.pagesharing import Unavailable, store
+from weightd.worker.pagesharing import PageSharingUnavailable, store
 from weightd.worker.pagesharing.libc import PAGE, libc
 from weightd.worker.pagesharing.store import NewStore, OpenStore
 
@@ -27,7 +27,7 @@ def make(path: Path, pages: int = 3) -> bytes:
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(PageSharingUnavailable) as caught:
         OpenStore(str(path), libc()).close()
     return str(caught.value)
 
@@ -98,13 +98,13 @@ def test_a_store_of_another_size(size: int, tmp_path: Path) -> None:
 def test_a_store_with_another_header(at: int, value: bytes, reason: str) -> None:
     header = store.encode_header(7)
     assert store.decode_header(header, store.size_of(7)) == 7
-    with pytest.raises(Unavailable, match=reason):
+    with pytest.raises(PageSharingUnavailable, match=reason):
         store.decode_header(header[:at] + value + header[at + len(value) :], store.size_of(7))
 
 
 @given(st.binary(max_size=40), st.integers(0, 2**64))
 def test_any_header_is_read_or_refused(header: bytes, size: int) -> None:
-    with contextlib.suppress(Unavailable):
+    with contextlib.suppress(PageSharingUnavailable):
         assert store.size_of(store.decode_header(header, size)) == size
 
 
@@ -154,12 +154,12 @@ def test_other_verbs_refuse_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(5, "Input/output error")
 
     for verb in (pagesharing.evict, pagesharing.resident_bytes):
-        with pytest.raises(Unavailable):
+        with pytest.raises(PageSharingUnavailable):
             verb(str(tmp_path / "none"))
     pagesharing.prefetch(str(tmp_path / "none"))
     (tmp_path / "empty").touch(0o600)
     assert pagesharing.resident_bytes(str(tmp_path / "empty")) == 0
     make(tmp_path / "store")
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(Unavailable, match="Input/output error"):
+    with pytest.raises(PageSharingUnavailable, match="Input/output error"):
         pagesharing.evict(str(tmp_path / "store"))

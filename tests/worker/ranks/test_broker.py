@@ -10,14 +10,14 @@ import pytest
 from testkit.script import Script
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Back, Build, Hello, Ping, Pong, Stop
-from weightd.protocol.messages.ranks import Enter
+from weightd.protocol.messages.children import Reconnected, Build, Hello, Ping, Pong, Stop
+from weightd.protocol.messages.ranks import JoinGroup
 from weightd.protocol.version import VERSION
 from weightd.worker import exits
 from weightd.worker.engines.errors import BuildError, EngineMissing
 from weightd.worker.ranks import broker
 
-ENTER, STOP = encode(Enter()), encode(Stop())
+ENTER, STOP = encode(JoinGroup()), encode(Stop())
 
 
 def play(*orders: Any, serve: Optional[Callable[[], None]] = None) -> Tuple[int, Script]:
@@ -35,7 +35,7 @@ def test_it_says_what_it_is_answers_until_it_serves_and_ends_with_the_ranks() ->
     assert isinstance(hello, Hello)
     assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), "none", None)
     assert hello.versions["weightd"] == VERSION
-    assert more == [Pong(), Back()]
+    assert more == [Pong(), Reconnected()]
 
 
 def test_it_stops_when_it_is_told_to_before() -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from ascendsim import Host, environment, ranks
 from weightd.protocol.codec import decode
-from weightd.protocol.messages.children import FROM_CHILD, Broken, Failed, Hello, Predict, Result
+from weightd.protocol.messages.children import FROM_CHILD, ProcessFailed, Failed, Hello, Predict, Result
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.ranks import Done, Enter, Entered, Warm, Warmed
+from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RunSelfTest, SelfTestDone
 from weightd.protocol.tensors import frame_of, spec_of
-from weightd.shared.meeting import Meeting
+from weightd.shared.meeting import RendezvousInfo
 from weightd.worker import exits
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Group:
     def start(self, rank: int, *, model: Optional[Path] = None, name: str = "", **told: Any) -> None:
         """Start one of them; it may have another name."""
         groups = str(self.cut.group_infos[rank]) if self.cut.group_infos else ""
-        meeting = Meeting(rank, 2, 120, 68, 1, rank_table=str(self.table), group_info=groups, buffer_mib=64)
+        meeting = RendezvousInfo(rank, 2, 120, 68, 1, rank_table=str(self.table), group_info=groups, buffer_mib=64)
         meeting = meeting._replace(**told)
         arguments = ["--role", "rank", "--ranks", meeting.json(), "--sample", str(self.canary)]
         path = model or self.cut.paths[rank]
@@ -72,15 +72,15 @@ class Group:
         for name in ("r0", "r1"):
             self.daemon.tell(name, order, *frames)
 
-    def enter(self, **told: Any) -> List[Warmed]:
+    def enter(self, **told: Any) -> List[SelfTestDone]:
         """Bring both up, to where they serve."""
         for rank in (0, 1):
             self.start(rank, **told)
         self.hear(Hello)
-        self.tell(Enter())
-        self.hear(Entered)
-        self.tell(Warm())
-        return self.hear(Warmed)
+        self.tell(JoinGroup())
+        self.hear(JoinedGroup)
+        self.tell(RunSelfTest())
+        return self.hear(SelfTestDone)
 
     def ask(self, x: Any) -> None:
         self.step += 1
@@ -121,12 +121,12 @@ def test_from_hello_to_stop(group: Group) -> None:
         # A directory of its own, in which libraries may write; and it goes before the daemon.
         assert os.readlink(f"/proc/{hello.pid}/cwd") == str(daemon.directory / f"r{rank}.files")
         assert int(Path(f"/proc/{hello.pid}/oom_score_adj").read_text("ascii")) == min(own + 400, 1000)
-    group.tell(Enter())
-    entered = group.hear(Entered)
+    group.tell(JoinGroup())
+    entered = group.hear(JoinedGroup)
     assert entered[0].inputs == entered[1].inputs == INPUTS
     assert entered[0].outputs == entered[1].outputs
-    group.tell(Warm(8))
-    quiet, proven = group.hear(Warmed)
+    group.tell(RunSelfTest(8))
+    quiet, proven = group.hear(SelfTestDone)
     assert (quiet.selftest_digest, quiet.row_support) == ("", None)
     assert len(proven.selftest_digest) == 64
     assert proven.row_support is not None
@@ -168,12 +168,12 @@ def test_both_have_the_slice_of_one_rank_and_agree_on_a_wrong_answer(group: Grou
     for rank in (0, 1):
         group.start(rank, model=group.cut.paths[0])
     group.hear(Hello)
-    group.tell(Enter())
-    group.hear(Entered)
-    group.tell(Warm())
+    group.tell(JoinGroup())
+    group.hear(JoinedGroup)
+    group.tell(RunSelfTest())
     said = group.answers()
-    assert isinstance(said[0], Warmed)
-    assert isinstance(said[1], Broken)
+    assert isinstance(said[0], SelfTestDone)
+    assert isinstance(said[1], ProcessFailed)
     assert "the canary's answer is not the known one: output output_0: it is " in said[1].reason
 
 
@@ -194,7 +194,7 @@ def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: G
     group.enter()
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=2)
     group.tell(order, frame_of(X))
-    assert group.hear(Broken) == [Broken("step: expected 1, got 2")] * 2
+    assert group.hear(ProcessFailed) == [ProcessFailed("step: expected 1, got 2")] * 2
     assert group.stop() == [exits.MODEL_CORRUPTED] * 2
 
 
@@ -207,13 +207,13 @@ def test_a_signal_of_a_library_ends_it_and_the_kernel_tells_of_it(group: Group) 
 def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> None:
     group.start(0, table=str(tmp_path / "none.json"))
     group.daemon.hear("r0", Hello)
-    group.daemon.tell("r0", Enter())
-    broken, _ = group.daemon.hear("r0", Broken)
+    group.daemon.tell("r0", JoinGroup())
+    broken, _ = group.daemon.hear("r0", ProcessFailed)
     assert "none.json" in broken.reason
     assert group.daemon.stop("r0") == exits.CANNOT_BUILD
     (tmp_path / "junk.mindir").write_bytes(b"junk")
     group.start(1, model=tmp_path / "junk.mindir")
-    broken, _ = group.daemon.hear("r1", Broken)
+    broken, _ = group.daemon.hear("r1", ProcessFailed)
     assert broken.reason == f"{tmp_path}/junk.mindir: expected a MindIR; this is something else, or only a part of one"
     assert group.daemon.stop("r1") == exits.CANNOT_BUILD
 
@@ -222,7 +222,7 @@ def test_a_port_that_another_process_has_may_come_free(group: Group) -> None:
     group.enter()
     group.start(0, name="late")
     group.daemon.hear("late", Hello)
-    group.daemon.tell("late", Enter())
-    broken, _ = group.daemon.hear("late", Broken)
+    group.daemon.tell("late", JoinGroup())
+    broken, _ = group.daemon.hear("late", ProcessFailed)
     assert broken.is_out_of_memory
     assert "EI0019" in broken.reason

@@ -16,42 +16,42 @@ from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     Attach,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     Failed,
     Hello,
-    Map,
+    MapRegion,
     Ping,
     Pong,
     Predict,
     Result,
-    Settle,
-    Skip,
+    TrimStore,
+    CancelPredict,
     Stop,
-    Together,
+    BeginBatch,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory, Rows
-from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory, RowSupport
+from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd.protocol.tensors import frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
 from weightd.shared import memfd
-from weightd.shared.meeting import Meeting
+from weightd.shared.meeting import RendezvousInfo
 from weightd.worker import exits
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import BuildError, NoRoom, Spoilt
-from weightd.worker.engines.ranks import Refused
+from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory, ModelCorrupted
+from weightd.worker.engines.ranks import RankRejected
 from weightd.worker.ranks import session
-from weightd.worker.ranks.session import Given, RankSession
+from weightd.worker.ranks.session import RankInputs, RankSession
 
 M = TypeVar("M")
 
 SHA256 = "ab" * 32
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
 FIXED = ModelSignature((TensorSignature("x", "FP32", (2, 3)),), (TensorSignature("y", "FP32", (2, 3)),))
-ENTER, WARM, STOP = encode(Enter()), encode(Warm()), encode(Stop())
+ENTER, WARM, STOP = encode(JoinGroup()), encode(RunSelfTest()), encode(Stop())
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 CASES: SelfTestCases = ({"x": (2, 3)},)
 CARD = DeviceMemory(100, 40)
@@ -72,7 +72,7 @@ def predict(number: int, step: int, rows: int = 1, *, regions: Optional[MappedRe
 
 
 def together(*orders: List[Any]) -> List[Any]:
-    return [encode(Together(len(orders))), *orders]
+    return [encode(BeginBatch(len(orders))), *orders]
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def play(npz: Write) -> Play:
         cores: str = "",
     ) -> Tuple[int, Script]:
         script: Any = Script(*orders)
-        given = Given("/m/rank1", SIGNATURE, {}, canary or npz(), tolerance)
-        status = RankSession(script, engine, Meeting(rank, 2, 120, 68, reply, cores=cores), given).run(SHA256)
+        given = RankInputs("/m/rank1", SIGNATURE, {}, canary or npz(), tolerance)
+        status = RankSession(script, engine, RendezvousInfo(rank, 2, 120, 68, reply, cores=cores), given).run(SHA256)
         assert not script.orders, "it ended before its last order"
         return status, script
 
@@ -134,7 +134,7 @@ def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> N
     status, script = play(fake(), STOP)
     assert status == exits.OK
     hello = only(Hello, script)
-    assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), SHA256, Slice(1, *SIGNATURE))
+    assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), SHA256, RankSlice(1, *SIGNATURE))
     assert hello.versions["weightd"] == VERSION
     assert sorted(hello.versions) == ["fake", "numpy", "python", "weightd"]
 
@@ -145,8 +145,8 @@ def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: 
     assert status == exits.OK
     assert engine.done == ["enter", "load /m/rank1 {}", "predict", "leave"]
     assert np.array_equal(engine.received_inputs[0]["x"], X)
-    assert only(Entered, script) == Entered(*SIGNATURE, CARD)
-    assert only(Warmed, script) == Warmed(canary.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
+    assert only(JoinedGroup, script) == JoinedGroup(*SIGNATURE, CARD)
+    assert only(SelfTestDone, script) == SelfTestDone(canary.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatc
 
 def test_a_rank_that_does_not_answer_compares_nothing(play: Play) -> None:
     _, script = play(fake(lambda _: {"half": X}), ENTER, WARM, STOP, rank=0)
-    assert only(Warmed, script) == Warmed("", CASES, None, CARD)
+    assert only(SelfTestDone, script) == SelfTestDone("", CASES, None, CARD)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -184,13 +184,13 @@ def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: 
         half = len(inputs["x"]) // 2
         return {"y": inputs["x"][rank * half : (rank + 1) * half] * 2}
 
-    _, script = play(fake(mine), ENTER, encode(Warm(8)), STOP, rank=rank, reply=None)
-    warmed = only(Warmed, script)
+    _, script = play(fake(mine), ENTER, encode(RunSelfTest(8)), STOP, rank=rank, reply=None)
+    warmed = only(SelfTestDone, script)
     assert warmed.selftest_digest == canary.from_answers(CASES, [mine({"x": X})]).digest
     note = "each rank answers with rows of its own: requests are neither put together nor cut"
-    assert warmed.row_support == Rows(("x",), (), is_equal=False, note=note)
+    assert warmed.row_support == RowSupport(("x",), (), is_equal=False, note=note)
     _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
-    assert only(Broken, script).reason.startswith("the canary's answer is not the known one: output y: ")
+    assert only(ProcessFailed, script).reason.startswith("the canary's answer is not the known one: output y: ")
 
 
 @pytest.mark.parametrize("shape", [(3, 3), ()])
@@ -198,7 +198,7 @@ def test_what_cannot_be_shared_equally_is_told(play: Play, npz: Write, shape: Tu
     path = npz(x=X, y=np.zeros(shape, np.float32))
     _, script = play(fake(), ENTER, WARM, STOP, reply=None, canary=path)
     expected = f"canary: {path}: y: expected equal shares of rows for 2 ranks, got {list(shape)}"
-    assert only(Broken, script).reason == expected
+    assert only(ProcessFailed, script).reason == expected
 
 
 NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
@@ -216,18 +216,18 @@ NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is fin
 def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
     status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
     assert status == exits.CANNOT_BUILD
-    assert only(Broken, script).reason == f"the canary's answer is not the known one: output y: {problem}"
+    assert only(ProcessFailed, script).reason == f"the canary's answer is not the known one: output y: {problem}"
     assert kinds(script) == ["Hello", "Entered", "Broken"]
 
 
 def test_an_answer_within_the_tolerance_is_right(play: Play) -> None:
     _, script = play(fake(sequence(X * 2 + np.float32(0.005))), ENTER, WARM, STOP, tolerance=0.001)
-    assert only(Warmed, script).selftest_digest
+    assert only(SelfTestDone, script).selftest_digest
 
 
 def test_an_answer_with_other_outputs_is_told(play: Play) -> None:
     _, script = play(fake(lambda _: {"z": X}), ENTER, WARM, STOP)
-    assert only(Broken, script).reason == "canary: expected outputs y, got z"
+    assert only(ProcessFailed, script).reason == "canary: expected outputs y, got z"
 
 
 def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
@@ -235,24 +235,24 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     status, script = play(fake(), ENTER, WARM, STOP, canary=path)
     assert status == exits.CANNOT_BUILD
     expected = f"canary: {path}: expected arrays x, y, the inputs and the right outputs, got x"
-    assert only(Broken, script).reason == expected
+    assert only(ProcessFailed, script).reason == expected
     same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
     _, script = play(fake(signature=same), ENTER, WARM, STOP, canary=path)
-    assert "x is an input and an output" in only(Broken, script).reason
+    assert "x is an input and an output" in only(ProcessFailed, script).reason
 
 
 @pytest.mark.parametrize(("step", "orders"), [("enter", [ENTER]), ("load", [ENTER]), ("predict", [ENTER, WARM])])
 @pytest.mark.parametrize(
     ("error", "told", "expected"),
     [
-        (BuildError("the others have not come"), Broken("the others have not come"), exits.CANNOT_BUILD),
-        (NoRoom("the card is full"), Broken("the card is full", is_out_of_memory=True), exits.CANNOT_BUILD),
-        (Spoilt("Launch kernel failed"), Broken("Launch kernel failed"), exits.CANNOT_BUILD),
-        (MemoryError("x"), Broken("MemoryError: x", is_transient=True), exits.FAILED),
+        (BuildError("the others have not come"), ProcessFailed("the others have not come"), exits.CANNOT_BUILD),
+        (OutOfDeviceMemory("the card is full"), ProcessFailed("the card is full", is_out_of_memory=True), exits.CANNOT_BUILD),
+        (ModelCorrupted("Launch kernel failed"), ProcessFailed("Launch kernel failed"), exits.CANNOT_BUILD),
+        (MemoryError("x"), ProcessFailed("MemoryError: x", is_transient=True), exits.FAILED),
     ],
 )
 def test_what_fails_on_the_way_is_told(
-    play: Play, step: str, orders: List[Any], error: Exception, told: Broken, expected: int
+    play: Play, step: str, orders: List[Any], error: Exception, told: ProcessFailed, expected: int
 ) -> None:
     status, script = play(fake(fails={step: error}), *orders, STOP)
     assert (status, script.sent[-1]) == (expected, told)
@@ -260,16 +260,16 @@ def test_what_fails_on_the_way_is_told(
 
 def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
     engine = fake()
-    status, script = play(engine, ENTER, WARM, encode(Ping(run_selftest=True)), encode(Settle()), STOP)
+    status, script = play(engine, ENTER, WARM, encode(Ping(run_selftest=True)), encode(TrimStore()), STOP)
     assert (status, only(Pong, script)) == (exits.OK, Pong())
     assert engine.done.count("predict") == 1
 
 
 def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
     _, script = play(fake(), encode(Attach("", ())), STOP)
-    assert only(Broken, script).reason == "type: expected what a rank is told, got attach"
+    assert only(ProcessFailed, script).reason == "type: expected what a rank is told, got attach"
     with pytest.raises(RemoteProtocolError, match="expected no skip: what one rank runs, all run"):
-        play(fake(), encode(Skip(1)))
+        play(fake(), encode(CancelPredict(1)))
 
 
 # --- rows -----------------------------------------------------------------------------------------------------
@@ -277,20 +277,20 @@ def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
 
 def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play: Play) -> None:
     engine = fake()
-    _, script = play(engine, ENTER, encode(Warm(8)), STOP)
+    _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP)
     assert np.array_equal(engine.received_inputs[1]["x"], np.concatenate([X, X]))
     note = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
-    assert only(Warmed, script).row_support == Rows(("x",), ("y",), is_equal=False, note=note)
+    assert only(SelfTestDone, script).row_support == RowSupport(("x",), ("y",), is_equal=False, note=note)
 
 
 def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
-    _, script = play(engine, ENTER, encode(Warm(8)), STOP, rank=0)
+    _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP, rank=0)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
-    assert only(Warmed, script).row_support is None
+    assert only(SelfTestDone, script).row_support is None
     # Also one whose answer is wrong: the others would wait for it.
     engine = fake(lambda inputs: {"y": inputs["x"]})
-    _, script = play(engine, ENTER, encode(Warm(8)), STOP)
+    _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
     assert kinds(script)[-1] == "Broken"
 
@@ -300,7 +300,7 @@ def test_where_only_some_numbers_of_rows_are_taken_it_is_the_first_other_one(
     play: Play, sizes: Tuple[int, ...], rows: int
 ) -> None:
     engine = fake()
-    play(engine, ENTER, encode(Warm(8, sizes)), STOP)
+    play(engine, ENTER, encode(RunSelfTest(8, sizes)), STOP)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, rows]
 
 
@@ -313,7 +313,7 @@ TOO_MANY = "the model does not run on another number of rows than the canary has
         ([X * 2], FIXED, (), (), "input x has no rows"),
         ([X * 2], SIGNATURE, (2,), ("x",), "the model takes 2 rows only"),
         ([X * 2, X], SIGNATURE, (), ("x",), "output y has shape [2, 3] for 4 rows"),
-        ([X * 2, Refused("too many")], SIGNATURE, (), ("x",), TOO_MANY),
+        ([X * 2, RankRejected("too many")], SIGNATURE, (), ("x",), TOO_MANY),
     ],
 )
 def test_why_there_are_no_rows_is_told(
@@ -324,8 +324,8 @@ def test_why_there_are_no_rows_is_told(
     inputs: Tuple[str, ...],
     note: str,
 ) -> None:
-    _, script = play(fake(sequence(*answers), signature), ENTER, encode(Warm(8, sizes)), STOP)
-    assert only(Warmed, script).row_support == Rows(inputs, (), is_equal=False, note=note)
+    _, script = play(fake(sequence(*answers), signature), ENTER, encode(RunSelfTest(8, sizes)), STOP)
+    assert only(SelfTestDone, script).row_support == RowSupport(inputs, (), is_equal=False, note=note)
 
 
 # --- in step --------------------------------------------------------------------------------------------------
@@ -362,13 +362,13 @@ def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: Li
     engine = fake()
     status, script = play(engine, ENTER, WARM, *orders, predict(9, 9), STOP, rank=rank)
     assert status == exits.MODEL_CORRUPTED
-    assert script.sent[-1] == Broken(cause)
+    assert script.sent[-1] == ProcessFailed(cause)
     assert engine.done.count("predict") == 1 + (len(orders) > 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: int) -> None:
-    engine = fake(sequence(X * 2, Refused("no elements"), X))
+    engine = fake(sequence(X * 2, RankRejected("no elements"), X))
     status, script = play(engine, ENTER, WARM, predict(1, 1), predict(2, 2), STOP, rank=rank)
     assert status == exits.OK
     assert script.sent[3] == Failed(1, "INVALID_ARGUMENT", "no elements", is_exiting=False)
@@ -377,7 +377,7 @@ def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: i
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("error", "told"), [(Spoilt("EI0002"), "EI0002"), (RuntimeError("who knows"), "RuntimeError: who knows")]
+    ("error", "told"), [(ModelCorrupted("EI0002"), "EI0002"), (RuntimeError("who knows"), "RuntimeError: who knows")]
 )
 def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, rank: int) -> None:
     for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
@@ -400,7 +400,7 @@ def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> None:
     job = together(predict(4, 1), predict(5, 2))
-    engine = fake(sequence(X * 2, Refused("no"), X))
+    engine = fake(sequence(X * 2, RankRejected("no"), X))
     status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
     assert (status, engine.done.count("predict")) == (exits.OK, 3)
     refused = [Failed(number, "INVALID_ARGUMENT", "no", is_exiting=False) for number in (4, 5)]
@@ -430,7 +430,7 @@ def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_
     outputs = (MappedOutput(0, 1, 1024, 12),) if rank else ()
     regions = MappedRegions((MappedInput(0, 1, 0),), outputs)
     engine = fake()
-    _, script = play(engine, ENTER, WARM, encode(Map(1)), predict(1, 1, regions=regions), STOP, rank=rank)
+    _, script = play(engine, ENTER, WARM, encode(MapRegion(1)), predict(1, 1, regions=regions), STOP, rank=rank)
     assert engine.received_inputs[1]["x"].tolist() == [[21, 21, 21]]
     written = np.frombuffer(os.pread(descriptor, 12, 1024), np.float32)
     assert written.tolist() == [42 * rank] * 3
@@ -444,7 +444,7 @@ def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_
 def test_another_daemon_is_told_the_last_step_that_was_run_and_goes_on_from_there(play: Play) -> None:
     status, script = play(fake(), ENTER, WARM, None, predict(1, 1), predict(2, 2), None, predict(1, 3), STOP)
     assert status == exits.OK
-    assert [each for each in script.sent if isinstance(each, Back)] == [Back(0), Back(2)]
+    assert [each for each in script.sent if isinstance(each, Reconnected)] == [Reconnected(0), Reconnected(2)]
     assert kinds(script)[-1] == "Result"
 
 
@@ -453,10 +453,10 @@ def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play
     engine = fake()
     status, script = play(engine, ENTER, WARM, *begun, None, predict(1, 1), STOP)
     assert (status, engine.done.count("predict")) == (exits.OK, 2)
-    assert only(Back, script) == Back(0)
+    assert only(Reconnected, script) == Reconnected(0)
 
 
 def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None:
-    status, script = play(fake(sequence(X * 2, Spoilt("x"))), ENTER, WARM, predict(1, 1), None)
+    status, script = play(fake(sequence(X * 2, ModelCorrupted("x"))), ENTER, WARM, predict(1, 1), None)
     assert status == exits.MODEL_CORRUPTED
     assert kinds(script)[3:] == ["Failed"]

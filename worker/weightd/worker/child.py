@@ -16,11 +16,11 @@ import zmq
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.messages.children import Broken
+from weightd.protocol.messages.children import ProcessFailed
 from weightd.shared.coredump import disable_core_dumps
 from weightd.shared.cores import parse_cpulist
-from weightd.shared.meeting import Meeting
-from weightd.shared.members import Members, joint_digest
+from weightd.shared.meeting import RendezvousInfo
+from weightd.shared.members import GroupMembers, joint_digest
 from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import raise_score
 from weightd.shared.parent import die_with_parent
@@ -29,20 +29,20 @@ from weightd.shared.transient import is_transient
 from weightd.worker import arguments as words_of
 from weightd.worker import exits, pagesharing
 from weightd.worker.concurrent import ConcurrentSession
-from weightd.worker.connection import Connection
+from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines import ENGINES, RANK_ENGINES
-from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.engine import Engine, BuildSettings
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore import read_signature
 from weightd.worker.engines.mindspore_lite.group import ModelGroup
-from weightd.worker.engines.ranks import Meeting as RankMeeting
-from weightd.worker.forking.beginning import Beginning
-from weightd.worker.forking.forker import Forker, Made
-from weightd.worker.lane import LaneConnection
-from weightd.worker.members import MembersSession
+from weightd.worker.engines.ranks import RankRendezvous as RankMeeting
+from weightd.worker.forking.beginning import ProcessState
+from weightd.worker.forking.forker import Forker, InheritedModel
+from weightd.worker.lane import ChannelConnection
+from weightd.worker.members import MultiModelSession
 from weightd.worker.ranks import broker
-from weightd.worker.ranks.session import Given, RankSession
-from weightd.worker.session import Files, Heirs, Origin, Session
+from weightd.worker.ranks.session import RankInputs, RankSession
+from weightd.worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
 
 _log = logging.getLogger("weightd.worker")
 
@@ -50,7 +50,7 @@ _log = logging.getLogger("weightd.worker")
 _LINGER_MS = 2000
 
 
-def prepare_process() -> Beginning:
+def prepare_process() -> ProcessState:
     """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
     # As the daemon does: the interpreter may be a script that has raised the limit.
     disable_core_dumps()
@@ -58,10 +58,10 @@ def prepare_process() -> Beginning:
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     pagesharing.prepare()
-    return Beginning()
+    return ProcessState()
 
 
-def attach_to_parent(role: str, parent_pid: int, process_state: Beginning) -> None:
+def attach_to_parent(role: str, parent_pid: int, process_state: ProcessState) -> None:
     """Make this process one of the daemon's children, whether it was started or forked.
 
     Raises:
@@ -72,7 +72,7 @@ def attach_to_parent(role: str, parent_pid: int, process_state: Beginning) -> No
 
 
 def run(
-    arguments: argparse.Namespace, process_state: Beginning, origin: str = "spawned", inherited_model: Optional[Made] = None
+    arguments: argparse.Namespace, process_state: ProcessState, origin: str = "spawned", inherited_model: Optional[InheritedModel] = None
 ) -> int:
     """Live until the daemon stops it; return the exit status.
 
@@ -86,14 +86,14 @@ def run(
     if arguments.cores:
         _set_cpu_affinity(arguments.cores)
     if arguments.template or origin != "spawned":
-        return _run_session(LaneConnection(arguments.address), arguments, process_state, origin, inherited_model)
+        return _run_session(ChannelConnection(arguments.address), arguments, process_state, origin, inherited_model)
     context = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        return _run_session(Connection(socket, arguments.address), arguments, process_state, origin, inherited_model)
+        return _run_session(WorkerConnection(socket, arguments.address), arguments, process_state, origin, inherited_model)
     finally:
         context.destroy(linger=_LINGER_MS)
 
@@ -112,7 +112,7 @@ def _set_cpu_affinity(cores: str) -> None:
 
 
 def make_child_main(
-    parent_pid: int, process_state: Beginning, title: Title, argv: Sequence[str], inherited_model: Optional[Made]
+    parent_pid: int, process_state: ProcessState, title: Title, argv: Sequence[str], inherited_model: Optional[InheritedModel]
 ) -> Callable[[], int]:
     """Return the life of a process that is forked; `words` are its arguments, but for its parent.
 
@@ -132,17 +132,17 @@ def make_child_main(
     return child_main
 
 
-def make_forker(parent_pid: int, process_state: Beginning) -> Forker:
+def make_forker(parent_pid: int, process_state: ProcessState) -> Forker:
     """Return what makes processes of this one, as children of its parent."""
     return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, Title()))
 
 
 def _run_session(
-    connection: Union[Connection, LaneConnection],
+    connection: Union[WorkerConnection, ChannelConnection],
     arguments: argparse.Namespace,
-    process_state: Beginning,
+    process_state: ProcessState,
     origin: str,
-    inherited_model: Optional[Made],
+    inherited_model: Optional[InheritedModel],
 ) -> int:
     if arguments.ranks:
         return _run_rank_or_broker(connection, arguments)
@@ -160,21 +160,21 @@ def _run_session(
     except ModelFileError as error:
         return _report_failure(connection, error, exits.CANNOT_BUILD)
     is_template = arguments.template and arguments.sharing == "on"
-    session = (Session if engine.concurrency == 1 else ConcurrentSession)(
+    session = (WorkerSession if engine.concurrency == 1 else ConcurrentSession)(
         connection,
         engine,
-        Files(arguments.model, arguments.store, arguments.weights, arguments.sample),
+        ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.sample),
         arguments.tolerance,
-        origin=Origin(origin, clip(arguments.origin_note), inherited_model),
-        heirs=Heirs(arguments.users, make_forker(arguments.parent, process_state) if is_template else None),
+        origin=SpawnInfo(origin, clip(arguments.origin_note), inherited_model),
+        heirs=ForkTargets(arguments.users, make_forker(arguments.parent, process_state) if is_template else None),
     )
     return session.run(sha256)
 
 
-def _run_rank_or_broker(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
+def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
     """Be one of the processes of a unit."""
     try:
-        rendezvous = Meeting.from_json(arguments.ranks)
+        rendezvous = RendezvousInfo.from_json(arguments.ranks)
         engine_type = RANK_ENGINES[arguments.engine]
         _enter_work_dir(arguments)
         if arguments.role == "broker":
@@ -188,16 +188,16 @@ def _run_rank_or_broker(connection: Union[Connection, LaneConnection], arguments
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
-    rank_inputs = Given(
+    rank_inputs = RankInputs(
         arguments.model, file_signature, words_of.parse_options(arguments.options), arguments.sample, tolerance=arguments.tolerance
     )
     return RankSession(connection, engine, rendezvous, rank_inputs).run(sha256)
 
 
-def _run_model_group(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
+def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
     """Be the process of several models."""
     try:
-        members = Members.from_json(arguments.members)
+        members = GroupMembers.from_json(arguments.members)
         group = ModelGroup(
             arguments.device, members.sharing, [(each.model, words_of.parse_options(each.options)) for each in members.models]
         )
@@ -207,7 +207,7 @@ def _run_model_group(connection: Union[Connection, LaneConnection], arguments: a
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
-    return MembersSession(connection, group, members.models).run(joint_digest(digests))
+    return MultiModelSession(connection, group, members.models).run(joint_digest(digests))
 
 
 def _enter_work_dir(arguments: argparse.Namespace) -> None:
@@ -217,7 +217,7 @@ def _enter_work_dir(arguments: argparse.Namespace) -> None:
     os.chdir(str(directory))
 
 
-def _to_rank_rendezvous(rendezvous: Meeting, arguments: argparse.Namespace) -> RankMeeting:
+def _to_rank_rendezvous(rendezvous: RendezvousInfo, arguments: argparse.Namespace) -> RankMeeting:
     return RankMeeting(
         rendezvous.rank,
         rendezvous.size,
@@ -237,10 +237,10 @@ def _make_engine(arguments: argparse.Namespace) -> Engine:
     if arguments.engine not in ENGINES:
         raise BuildError(f"engine: {arguments.engine} runs ranks only")
     options, sharing = words_of.parse_options(arguments.options), arguments.sharing == "on"
-    return ENGINES[arguments.engine](Settings(arguments.threads, arguments.device, sharing, options))
+    return ENGINES[arguments.engine](BuildSettings(arguments.threads, arguments.device, sharing, options))
 
 
-def _report_failure(connection: Union[Connection, LaneConnection], error: Exception, status: int, prefix: str = "") -> int:
-    connection.send(encode(Broken(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
+def _report_failure(connection: Union[WorkerConnection, ChannelConnection], error: Exception, status: int, prefix: str = "") -> int:
+    connection.send(encode(ProcessFailed(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
     connection.receive()  # whatever it is: the daemon has read the cause
     return status

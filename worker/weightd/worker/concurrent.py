@@ -14,28 +14,28 @@ import functools
 import time
 from typing import Any, List, Union, cast
 
-from weightd.protocol.messages.children import Back, Failed, Predict, Stop, Together, Unmap
+from weightd.protocol.messages.children import Reconnected, Failed, Predict, Stop, BeginBatch, UnmapRegion
 from weightd.worker import exits
-from weightd.worker.connection import Connection
-from weightd.worker.crew import Crew, Unlocked
+from weightd.worker.connection import WorkerConnection
+from weightd.worker.crew import PredictThreads, UnlockedEngine
 from weightd.worker.engines.engine import Engine
 from weightd.worker.inbox import Entry, Inbox
-from weightd.worker.lane import LaneConnection
+from weightd.worker.lane import ChannelConnection
 from weightd.worker.predictor import Predictor, Reply
-from weightd.worker.session import Files, Session
+from weightd.worker.session import ChildFiles, WorkerSession
 
 _STOP: Entry = (Stop(), ())
 
 
-class ConcurrentSession(Session):
+class ConcurrentSession(WorkerSession):
     """Serves one engine over one connection: as many predicts at once as the engine runs. The same arguments."""
 
     def __init__(
-        self, connection: Union[Connection, LaneConnection], engine: Engine, files: Files, *more: Any, **settings: Any
+        self, connection: Union[WorkerConnection, ChannelConnection], engine: Engine, files: ChildFiles, *more: Any, **settings: Any
     ) -> None:
         super().__init__(connection, engine, files, *more, **settings)
-        self._threads = Crew(engine.concurrency)
-        self._predictor = Predictor(cast(Engine, Unlocked(engine, self._threads)), self._threads.report)
+        self._threads = PredictThreads(engine.concurrency)
+        self._predictor = Predictor(cast(Engine, UnlockedEngine(engine, self._threads)), self._threads.report)
         # What was fatal, of which the last one is told last.
         self._fatal_failures: List[Failed] = []
         self._is_failure_undelivered = False
@@ -73,7 +73,7 @@ class ConcurrentSession(Session):
                 order, tensors = self._inbox.take()
                 if isinstance(order, Predict):
                     self._threads.submit(functools.partial(self._predictor.predict, order, tensors))
-                elif isinstance(order, Together):
+                elif isinstance(order, BeginBatch):
                     self._threads.submit(functools.partial(self._predictor.predict_batch, tensors, order.rows, order.parties))
                 else:
                     return order, tensors
@@ -94,7 +94,7 @@ class ConcurrentSession(Session):
         """Whether it is the turn of the first in the inbox."""
         if not self._inbox:
             return False
-        if isinstance(self._inbox.first, (Predict, Together)) and not self._engine.has_unshared_weights:
+        if isinstance(self._inbox.first, (Predict, BeginBatch)) and not self._engine.has_unshared_weights:
             return self._threads.has_free_thread
         return self._threads.is_idle
 
@@ -132,7 +132,7 @@ class ConcurrentSession(Session):
         pending, self._inbox = self._inbox, Inbox()
         while pending:
             order, _ = pending.take()
-            if not isinstance(order, (Predict, Together, Unmap)):
+            if not isinstance(order, (Predict, BeginBatch, UnmapRegion)):
                 self._inbox.put(order)
         self._predictor.regions.clear()
-        self._send(Back())
+        self._send(Reconnected())

@@ -19,7 +19,7 @@ _RECONNECT_INTERVAL_MS = int(1000 * lanes.RECONNECT_INTERVAL_S)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
-class Connection:
+class WorkerConnection:
     """Two ways to one daemon: a ZeroMQ socket for the life of this process, and a lane for requests and answers.
 
     The lane is connected anew whenever the socket is, so that nothing of an earlier daemon's reaches the next one. A

@@ -16,7 +16,7 @@ from weightd.worker.predictor import Reply
 _READ_BYTES = 4096
 
 
-class Crew:
+class PredictThreads:
     """Runs as many predicts at once as it has members; what they tell is heard in the thread that has begun them.
 
     One of them at a time does anything else but compute (`Unlocked`): what they share needs no care.
@@ -117,10 +117,10 @@ class Crew:
             os.write(self._wake_fd, b"\0")
 
 
-class Unlocked:
+class UnlockedEngine:
     """An engine, which the members of a crew have compute while others go on."""
 
-    def __init__(self, engine: Engine, threads: Crew) -> None:
+    def __init__(self, engine: Engine, threads: PredictThreads) -> None:
         self._engine = engine
         self._threads = threads
 

@@ -32,7 +32,7 @@ from weightd.worker import arguments as words_of
 from weightd.worker import child, exits
 from weightd.worker import lane as lanes
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Settings
+from weightd.worker.engines.engine import BuildSettings
 from weightd.worker.forking.forker import Forker
 
 _log = logging.getLogger("weightd.worker")
@@ -49,7 +49,7 @@ def main() -> int:
     forker = child.make_forker(arguments.parent, process_state)
     try:
         # It is not needed, but what it imports is.
-        ENGINES[arguments.engine](Settings(1, "cpu"))
+        ENGINES[arguments.engine](BuildSettings(1, "cpu"))
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
         return exits.NO_ENGINE

@@ -23,7 +23,7 @@ MAX_RETAINED_BYTES = 64 * 1024 * 1024
 _RELEASE_INTERVAL_S = 60.0
 
 
-class Heap:
+class MallocTuner:
     """The freed memory of this process, of which nothing is kept before `keep`.
 
     Args:

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import ChildOrder, Predict, Together, Unmap
+from weightd.protocol.messages.children import ChildOrder, Predict, BeginBatch, UnmapRegion
 
 Entry = Tuple[ChildOrder, Sequence[Any]]
 """An order, and what belongs to it: the tensors of a predict, or the predicts, each with its own, that are together."""
@@ -19,7 +19,7 @@ class Inbox:
     def __init__(self) -> None:
         self._entries: Deque[Entry] = collections.deque()
         # Predicts that are together, of which so many are still to come; and what has come behind the first of them.
-        self._open_batch: Optional[Together] = None
+        self._open_batch: Optional[BeginBatch] = None
         self._items: List[Any] = []
         self._missing_count = 0
         self._deferred: List[Entry] = []
@@ -35,7 +35,7 @@ class Inbox:
         """
         if self._open_batch is not None:
             self._put_in_open_batch(self._open_batch, order, tensors)
-        elif isinstance(order, Together):
+        elif isinstance(order, BeginBatch):
             if len(order.parties) not in (0, order.items):
                 raise RemoteProtocolError(f"parties: expected {order.items}, or none, got {len(order.parties)}")
             self._open_batch, self._missing_count = order, order.items
@@ -69,7 +69,7 @@ class Inbox:
                 if order.request == request:
                     self._entries.remove(entry)
                     return True
-            elif isinstance(order, Together):
+            elif isinstance(order, BeginBatch):
                 left = _cancel_item(order, tensors, request)
                 if left is not None:
                     if tensors:
@@ -87,30 +87,30 @@ class Inbox:
         """A region is not to be taken away any more, if it was: no predict in between names it."""
         for entries in (self._entries, self._deferred):
             for entry in entries:
-                if isinstance(entry[0], Unmap) and entry[0].region == region:
+                if isinstance(entry[0], UnmapRegion) and entry[0].region == region:
                     entries.remove(entry)
                     return
 
-    def _put_in_open_batch(self, batch: Together, order: ChildOrder, tensors: Sequence[Any]) -> None:
+    def _put_in_open_batch(self, batch: BeginBatch, order: ChildOrder, tensors: Sequence[Any]) -> None:
         if isinstance(order, Predict):
             self._items.append((order, tensors))
             self._missing_count -= 1
             if not self._missing_count:
                 self._close_batch(batch)
-        elif isinstance(order, Together):
+        elif isinstance(order, BeginBatch):
             raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got together")
         else:
             # A region that is taken away may be one that those before name; other orders come another way.
             self._deferred.append((order, tensors))
 
-    def _close_batch(self, batch: Together) -> None:
+    def _close_batch(self, batch: BeginBatch) -> None:
         if self._items:
             self._entries.append((batch, self._items))
         self._entries.extend(self._deferred)
         self._open_batch, self._items, self._missing_count, self._deferred = None, [], 0, []
 
 
-def _cancel_item(order: Together, items: Any, request: int) -> Optional[Together]:
+def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginBatch]:
     """Take a predict out of those that are together; return the order without it, None if it is not there."""
     for index, part in enumerate(items):
         if part[0].request == request:

@@ -14,7 +14,7 @@ from typing import Any, List, Optional, Sequence
 
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, Incoming
+from weightd.protocol.framing import LARGE_BYTES, FrameReader
 from weightd.shared import paths
 from weightd.shared.stream import Stream, enlarge_send_buffer
 
@@ -36,7 +36,7 @@ def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
         connection.close()
         return None
     enlarge_send_buffer(connection)
-    return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), accepts_descriptors=takes_descriptors)
+    return Stream(connection, FrameReader(limits.MAX_CHILD_HEADER_BYTES), accepts_descriptors=takes_descriptors)
 
 
 def send(channel: Stream, *messages: Frames) -> bool:
@@ -81,7 +81,7 @@ def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
     return bool(readable.poll(None if timeout_s < 0 else 1000 * timeout_s))
 
 
-class LaneConnection:
+class ChannelConnection:
     """What a `Connection` is, over a lane alone: to the daemon that is there, and then to the one that follows it.
 
     Args:

@@ -18,27 +18,27 @@ from weightd.protocol.codec import Decoder, clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     Built,
     Hello,
-    Map,
+    MapRegion,
     ChildOrder,
     Predict,
-    Skip,
-    Skipped,
+    CancelPredict,
+    PredictCancelled,
     Stop,
-    Together,
-    Unmap,
+    BeginBatch,
+    UnmapRegion,
 )
 from weightd.protocol.version import VERSION
 from weightd.shared.transient import is_transient, mentions_transient
 from weightd.worker import exits, nativelog
-from weightd.worker.connection import Connection
+from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines.engine import ModelSignature
-from weightd.worker.engines.errors import BuildError, NoRoom
+from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory
 from weightd.worker.inbox import Entry, Inbox
-from weightd.worker.lane import LaneConnection
+from weightd.worker.lane import ChannelConnection
 from weightd.worker.predictor import Predictor, Reply
 
 _PYTHON = platform.python_version()
@@ -68,7 +68,7 @@ def check_signature(signature: ModelSignature) -> None:
     encode(Built("", signature.inputs, signature.outputs, (), "", 0))
 
 
-class Life(abc.ABC):
+class SessionBase(abc.ABC):
     """Obeys over one connection.
 
     Args:
@@ -78,7 +78,7 @@ class Life(abc.ABC):
     _predictor: Predictor
     """Runs requests; set by the subclass."""
 
-    def __init__(self, connection: Union[Connection, LaneConnection]) -> None:
+    def __init__(self, connection: Union[WorkerConnection, ChannelConnection]) -> None:
         self._connection = connection
         self._status = exits.OK
         self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
@@ -97,7 +97,7 @@ class Life(abc.ABC):
             order, tensors = self._next_order()
             if isinstance(order, Predict):
                 self._status = self._predictor.predict(order, tensors)
-            elif isinstance(order, Together):
+            elif isinstance(order, BeginBatch):
                 self._status = self._predictor.predict_batch(tensors, order.rows, order.parties)
             elif isinstance(order, Stop):
                 return exits.OK
@@ -139,18 +139,18 @@ class Life(abc.ABC):
                 # This daemon may not have heard the bad news: that the process ends tells it.
                 return Stop(), ()
 
-    def _make_reconnected(self) -> Back:
+    def _make_reconnected(self) -> Reconnected:
         """What another daemon is told."""
-        return Back()
+        return Reconnected()
 
     def _on_messages(self, messages: Sequence[Sequence[Any]]) -> None:
         for frames in messages:
             order = self._decoder.decode(frames)
             if isinstance(order, Predict):
                 self._on_predict(order, frames[limits.MAX_HEADER_FRAMES :])
-            elif isinstance(order, Skip):
+            elif isinstance(order, CancelPredict):
                 self._on_cancel_predict(order)
-            elif isinstance(order, Map):
+            elif isinstance(order, MapRegion):
                 # No predict before it can mean another one: its number is new, or that of a region that is given again.
                 self._inbox.cancel_unmap(order.region)
                 self._predictor.regions.map(order.region, self._connection.take_descriptor())
@@ -160,9 +160,9 @@ class Life(abc.ABC):
     def _on_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
         self._inbox.put(order, tensors)
 
-    def _on_cancel_predict(self, order: Skip) -> None:
+    def _on_cancel_predict(self, order: CancelPredict) -> None:
         if self._inbox.cancel(order.request):
-            self._reply((Skipped(order.request), ()))
+            self._reply((PredictCancelled(order.request), ()))
 
     def _do_housekeeping(self) -> None:
         """Bound what libraries leave behind with each predict."""
@@ -174,13 +174,13 @@ class Life(abc.ABC):
         """Nothing has come for as long as `_patience_s` says."""
 
     def _execute_order(self, order: ChildOrder) -> int:
-        if isinstance(order, Unmap):
+        if isinstance(order, UnmapRegion):
             self._predictor.regions.unmap(order.region)
             return exits.OK
         try:
             self._handle_order(order)
         except WeightdError as error:
-            no_room, transient = isinstance(error, NoRoom), is_transient(error)
+            no_room, transient = isinstance(error, OutOfDeviceMemory), is_transient(error)
             return self._report_failure(str(error), exits.CANNOT_BUILD, is_out_of_memory=no_room, is_transient=transient)
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
             _log.exception("%s", type(order).__name__)
@@ -190,7 +190,7 @@ class Life(abc.ABC):
 
     def _report_failure(self, cause: str, status: int, *, is_out_of_memory: bool = False, is_transient: bool = False) -> int:
         _log.error("%s", cause)
-        self._send(Broken(clip(cause), is_out_of_memory, is_transient))
+        self._send(ProcessFailed(clip(cause), is_out_of_memory, is_transient))
         return status
 
     def _send(self, message: object) -> None:

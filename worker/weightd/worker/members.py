@@ -6,21 +6,21 @@ import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Back, Hello, ChildOrder, Ping, Pong, Predict, Settle
+from weightd.protocol.messages.children import Reconnected, Hello, ChildOrder, Ping, Pong, Predict, TrimStore
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
-from weightd.protocol.messages.ranks import Enter, Entered, Member, Proof, Warm, Warmed
+from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankMember, SelfTestResult, RunSelfTest, SelfTestDone
 from weightd.shared import members as told
 from weightd.worker.canary import canary, sample
 from weightd.worker.canary import proof as proofs
-from weightd.worker.connection import Connection
+from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.group import ModelGroup
 from weightd.worker.engines.sharing import NotShared
-from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, check_signature, all_versions
+from weightd.worker.lane import ChannelConnection
+from weightd.worker.life import SessionBase, check_signature, all_versions
 from weightd.worker.predictor import PredictItem, Predictor
-from weightd.worker.regions import Regions
+from weightd.worker.regions import AttachedRegions
 
 
 class _SelfTestInputs(NamedTuple):
@@ -30,7 +30,7 @@ class _SelfTestInputs(NamedTuple):
     sample: Optional[Arrays]
 
 
-class MembersSession(Life):
+class MultiModelSession(SessionBase):
     """Serves the models of a group over one connection.
 
     Args:
@@ -40,7 +40,7 @@ class MembersSession(Life):
     """
 
     def __init__(
-        self, connection: Union[Connection, LaneConnection], group: ModelGroup, members: Sequence[told.Member]
+        self, connection: Union[WorkerConnection, ChannelConnection], group: ModelGroup, members: Sequence[told.GroupMember]
     ) -> None:
         super().__init__(connection)
         self._group = group
@@ -52,13 +52,13 @@ class MembersSession(Life):
         return Hello(str(os.getpid()), sha256, all_versions(self._group.engines[0].versions()), NotShared.traits)
 
     def _handle_order(self, order: ChildOrder) -> None:
-        if isinstance(order, Enter):
+        if isinstance(order, JoinGroup):
             self._join_group()
-        elif isinstance(order, Warm):
+        elif isinstance(order, RunSelfTest):
             self._run_selftests()
         elif isinstance(order, Ping):
             self._send(Pong())
-        elif not isinstance(order, Settle):
+        elif not isinstance(order, TrimStore):
             raise RemoteProtocolError(f"type: expected what a group is told, got {type(order).__name__.lower()}")
 
     def _join_group(self) -> None:
@@ -66,13 +66,13 @@ class MembersSession(Life):
         signatures = [each.signature for each in self._group.engines]
         for each in signatures:
             check_signature(each)
-        self._send(Entered((), (), self._group.engines[0].memory(), tuple(Member(*each) for each in signatures)))
+        self._send(JoinedGroup((), (), self._group.engines[0].memory(), tuple(RankMember(*each) for each in signatures)))
 
     def _run_selftests(self) -> None:
         """Run each canary before and after those of all others: what they share must change no answer."""
         selftest_inputs = [_selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)]
         first_runs = [_run_selftest(engine, each) for engine, each in zip(self._group.engines, selftest_inputs)]
-        results: List[Proof] = []
+        results: List[SelfTestResult] = []
         for number, (engine, question, before) in enumerate(zip(self._group.engines, selftest_inputs, first_runs)):
             tolerance = self._members[number].tolerance
             after = _run_selftest(engine, question)
@@ -80,12 +80,12 @@ class MembersSession(Life):
                 path = self._members[number].model
                 raise BuildError(f"{path}: the canary's answer changed when the other models of the group had run")
             predictor = self._predictors.predictors[number]
-            predictor.verifier = proofs.Proof(engine, before, question.sample, tolerance)
-            results.append(Proof(before.digest, question.cases))
-        self._send(Warmed("", (), None, self._group.engines[0].memory(), tuple(results)))
+            predictor.verifier = proofs.AnswerVerifier(engine, before, question.sample, tolerance)
+            results.append(SelfTestResult(before.digest, question.cases))
+        self._send(SelfTestDone("", (), None, self._group.engines[0].memory(), tuple(results)))
 
-    def _make_reconnected(self) -> Back:
-        return Back(self._predictors.step)
+    def _make_reconnected(self) -> Reconnected:
+        return Reconnected(self._predictors.step)
 
     def _on_idle(self) -> None:
         """Do nothing."""
@@ -101,7 +101,7 @@ class _ModelPredictors:
 
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         self.predictors = predictors
-        self.regions = Regions()
+        self.regions = AttachedRegions()
         self.step = 0
         for each in predictors:
             each.regions = self.regions
@@ -120,7 +120,7 @@ class _ModelPredictors:
         return self.predictors[members.pop()]
 
 
-def _selftest_inputs_of(engine: Engine, member: told.Member) -> _SelfTestInputs:
+def _selftest_inputs_of(engine: Engine, member: told.GroupMember) -> _SelfTestInputs:
     """What a model is asked: its sample, or what is made up where only one shape can be."""
     signature = engine.signature
     if member.sample:
@@ -132,5 +132,5 @@ def _selftest_inputs_of(engine: Engine, member: told.Member) -> _SelfTestInputs:
     return _SelfTestInputs(({each.name: each.shape or () for each in signature.inputs},), None)
 
 
-def _run_selftest(engine: Engine, selftest_inputs: _SelfTestInputs) -> canary.Canary:
+def _run_selftest(engine: Engine, selftest_inputs: _SelfTestInputs) -> canary.SelfTest:
     return canary.run(engine, selftest_inputs.cases, selftest_inputs.sample)

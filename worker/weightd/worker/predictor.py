@@ -10,20 +10,20 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
-from weightd.protocol.messages.children import Failed, Predict, Result, Unequal
+from weightd.protocol.messages.children import Failed, Predict, Result, BatchMismatch
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.findings import SelfTestCase
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
-from weightd.shared.rowtest.bits import NotTogether
-from weightd.shared.rowtest.rows import Special, rows_with_special_values
+from weightd.shared.rowtest.bits import NotBatchable
+from weightd.shared.rowtest.rows import SpecialFloats, rows_with_special_values
 from weightd.worker import exits
-from weightd.worker.batching.joint import Joint, Share
-from weightd.worker.batching.trials import RowsDiffer, Trials
-from weightd.worker.canary.proof import Proof
+from weightd.worker.batching.joint import MergedRequest, OutputSlice
+from weightd.worker.batching.trials import RowsDiffer, ShadowChecks
+from weightd.worker.canary.proof import AnswerVerifier
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import Doubtful, NotRun, Spoilt
-from weightd.worker.regions import Regions
+from weightd.worker.engines.errors import MaybeCorrupted, NotRun, ModelCorrupted
+from weightd.worker.regions import AttachedRegions
 
 _log = logging.getLogger("weightd.worker")
 
@@ -60,23 +60,23 @@ class Predictor:
     """
 
     def __init__(self, engine: Engine, reply: Callable[..., None]) -> None:
-        self.regions = Regions()
-        self.verifier: Optional[Proof] = None
+        self.regions = AttachedRegions()
+        self.verifier: Optional[AnswerVerifier] = None
         self._engine = engine
         self._reply = reply
         # The last answer that was sent as the engine gave it, and what it was an answer to.
         self._last_layout: Tuple[Any, ...] = ()
         self._last_description: Any = None
-        self._merged_requests: Dict[Tuple[int, ...], Joint] = {}
+        self._merged_requests: Dict[Tuple[int, ...], MergedRequest] = {}
         self._allowed_batch_sizes: Sequence[int] = ()
         # Whether requests that come together are run so, and by what it is tested that their answers are the same.
         self._is_batching = True
-        self._special_kinds: Sequence[Special] = ()
+        self._special_kinds: Sequence[SpecialFloats] = ()
         # How many requests with special values have come of each party.
         self._special_counts: collections.Counter[int] = collections.Counter()
         # Why requests of these parties are not run together with others.
         self._unbatchable_parties: Dict[int, str] = {}
-        self._shadow_checks: Optional[Trials] = None
+        self._shadow_checks: Optional[ShadowChecks] = None
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         """Run the model on what has come, and answer; return the status with which the process is to end, or OK."""
@@ -135,9 +135,9 @@ class Predictor:
             compared: each number of rows up to this one.
             special: kinds of floats: requests that have such values are run alone, if answers have to be the same.
         """
-        self._special_kinds = [Special(each) for each in special_kinds] if is_exact else []
+        self._special_kinds = [SpecialFloats(each) for each in special_kinds] if is_exact else []
         self._allowed_batch_sizes = sorted(allowed_batch_sizes)
-        self._shadow_checks = Trials(self._engine, max_rows, self._allowed_batch_sizes, case, compared_rows) if is_exact else None
+        self._shadow_checks = ShadowChecks(self._engine, max_rows, self._allowed_batch_sizes, case, compared_rows) if is_exact else None
 
     @property
     def is_shadow_check_due(self) -> bool:
@@ -153,7 +153,7 @@ class Predictor:
         if self._shadow_checks is not None:
             try:
                 self._shadow_checks.recheck()
-            except (NotTogether, InvalidArgument) as error:
+            except (NotBatchable, InvalidArgument) as error:
                 self._on_rows_differ(error)
 
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
@@ -177,19 +177,19 @@ class Predictor:
                     return self._predict_apart(alone_indices, items, parties)
             outputs, slices = self._run(merged, inputs, items, parties)
             return self._reply_slices(items, slices, outputs)
-        except NotTogether as error:
+        except NotBatchable as error:
             return self._on_not_batchable(items, error)
         except RequestError as error:
             return self._on_request_error(items, error)
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unexpected(items[0][0], error)
 
-    def _indices_to_run_alone(self, merged: Joint, inputs: Arrays, parties: Tuple[int, ...]) -> Sequence[int]:
+    def _indices_to_run_alone(self, merged: MergedRequest, inputs: Arrays, parties: Tuple[int, ...]) -> Sequence[int]:
         """Return the positions of requests that are run alone, because of whose they are or because of their values."""
         found = {index for index, each in enumerate(parties) if each in self._unbatchable_parties}
         # The daemon does not know of these parties yet, or is another one than that which does.
         for party in sorted({parties[index] for index in found}):
-            self._reply((Unequal(self._unbatchable_parties[party], (party,)), ()))
+            self._reply((BatchMismatch(self._unbatchable_parties[party], (party,)), ()))
         if self._special_kinds:
             names = [each.name for each in merged.specs]
             special = merged.items_with_rows(rows_with_special_values(inputs, names, self._special_kinds))
@@ -215,8 +215,8 @@ class Predictor:
         return self._predict_each([items[index] for index in alone_indices]) if status == exits.OK else status
 
     def _run(
-        self, merged: Joint, inputs: Arrays, items: Sequence[PredictItem], parties: Tuple[int, ...] = ()
-    ) -> Tuple[Arrays, Sequence[Share]]:
+        self, merged: MergedRequest, inputs: Arrays, items: Sequence[PredictItem], parties: Tuple[int, ...] = ()
+    ) -> Tuple[Arrays, Sequence[OutputSlice]]:
         outputs = self._engine.predict(inputs)
         form = (*outputs, *map(_layout_of, outputs.values()))
         if form != merged.output_layout:
@@ -227,7 +227,7 @@ class Predictor:
             self._shadow_checks.check(merged, inputs, outputs, parties)
         return outputs, slices
 
-    def _reply_slices(self, items: Sequence[PredictItem], slices: Sequence[Share], outputs: Arrays) -> int:
+    def _reply_slices(self, items: Sequence[PredictItem], slices: Sequence[OutputSlice], outputs: Arrays) -> int:
         """Give each request what it has of the answer."""
         all_bytes = [*map(frame_of, outputs.values())]
         results: List[Reply] = []
@@ -247,7 +247,7 @@ class Predictor:
         if self._is_batching:
             _log.warning("no requests are run together any more: %s", reason)
             self._is_batching = False
-            self._reply((Unequal(clip(reason)), ()))
+            self._reply((BatchMismatch(clip(reason)), ()))
 
     def _on_rows_differ(self, error: Exception) -> None:
         """Run no requests together any more of the parties whose rows differ, of nobody where these are not known."""
@@ -261,9 +261,9 @@ class Predictor:
             return  # that was run before it was known
         _log.warning("requests of %d parties are not run together with others any more: %s", len(new), note)
         self._unbatchable_parties = {**self._unbatchable_parties, **dict.fromkeys(new, note)}
-        self._reply((Unequal(note, tuple(new)), ()))
+        self._reply((BatchMismatch(note, tuple(new)), ()))
 
-    def _on_not_batchable(self, items: Sequence[PredictItem], error: NotTogether) -> int:
+    def _on_not_batchable(self, items: Sequence[PredictItem], error: NotBatchable) -> int:
         if len(items) == 1:
             return self._fail(items[0][0], InvalidArgument(str(error)), is_leaving=False)
         self._on_rows_differ(error)
@@ -283,19 +283,19 @@ class Predictor:
                 return status
         return exits.OK
 
-    def _merged_request(self, items: Sequence[PredictItem], rows: int) -> Joint:
+    def _merged_request(self, items: Sequence[PredictItem], rows: int) -> MergedRequest:
         # The same description is the same object, for as long as something has it.
         key = (rows, *[id(order.description) for order, _ in items])
         merged = self._merged_requests.get(key)
         if merged is None:
-            merged = Joint([order.description for order, _ in items], rows, self._allowed_batch_sizes)
+            merged = MergedRequest([order.description for order, _ in items], rows, self._allowed_batch_sizes)
             if len(items) <= _MAX_MERGED_ITEMS:
                 if len(self._merged_requests) == _MAX_MERGED_REQUESTS:
                     self._merged_requests.pop(next(iter(self._merged_requests)))
                 self._merged_requests[key] = merged
         return merged
 
-    def _learn_outputs(self, merged: Joint, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
+    def _learn_outputs(self, merged: MergedRequest, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
         """What is divided of the engine's answer; how it is, is remembered."""
         if self.verifier is not None:
             outputs = self.verifier.verify(inputs, outputs)
@@ -350,7 +350,7 @@ class Predictor:
 
     def _is_model_intact(self, error: RequestError) -> bool:
         """Return whether the model answers as before after a refused predict, as far as can be seen."""
-        if isinstance(error, Spoilt):
+        if isinstance(error, ModelCorrupted):
             return False
         return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_refuted()
 
@@ -359,7 +359,7 @@ class Predictor:
         return self._fail(order, Internal(f"{type(error).__name__}: {error}"), is_leaving=True)
 
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
-        if isinstance(error, Doubtful):
+        if isinstance(error, MaybeCorrupted):
             # The one who is to blame is told of. This one is run again, where the daemon has it next.
             return exits.MODEL_CORRUPTED
         self._reply((Failed(order.request, error.code, clip(str(error)), is_leaving), ()))

@@ -18,7 +18,7 @@ from typing import Any, Dict
 from weightd.shared import signals
 from weightd.shared.parent import die_with_parent
 from weightd.worker import exits
-from weightd.worker.engines.engine import Settings
+from weightd.worker.engines.engine import BuildSettings
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 
@@ -59,7 +59,7 @@ def probe(device: str) -> Dict[str, Any]:
         BuildError: this is no card.
         AclError: it cannot be asked.
     """
-    card = Settings(1, device).card
+    card = BuildSettings(1, device).card
     if card is None:
         raise BuildError("device: expected ascend:N, got 'cpu'")
     # Before libascendcl: it brings the libraries of CANN with it, where the environment does not.

@@ -17,7 +17,7 @@ from typing import Any, Dict, Optional
 import numpy as np
 
 from weightd.protocol.errors import Internal
-from weightd.worker.userfault import UserFaults, Window
+from weightd.worker.userfault import UserFaults, ProtectedMapping
 
 _log = logging.getLogger("weightd.worker")
 
@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 _NOT_READABLE = "a region of shared memory cannot be read by this worker"
 
 
-class Regions:
+class AttachedRegions:
     """The regions that this worker has, by the numbers that the daemon has for them.
 
     The daemon has checked that each keeps its size, and that what a request names lies within.
@@ -116,7 +116,7 @@ class _Region:
         os.close(self._descriptor)
 
 
-def _map_protected(descriptor: int) -> Optional[Window]:
+def _map_protected(descriptor: int) -> Optional[ProtectedMapping]:
     user_faults = _user_faults()
     try:
         return None if user_faults is None else user_faults.map(descriptor, os.fstat(descriptor).st_size)

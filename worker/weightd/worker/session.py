@@ -27,23 +27,23 @@ from weightd.protocol.messages.children import (
     Ping,
     Pong,
     Predict,
-    Probe,
-    Probing,
-    Settle,
+    ContinueSelfTest,
+    TryingSelfTest,
+    TrimStore,
 )
-from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, Rows
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, RowSupport
 from weightd.worker import libraries, nativelog, weights
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, sample, search, shapes
-from weightd.worker.canary.proof import Proof
-from weightd.worker.connection import Connection
+from weightd.worker.canary.proof import AnswerVerifier
+from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import BuildError, NotAllowed
-from weightd.worker.engines.sharing import Shared
-from weightd.worker.forking.forker import Forker, Made
-from weightd.worker.heap import Heap, private_bytes
-from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, check_signature, all_versions
+from weightd.worker.engines.errors import BuildError, AttachRefused
+from weightd.worker.engines.sharing import SharedWeights
+from weightd.worker.forking.forker import Forker, InheritedModel
+from weightd.worker.heap import MallocTuner, private_bytes
+from weightd.worker.lane import ChannelConnection
+from weightd.worker.life import SessionBase, check_signature, all_versions
 from weightd.worker.predictor import Predictor
 from weightd.worker.worth import HOLDER_COST_BYTES, is_holder_worthwhile
 
@@ -66,10 +66,10 @@ _IDLE_TIMEOUT_S = 10.0
 _SHADOW_CHECK_DELAY_S = 0.1
 
 # What no daemon sends: nothing has come for so long.
-_SHADOW_CHECK = Settle()
+_SHADOW_CHECK = TrimStore()
 
 
-class Files(NamedTuple):
+class ChildFiles(NamedTuple):
     """Where a child's files are.
 
     Attributes:
@@ -90,15 +90,15 @@ class Files(NamedTuple):
         return f"{self.store}.answers"
 
 
-class Origin(NamedTuple):
+class SpawnInfo(NamedTuple):
     """How a process came to be, and why so: see `Hello`; and what it was given, if it was forked from a template."""
 
     kind: str
     note: str = ""
-    inherited_model: Optional[Made] = None
+    inherited_model: Optional[InheritedModel] = None
 
 
-class Heirs(NamedTuple):
+class ForkTargets(NamedTuple):
     """Those who will share what a holder builds.
 
     Attributes:
@@ -110,11 +110,11 @@ class Heirs(NamedTuple):
     forker: Optional[Forker] = None
 
 
-_SPAWNED = Origin("spawned")
-_NO_FORK_TARGETS = Heirs()
+_SPAWNED = SpawnInfo("spawned")
+_NO_FORK_TARGETS = ForkTargets()
 
 
-class Session(Life):
+class WorkerSession(SessionBase):
     """Serves one engine over one connection.
 
     Args:
@@ -128,13 +128,13 @@ class Session(Life):
 
     def __init__(
         self,
-        connection: Union[Connection, LaneConnection],
+        connection: Union[WorkerConnection, ChannelConnection],
         engine: Engine,
-        files: Files,
+        files: ChildFiles,
         tolerance: float = 0.0,
         *,
-        origin: Origin = _SPAWNED,
-        fork_targets: Heirs = _NO_FORK_TARGETS,
+        origin: SpawnInfo = _SPAWNED,
+        fork_targets: ForkTargets = _NO_FORK_TARGETS,
     ) -> None:
         super().__init__(connection)
         self._engine = engine
@@ -144,11 +144,11 @@ class Session(Life):
         self._origin = origin
         self._fork_targets = fork_targets
         # What those are given that are forked from this process, once it is a template.
-        self._template_model: Optional[Made] = None
+        self._template_model: Optional[InheritedModel] = None
         self._sha256 = ""
         self._handle = ""
         self._predictor = Predictor(engine, self._reply)
-        self._malloc_tuner = Heap(engine.release_cached_memory)
+        self._malloc_tuner = MallocTuner(engine.release_cached_memory)
         # On what the model does not run, as far as it is known.
         self._failed_cases: SelfTestCases = ()
 
@@ -193,7 +193,7 @@ class Session(Life):
             self._allow(order)
         elif isinstance(order, Ping):
             self._ping(order)
-        elif isinstance(order, Settle):
+        elif isinstance(order, TrimStore):
             self._trim_store(order)
 
     def _build(self, order: Build) -> None:
@@ -252,7 +252,7 @@ class Session(Life):
             )
         )
 
-    def _find_shapes(self, order: Build, reference: canary.Canary, rebuild: Callable[[], None]) -> Tuple[bool, SelfTestCase]:
+    def _find_shapes(self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]) -> Tuple[bool, SelfTestCase]:
         """Return whether answers depend on the shapes before, and which shape each worker computes first.
 
         They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
@@ -281,12 +281,12 @@ class Session(Life):
             return True, {}
         return False, first_case
 
-    def _has_changed_answers(self, reference: canary.Canary, extra_run: Optional[canary.Canary]) -> bool:
+    def _has_changed_answers(self, reference: canary.SelfTest, extra_run: Optional[canary.SelfTest]) -> bool:
         if canary.difference(reference, self._run_selftest(reference.cases)) > self._tolerance:
             return True
         return extra_run is not None and canary.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
 
-    def _run_extra_case(self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]) -> Optional[canary.Canary]:
+    def _run_extra_case(self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]) -> Optional[canary.SelfTest]:
         """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
 
         It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
@@ -304,7 +304,7 @@ class Session(Life):
         finally:
             self._announce_selftest((), self._failed_cases)
 
-    def _run_resized(self, case: SelfTestCase) -> canary.Canary:
+    def _run_resized(self, case: SelfTestCase) -> canary.SelfTest:
         """Run a shape that is not the sample's."""
         engine = self._engine
         return canary.from_answers((case,), [engine.predict(shapes.make_inputs(engine.signature, case, self._sample))])
@@ -344,10 +344,10 @@ class Session(Life):
             return {}
         return case
 
-    def _find_row_support(self, order: Build, reference: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
+    def _find_row_support(self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]) -> Optional[RowSupport]:
         self._failed_cases = self._failed_cases or order.unfit_cases
         if self._engine.should_rebuild_per_shape and order.max_rows > 1:
-            return Rows((), (), is_equal=False, note=_SHAPE_DEPENDENT)
+            return RowSupport((), (), is_equal=False, note=_SHAPE_DEPENDENT)
         row_support = evidence.find_row_support(
             self._engine, order, reference, rebuild, lambda trying: self._announce_selftest(trying, self._failed_cases), self._sample
         )
@@ -356,7 +356,7 @@ class Session(Life):
         digest = evidence.rows_digest(self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind)
         return dataclasses.replace(row_support, digest=digest)
 
-    def _share_weights(self, reference: canary.Canary, bytes_before: int) -> Shared:
+    def _share_weights(self, reference: canary.SelfTest, bytes_before: int) -> SharedWeights:
         """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
 
         What is forked from a model that draws at random would all draw the same.
@@ -371,11 +371,11 @@ class Session(Life):
         built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.kind]
         if not is_holder_worthwhile(built_bytes, self._fork_targets.worker_count, holder_cost_bytes):
             text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
-            return Shared("", 0, text % (built_bytes >> 20, self._fork_targets.worker_count, holder_cost_bytes >> 20))
+            return SharedWeights("", 0, text % (built_bytes >> 20, self._fork_targets.worker_count, holder_cost_bytes >> 20))
         if forker is None:
             return self._engine.sharing.export(self._files.store)
-        self._template_model = Made(self._engine, self._sha256, built_bytes)
-        return Shared("", built_bytes, "")
+        self._template_model = InheritedModel(self._engine, self._sha256, built_bytes)
+        return SharedWeights("", built_bytes, "")
 
     def _fork(self, order: Fork) -> None:
         if self._fork_targets.forker is None or self._template_model is None:
@@ -396,7 +396,7 @@ class Session(Life):
         reason = ""
         try:
             self._engine.sharing.allow(order.pids)
-        except NotAllowed as error:
+        except AttachRefused as error:
             reason = clip(str(error))
         self._send(Allowed(reason))
 
@@ -420,10 +420,10 @@ class Session(Life):
         else:
             self._load_sample()
             answer_before = answer = self._run_selftest(order.selftest_cases)
-            shared_weights = Shared("", inherited_model.shared_bytes, "")
+            shared_weights = SharedWeights("", inherited_model.shared_bytes, "")
         reference = self._prefer_holder_answers(answer)
         is_repeatable = canary.difference(answer_before, answer) <= self._tolerance
-        self._predictor.verifier = Proof(
+        self._predictor.verifier = AnswerVerifier(
             engine, reference if is_repeatable else reference._replace(digest=""), self._sample, self._tolerance
         )
         case = order.selftest_cases[0] if order.selftest_cases else None
@@ -462,10 +462,10 @@ class Session(Life):
     def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
         """Tell what is run next, and wait until it is known: that may be the end of this process."""
         self._failed_cases = failed_cases
-        self._send(Probing(cases, failed_cases))
+        self._send(TryingSelfTest(cases, failed_cases))
         if cases:
             order, _ = self._next_order()
-            if not isinstance(order, Probe):
+            if not isinstance(order, ContinueSelfTest):
                 self._inbox.put_back(order)
                 raise BuildError("told to stop while it looked for a canary")
 
@@ -473,17 +473,17 @@ class Session(Life):
         if self._files.sample:
             self._sample = sample.load(self._files.sample, self._engine.signature)
 
-    def _run_selftest(self, cases: SelfTestCases) -> canary.Canary:
+    def _run_selftest(self, cases: SelfTestCases) -> canary.SelfTest:
         return canary.run(self._engine, cases, self._sample)
 
-    def _prefer_holder_answers(self, answer: canary.Canary) -> canary.Canary:
+    def _prefer_holder_answers(self, answer: canary.SelfTest) -> canary.SelfTest:
         """The holder's answers if these are within the tolerance of them: then they are what the process is held to."""
         if not self._tolerance or not Path(self._files.answers_path).exists():
             return answer
         holder_answers = sample.load_answers(self._files.answers_path, answer.cases)
         return holder_answers if canary.difference(holder_answers, answer) <= self._tolerance else answer
 
-    def _trim_store(self, order: Settle) -> None:
+    def _trim_store(self, order: TrimStore) -> None:
         if order is _SHADOW_CHECK:
             self._predictor.run_shadow_check()
             self._idle_timeout_s = _IDLE_TIMEOUT_S
@@ -494,6 +494,6 @@ class Session(Life):
         self._send(Pong(self._predictor.verifier.current_digest() if order.run_selftest and self._predictor.verifier is not None else ""))
 
 
-def _can_batch(row_support: Rows, is_exact: bool) -> bool:
+def _can_batch(row_support: RowSupport, is_exact: bool) -> bool:
     """Return whether requests share a predict, after what was found of the model's rows."""
     return bool(row_support.inputs) and (row_support.is_equal or not is_exact)

@@ -61,7 +61,7 @@ class UserFaults:
         # Called without the GIL, which the other thread needs.
         libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         libc.memcpy.restype = ctypes.c_void_p
-        self._mappings: MutableMapping[int, Window] = weakref.WeakValueDictionary()
+        self._mappings: MutableMapping[int, ProtectedMapping] = weakref.WeakValueDictionary()
         self._descriptor = self._open()
         try:
             fcntl.ioctl(self._descriptor, _UFFDIO_API, _API.pack(_UFFD_API, _UFFD_FEATURE_MISSING_SHMEM, 0))
@@ -70,14 +70,14 @@ class UserFaults:
             os.close(self._descriptor)
             raise
 
-    def map(self, descriptor: int, nbytes: int) -> Window:
+    def map(self, descriptor: int, nbytes: int) -> ProtectedMapping:
         """Map shared memory.
 
         Raises:
             OSError: the memory is sealed against writing, or cannot be mapped.
         """
         address = self._mmap(None, nbytes, mmap.MAP_SHARED, descriptor)
-        mapping = Window(self, address, nbytes)
+        mapping = ProtectedMapping(self, address, nbytes)
         pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._mappings[address] = mapping
         request = _REGISTER.pack(address, pages, _UFFDIO_REGISTER_MODE_MISSING, 0)
@@ -124,7 +124,7 @@ class UserFaults:
         return descriptor
 
 
-class Window:
+class ProtectedMapping:
     """A mapping of shared memory, see `UserFaults.map`. It is unmapped when nothing refers to this.
 
     Attributes:

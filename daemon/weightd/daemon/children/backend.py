@@ -16,49 +16,49 @@ import zmq
 
 from weightd.daemon.children import launch
 from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.forks import Wanted
+from weightd.daemon.children.forks import ForkRequest
 from weightd.daemon.children.forkservers import FORK_TIMEOUT_S, ForkServer, ForkServers
-from weightd.daemon.children.lanes import Lanes
-from weightd.daemon.children.launch import Launch, Program
-from weightd.daemon.children.launchers.direct import Direct
-from weightd.daemon.children.launchers.launcher import Kept, Launcher
-from weightd.daemon.children.meter import Copied
-from weightd.daemon.children.nursery import Nursery
-from weightd.daemon.children.owner import Owner
-from weightd.daemon.children.pinning import Pinning
-from weightd.daemon.children.probing import Card, Probing
-from weightd.daemon.children.running import Running
-from weightd.daemon.children.seals import Seals
+from weightd.daemon.children.lanes import WorkerChannels
+from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
+from weightd.daemon.children.launchers.direct import DirectLauncher
+from weightd.daemon.children.launchers.launcher import SurvivingProcess, Launcher
+from weightd.daemon.children.meter import CopyProgress
+from weightd.daemon.children.nursery import ForkCoordinator
+from weightd.daemon.children.owner import ProcessEventHandler
+from weightd.daemon.children.pinning import SnapshotService
+from weightd.daemon.children.probing import DeviceMemoryInfo, DeviceProbe
+from weightd.daemon.children.running import ProcessTable
+from weightd.daemon.children.seals import StoreIntegrity
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.host import clock, processes
-from weightd.daemon.host.directories import ClaimError, make_directory
-from weightd.daemon.host.ends import End, Lost
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.directories import PathInUse, make_directory
+from weightd.daemon.host.ends import ExitCause, MissingFile
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.host.shortage import with_limit_hint
-from weightd.daemon.host.sockets import RECEIVE_BATCH_SIZE, Received, bind_router, peer_pid, receive_batch, send, watch_socket
-from weightd.daemon.requests.regions import Memory
+from weightd.daemon.host.sockets import RECEIVE_BATCH_SIZE, ReceivedMessage, bind_router, peer_pid, receive_batch, send, watch_socket
+from weightd.daemon.requests.regions import SharedRegion
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     FROM_CHILD,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     ChildMessage,
     Fork,
     Forked,
     Hello,
     ChildOrder,
     Predict,
-    Skip,
+    CancelPredict,
     Stop,
-    Together,
+    BeginBatch,
 )
 from weightd.shared.transient import is_transient
 
@@ -69,12 +69,12 @@ _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 # What a child hears in the order in which it is said, and answers in that.
-_CHANNEL_ORDERS = frozenset((Fork, Together, Predict, Skip))
+_CHANNEL_ORDERS = frozenset((Fork, BeginBatch, Predict, CancelPredict))
 
 _log = logging.getLogger("weightd")
 
 
-class Backend:
+class ProcessSupervisor:
     """Starts, hears, orders, kills and reaps children, and tells their owners what becomes of them.
 
     Args:
@@ -96,25 +96,25 @@ class Backend:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: DaemonConfig,
-        loop: Loop,
-        devices: Mapping[str, Card],
+        loop: EventLoop,
+        devices: Mapping[str, DeviceMemoryInfo],
         launcher: Launcher | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
         self.files: dict[str, GenerationFiles] = {}
-        self._process_table = Running(loop)
-        self._store_integrity = Seals()
+        self._process_table = ProcessTable(loop)
+        self._store_integrity = StoreIntegrity()
         self.is_store_intact = self._store_integrity.is_intact
         self._directory = config.private_dir
         self._socket_paths = config.children_socket, config.channel_socket
-        self._launcher = launcher or Direct()
-        self._snapshot_service = Pinning(self._directory, self._process_table, Probing(self._process_table, devices), self._defer)
+        self._launcher = launcher or DirectLauncher()
+        self._snapshot_service = SnapshotService(self._directory, self._process_table, DeviceProbe(self._process_table, devices), self._defer)
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._loop = loop
         self._on_change = on_change
         self._has_changed = False
         # Whose each child is, by its name, from the moment in which it is wanted.
-        self._event_handlers: dict[str, Owner] = {}
+        self._event_handlers: dict[str, ProcessEventHandler] = {}
         # Who has a lane and nothing else: what was forked, and what processes are forked of.
         self._channel_only: set[str] = set()
         # With what each was started, unless that was by the daemon before this one.
@@ -124,15 +124,15 @@ class Backend:
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
         self._held_orders: dict[str, list[ChildOrder]] = {}
         # A child that finds the socket finds the lane.
-        self._channels = Lanes(config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error)
+        self._channels = WorkerChannels(config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error)
         self._address = config.children_address
         self._socket = bind_router(context, self._address)
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
         self._fork_servers = ForkServers(self._directory, self._address, self._start_fork_server, self._process_table.kill)
-        self._fork_coordinator = Nursery(self._launcher, loop, self.send_order, self._on_child_forked, self._kill_unwanted, self._process_table.kill)
+        self._fork_coordinator = ForkCoordinator(self._launcher, loop, self.send_order, self._on_child_forked, self._kill_unwanted, self._process_table.kill)
 
     @property
-    def processes(self) -> Mapping[str, Process]:
+    def processes(self) -> Mapping[str, ChildProcess]:
         """Every process that runs, by name."""
         return self._process_table.processes
 
@@ -166,7 +166,7 @@ class Backend:
 
     # --- what the daemon before this one has left -----------------------------------------------------------------
 
-    def resume(self, event_handler: Owner, generation: Life, seal_record: SealRecord | None) -> bool:
+    def resume(self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded."""
         files = self.files[generation.label] = self._files_of(generation)
         self.on_exported(generation)
@@ -180,7 +180,7 @@ class Backend:
             try:
                 process = self._launcher.watch(survivors[name])
             except (KeyError, OSError):
-                end = End(None, "it ended while no daemon was there")
+                end = ExitCause(None, "it ended while no daemon was there")
                 self._defer(functools.partial(event_handler.on_exit, name, end))
             else:
                 self._event_handlers[name] = event_handler
@@ -213,39 +213,39 @@ class Backend:
 
     # --- snapshots and generations --------------------------------------------------------------------------------
 
-    def take_snapshot(self, event_handler: Owner, model: str, config: ModelConfig, source: Source, expected_sha256: str = "") -> None:
+    def take_snapshot(self, event_handler: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected_sha256: str = "") -> None:
         """Take the snapshot of a model's source; `expected`: the sha256 that it has to have, "" for any."""
         self._snapshot_service.take_snapshot(event_handler, model, config, source, expected_sha256)
 
-    def remove_snapshot(self, model: str, source: Source) -> None:
+    def remove_snapshot(self, model: str, source: ModelSource) -> None:
         """Remove the snapshot, or stop taking it."""
         self._snapshot_service.remove_snapshot(model, source)
 
-    def copy_progress(self, model: str, source: Source) -> Copied | None:
+    def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
         return self._snapshot_service.copy_progress(model, source)
 
-    def remove_files(self, generation: Life) -> None:
+    def remove_files(self, generation: GenerationBase) -> None:
         """Remove the files of a generation of which nothing is left."""
         files = self.files.pop(generation.label, None)
         if files is not None:
             files.remove()
         self._store_integrity.remove(generation.label)
 
-    def on_exported(self, generation: Life) -> None:
+    def on_exported(self, generation: GenerationBase) -> None:
         """Remember what the holder has left in the page store, if it has one."""
         files = self.files.get(generation.label)
         if files is not None:
             self._store_integrity.add(generation.label, files.store)
 
-    def seal_record(self, generation: Life) -> SealRecord | None:
+    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
         """Return what the page store of the generation was when it was exported, if it has one."""
         return self._store_integrity.find(generation.label)
 
     # --- children -------------------------------------------------------------------------------------------------
 
     def spawn(
-        self, event_handler: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
+        self, event_handler: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
     ) -> None:
         """Start a holder or a worker: forked of `template`, if that is one, else of a fork server, if that can be."""
         self._event_handlers[name] = event_handler
@@ -254,7 +254,7 @@ class Backend:
             files = self.files.setdefault(generation.label, self._files_of(generation))
             if not files.directory.is_dir():
                 files.create(program.rank_table)
-        except (ClaimError, OSError) as error:
+        except (PathInUse, OSError) as error:
             self._fail_start(name, str(error), transient=is_transient(error))
             return
         missing_socket = next((path for path in self._socket_paths if not path.exists()), None)
@@ -262,8 +262,8 @@ class Backend:
             self._fail_start(name, f"the socket where it would connect is gone: {missing_socket}; restart weightd")
             return
         # Whom a template is forked to has its model already.
-        missing_file, cause = (Lost.NONE, "") if template else self._find_missing_file(generation, program, role)
-        if missing_file is not Lost.NONE:
+        missing_file, cause = (MissingFile.NONE, "") if template else self._find_missing_file(generation, program, role)
+        if missing_file is not MissingFile.NONE:
             self._fail_start(name, cause, transient=True, missing_file=missing_file)
             return
         process_spec = launch.child_spec(program, name, role, self._address, self.files[generation.label])
@@ -271,22 +271,22 @@ class Backend:
             self._channel_only.add(name)
         server = None if program.spawn_reason else self._fork_servers.find(program)
         if template:
-            self._fork_coordinator.fork(Wanted(process_spec, template, clock.now() + FORK_TIMEOUT_S, self._fail_fork))
+            self._fork_coordinator.fork(ForkRequest(process_spec, template, clock.now() + FORK_TIMEOUT_S, self._fail_fork))
         elif server is not None and server.name:
             due = self._fork_servers.fork_deadline(server.name, has_channel=self._channels.is_open(server.name))
-            self._fork_coordinator.fork(Wanted(process_spec, server.name, due, self._start))
+            self._fork_coordinator.fork(ForkRequest(process_spec, server.name, due, self._start))
         else:
             why = "no fork server is wanted for it any more" if server is None else server.reason
             self._start(process_spec, program.spawn_reason or why)
 
     def send_order(
-        self, name: str, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
+        self, name: str, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         encoded = [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
         kind = message.__class__
         if kind in _CHANNEL_ORDERS or name in self._channel_only:
-            if kind is Together:
+            if kind is BeginBatch:
                 self._channels.cork(name)
             self._channels.send(name, encoded, regions)
         elif name in self._held_orders:
@@ -336,32 +336,32 @@ class Backend:
         for tell in callbacks:
             tell(now)
 
-    def _files_of(self, generation: Life) -> GenerationFiles:
+    def _files_of(self, generation: GenerationBase) -> GenerationFiles:
         return GenerationFiles(self._directory / generation.label)
 
-    def _watch(self, name: str, process: Process) -> None:
+    def _watch(self, name: str, process: ChildProcess) -> None:
         self._process_table.add(name, process, functools.partial(self._on_exit, name))
 
-    def _find_missing_file(self, generation: Life, program: Program, role: Role) -> tuple[Lost, str]:
+    def _find_missing_file(self, generation: GenerationBase, program: WorkerProgram, role: Role) -> tuple[MissingFile, str]:
         """Return which files are missing that a child needs, and that for people."""
         for path in filter(None, (program.model, program.weights, program.sample)):
             if not os.path.lexists(path):
-                return Lost.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
+                return MissingFile.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
         store = self.files[generation.label].store
         if role is Role.WORKER and self._store_integrity.find(generation.label) is not None and not os.path.lexists(store):
-            return Lost.STORE, f"the shared weights in the cache folder are gone: {store}"
-        return Lost.NONE, ""
+            return MissingFile.STORE, f"the shared weights in the cache folder are gone: {store}"
+        return MissingFile.NONE, ""
 
-    def _fail_start(self, name: str, cause: str, *, transient: bool = False, missing_file: Lost = Lost.NONE) -> None:
+    def _fail_start(self, name: str, cause: str, *, transient: bool = False, missing_file: MissingFile = MissingFile.NONE) -> None:
         """There will be no such child; `transient`: the cause may go away by itself."""
         event_handler = self._drop_child(name)
-        exit_cause = End(None, with_limit_hint(cause), has_transient_start_failure=transient, missing_file=missing_file)
+        exit_cause = ExitCause(None, with_limit_hint(cause), has_transient_start_failure=transient, missing_file=missing_file)
         self._defer(functools.partial(event_handler.on_exit, name, exit_cause))
 
-    def _fail_fork(self, process_spec: Launch, why: str) -> None:
+    def _fail_fork(self, process_spec: ProcessSpec, why: str) -> None:
         self._fail_start(process_spec.name, f"it cannot be forked: {why}")
 
-    def _start(self, process_spec: Launch, why: str) -> None:
+    def _start(self, process_spec: ProcessSpec, why: str) -> None:
         """Start a child that was not forked, for that reason."""
         if not process_spec.is_channel_only:
             self._channel_only.discard(process_spec.name)
@@ -376,10 +376,10 @@ class Backend:
         else:
             self._watch(process_spec.name, process)
 
-    def _start_fork_server(self, process_spec: Launch) -> None:
+    def _start_fork_server(self, process_spec: ProcessSpec) -> None:
         name = process_spec.name
         self._channel_only.add(name)
-        with contextlib.suppress(ClaimError):  # then it cannot be started, which says why
+        with contextlib.suppress(PathInUse):  # then it cannot be started, which says why
             make_directory(self._directory, mode=0o700)
         self._process_table.add(name, self._launcher.start(process_spec), functools.partial(self._on_fork_server_exit, name))
 
@@ -390,11 +390,11 @@ class Backend:
         self._fork_servers.on_exit(name, self._reap(name))
         self._fork_coordinator.on_parent_exit(name)
 
-    def _on_child_forked(self, process_spec: Launch, parent: str, process: Process) -> None:
+    def _on_child_forked(self, process_spec: ProcessSpec, parent: str, process: ChildProcess) -> None:
         self._fork_servers.on_child_forked(parent)
         self._watch(process_spec.name, process)
 
-    def _kill_unwanted(self, name: str, process: Process) -> None:
+    def _kill_unwanted(self, name: str, process: ChildProcess) -> None:
         processes.kill(process)
         name = f"{name} ({process.pid})"
         self._process_table.add(name, process, functools.partial(self._process_table.reap, name))
@@ -410,7 +410,7 @@ class Backend:
             owner = self._event_handlers.get(name)
             if owner is not None:
                 message = self._parse_message(name, received)
-                if isinstance(message, Back):
+                if isinstance(message, Reconnected):
                     # It has connected its lane before it said so.
                     self._channels.accept()
                 for order in self._held_orders.pop(name, ()):
@@ -423,7 +423,7 @@ class Backend:
         for parent in self._fork_coordinator.parents():
             self._channels.read_all(parent)
 
-    def _parse_message(self, name: str, received: Received) -> ChildMessage:
+    def _parse_message(self, name: str, received: ReceivedMessage) -> ChildMessage:
         try:
             message: ChildMessage = self._decoder.decode(received.frames)
         except RemoteProtocolError as error:
@@ -435,7 +435,7 @@ class Backend:
             pid, expected = peer_pid(received.identity), self._pid_of(name)
             if pid not in (None, expected):
                 return _protocol_failure(RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}"))
-        if isinstance(message, Broken):
+        if isinstance(message, ProcessFailed):
             return _with_limit_hint(message)
         return message
 
@@ -453,7 +453,7 @@ class Backend:
             if isinstance(message, Forked):
                 self._on_forked(name, message)
                 return
-            if isinstance(message, Broken):
+            if isinstance(message, ProcessFailed):
                 message = _with_limit_hint(message)
         except RemoteProtocolError as error:
             self._on_channel_error(name, error)
@@ -489,7 +489,7 @@ class Backend:
         self._fork_coordinator.on_parent_exit(name)
         event_handler.on_exit(name, exit_cause, clock.now())
 
-    def _reap(self, name: str) -> End:
+    def _reap(self, name: str) -> ExitCause:
         """Wait for a process that has exited, and for what it has forked and could not tell any more."""
         if self._fork_coordinator.is_awaited(name):
             pids = {process.pid for process in self.processes.values()}
@@ -497,21 +497,21 @@ class Backend:
                 self._launcher.kill_orphans_of(self.processes[name].pid, pids)
         return self._process_table.reap(name)
 
-    def _drop_child(self, name: str) -> Owner:
+    def _drop_child(self, name: str) -> ProcessEventHandler:
         self._channels.remove(name)
         self._held_orders.pop(name, None)
         self._interpreters.pop(name, None)
         self._channel_only.discard(name)
         return self._event_handlers.pop(name)
 
-    def _kill_leftover(self, survivor: Kept) -> None:
+    def _kill_leftover(self, survivor: SurvivingProcess) -> None:
         with contextlib.suppress(OSError):
             self._kill_unwanted(survivor.name, self._launcher.watch(survivor))
 
 
-def _with_limit_hint(broken: Broken) -> Broken:
+def _with_limit_hint(broken: ProcessFailed) -> ProcessFailed:
     return dataclasses.replace(broken, cause=clip(with_limit_hint(broken.reason)))
 
 
-def _protocol_failure(error: RemoteProtocolError) -> Broken:
-    return Broken(clip(f"it broke the protocol: {error}"))
+def _protocol_failure(error: RemoteProtocolError) -> ProcessFailed:
+    return ProcessFailed(clip(f"it broke the protocol: {error}"))

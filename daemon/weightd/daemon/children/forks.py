@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launch import ProcessSpec
 
 _NEVER = float("inf")
 
 
-class Wanted(NamedTuple):
+class ForkRequest(NamedTuple):
     """A child that a process has been asked for.
 
     Attributes:
@@ -20,21 +20,21 @@ class Wanted(NamedTuple):
         instead: called with the launch, and why there is no such child, if it does not come.
     """
 
-    process_spec: Launch
+    process_spec: ProcessSpec
     parent: str
     deadline: float
-    on_failure: Callable[[Launch, str], object]
+    on_failure: Callable[[ProcessSpec, str], object]
 
 
-class Forks:
+class PendingForks:
     """The children that processes have been asked for and have not answered yet, by name."""
 
     def __init__(self) -> None:
-        self._pending: dict[str, Wanted] = {}
+        self._pending: dict[str, ForkRequest] = {}
         # Who has been asked for one that is wanted no more, by its name: the answer comes all the same.
         self._cancelled: dict[str, str] = {}
 
-    def add(self, request: Wanted) -> None:
+    def add(self, request: ForkRequest) -> None:
         """A process is asked for a child."""
         self._pending[request.process_spec.name] = request
 
@@ -46,7 +46,7 @@ class Forks:
         """Whether a process has not answered all that it was asked, be that wanted or not."""
         return parent in self._cancelled.values() or parent in self.parents()
 
-    def complete(self, name: str, parent: str) -> Wanted | None:
+    def complete(self, name: str, parent: str) -> ForkRequest | None:
         """A process has answered; return what it was asked for, None if that is wanted no more.
 
         Raises:
@@ -67,7 +67,7 @@ class Forks:
             self._cancelled[name] = request.parent
         return request is not None
 
-    def drop_parent(self, parent: str) -> list[Wanted]:
+    def drop_parent(self, parent: str) -> list[ForkRequest]:
         """A process has ended; return what it has not answered."""
         self._cancelled = {name: each for name, each in self._cancelled.items() if each != parent}
         dropped = [each for each in self._pending.values() if each.parent == parent]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightd.daemon.children import launch
-from weightd.daemon.children.launch import Launch, Program
+from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.restarts import Restarts
+from weightd.daemon.generations.restarts import RestartBackoff
 from weightd.daemon.host import clock
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.shortage import with_limit_hint
 
 _log = logging.getLogger("weightd")
@@ -52,7 +52,7 @@ class ForkServer:
     has_forked: bool = False
     fork_count: int = 0
     reason: str = ""
-    restart_backoff: Restarts = field(default_factory=Restarts)
+    restart_backoff: RestartBackoff = field(default_factory=RestartBackoff)
 
 
 class ForkServers:
@@ -66,7 +66,7 @@ class ForkServers:
     """
 
     def __init__(
-        self, directory: Path, address: str, start_process: Callable[[Launch], object], kill_process: Callable[[str], object]
+        self, directory: Path, address: str, start_process: Callable[[ProcessSpec], object], kill_process: Callable[[str], object]
     ) -> None:
         self._directory = directory
         self._address = address
@@ -90,7 +90,7 @@ class ForkServers:
         for kind in sorted(wanted - self._servers.keys()):
             self._start(self._servers.setdefault(kind, ForkServer(*kind)))
 
-    def find(self, program: Program) -> ForkServer | None:
+    def find(self, program: WorkerProgram) -> ForkServer | None:
         """Return the one for this program, started anew if that is due; None if no model wants it."""
         server = self._servers.get((program.python, program.engine))
         if server is not None and not server.name and server.restart_backoff.due_at <= clock.now():
@@ -119,7 +119,7 @@ class ForkServers:
             server.fork_count += 1
             server.has_forked = True
 
-    def on_exit(self, name: str, exit_cause: End) -> None:
+    def on_exit(self, name: str, exit_cause: ExitCause) -> None:
         """It has ended: the next one is started at once, unless the one before has also ended soon."""
         server = self._find_by_name(name)
         if server is None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.children.running import Running
+from weightd.daemon.children.running import ProcessTable
 from weightd.daemon.host import processes
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 
 # No answer is longer, nor fills a pipe.
 _MAX_RESULT_BYTES = 65536
@@ -22,11 +22,11 @@ OneshotResult = Mapping[str, Any]
 
 
 def run(
-    process_table: Running,
+    process_table: ProcessTable,
     name: str,
     argv: Sequence[str],
     log: Path,
-    on_result: Callable[[OneshotResult, End], None],
+    on_result: Callable[[OneshotResult, ExitCause], None],
     *,
     stdin_data: bytes = b"",
 ) -> None:
@@ -54,7 +54,7 @@ def run(
     process_table.add(name, process, functools.partial(_on_exit, process_table, name, reader, on_result))
 
 
-def _on_exit(process_table: Running, name: str, reader: int, on_result: Callable[[OneshotResult, End], None]) -> None:
+def _on_exit(process_table: ProcessTable, name: str, reader: int, on_result: Callable[[OneshotResult, ExitCause], None]) -> None:
     exit_cause = process_table.reap(name)
     result: OneshotResult = {}
     # Nothing, and no end of it: it has left somebody behind who still could say something.

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightd.daemon.children.mapped import Mapped
-from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.children.mapped import WorkerRegions
+from weightd.daemon.host.accepting import Acceptor
 from weightd.daemon.host.credentials import peer_credentials
 from weightd.daemon.host.listening import bind_unix
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.sockets import PRIVATE_UMASK
-from weightd.daemon.requests.regions import Memory
+from weightd.daemon.requests.regions import SharedRegion
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming
-from weightd.protocol.messages.children import Map, Unmap
+from weightd.protocol.framing import FrameReader
+from weightd.protocol.messages.children import MapRegion, UnmapRegion
 from weightd.shared.stream import Stream, enlarge_send_buffer
 
 # What a child has said at once is heard at once, but for this bound: others have their turn.
@@ -30,7 +30,7 @@ _MAX_READS = 8
 _log = logging.getLogger("weightd")
 
 
-class Lanes:
+class WorkerChannels:
     """Accepts the children's connections and reads from them; nothing here ever waits for a child.
 
     Args:
@@ -47,7 +47,7 @@ class Lanes:
     def __init__(
         self,
         path: Path,
-        loop: Loop,
+        loop: EventLoop,
         name_of: Callable[[int], str | None],
         on_message: Callable[[str, Sequence[Any]], object],
         on_protocol_error: Callable[[str, RemoteProtocolError], object],
@@ -60,14 +60,14 @@ class Lanes:
         # None: it had one, which is closed. That it has ended, its pidfd will tell.
         self._channels: dict[str, Stream | None] = {}
         # What children are to have once they have connected.
-        self._held_messages: dict[str, list[tuple[Sequence[Any], Sequence[Memory]]]] = {}
+        self._held_messages: dict[str, list[tuple[Sequence[Any], Sequence[SharedRegion]]]] = {}
         # What each has been given of the memory of clients.
-        self._worker_regions: dict[str, Mapped] = {}
+        self._worker_regions: dict[str, WorkerRegions] = {}
         self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
         # Whoever is heard by another way has connected before: all are let in.
-        self._acceptor = Accepting(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
+        self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
         """Whether the child has connected its lane, and that is not closed."""
@@ -77,7 +77,7 @@ class Lanes:
         """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
         return self.is_open(name) or name in self._held_messages
 
-    def send(self, name: str, frames: Sequence[Any], regions: Sequence[Memory] = ()) -> None:
+    def send(self, name: str, frames: Sequence[Any], regions: Sequence[SharedRegion] = ()) -> None:
         """Send a message to a child, now or when it reads, after the memory that it names; frames are not copied."""
         channel = self._channels.get(name)
         if channel is not None:
@@ -106,7 +106,7 @@ class Lanes:
         for name, mapped in self._worker_regions.items():
             lane = self._channels[name]
             if mapped.remove(number) and lane is not None:
-                self.send(name, encode(Unmap(number)))
+                self.send(name, encode(UnmapRegion(number)))
 
     def accept(self) -> None:
         """Take whoever has connected. A child that does so again has done with what came before."""
@@ -120,8 +120,8 @@ class Lanes:
         self.read_all(name)
         self._close(name)
         enlarge_send_buffer(connection)
-        channel = self._channels[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
-        self._worker_regions[name] = Mapped()
+        channel = self._channels[name] = Stream(connection, FrameReader(limits.MAX_CHILD_HEADER_BYTES))
+        self._worker_regions[name] = WorkerRegions()
         self._loop.add(channel.fileno(), functools.partial(self._read, name, channel))
         for frames, memories in self._held_messages.pop(name, ()):
             self.send(name, frames, memories)
@@ -147,13 +147,13 @@ class Lanes:
             self._close(name)
         self._listener.close()
 
-    def _map_regions(self, channel: Stream, worker_regions: Mapped, regions: Sequence[Memory]) -> None:
+    def _map_regions(self, channel: Stream, worker_regions: WorkerRegions, regions: Sequence[SharedRegion]) -> None:
         surplus, missing = worker_regions.mark_used(regions)
         for number in surplus:
-            channel.send(encode(Unmap(number)))
+            channel.send(encode(UnmapRegion(number)))
         for memory in missing:
             try:
-                channel.send(encode(Map(memory.number)), (memory.fileno(),))
+                channel.send(encode(MapRegion(memory.number)), (memory.fileno(),))
             except OSError:
                 # No descriptor is left: the worker says that it has none, and the next request tries again.
                 worker_regions.remove(memory.number)

@@ -12,12 +12,12 @@ from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import Life
-from weightd.shared.meeting import Meeting
+from weightd.daemon.generations.life import GenerationBase
+from weightd.shared.meeting import RendezvousInfo
 
 
 @dataclass(frozen=True)
-class Program:
+class WorkerProgram:
     """What holders and workers run, whichever of them they are, or one process of a unit.
 
     Attributes:
@@ -58,13 +58,13 @@ class Program:
     snapshot_identity: str = ""
     attached_count: int = 0
     cores: str = ""
-    rendezvous: Meeting | None = None
+    rendezvous: RendezvousInfo | None = None
     rank_table: str = ""
     members_json: str = ""
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProcessSpec:
     """A process that is to be started.
 
     Attributes:
@@ -83,7 +83,7 @@ class Launch:
     environment: Mapping[str, str]
     is_channel_only: bool = False
 
-    def with_parent(self, parent: int) -> Launch:
+    def with_parent(self, parent: int) -> ProcessSpec:
         """Return the same for a process of this parent."""
         return replace(self, command=[*self.command, "--parent", str(parent)])
 
@@ -92,14 +92,14 @@ class Launch:
         """What the process reads from stdin."""
         return json.dumps([*self.arguments]).encode()
 
-    def with_origin_note(self, why: str) -> Launch:
+    def with_origin_note(self, why: str) -> ProcessSpec:
         """Return the same for a process that tells why it was not forked."""
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
-def worker_program(config: ModelConfig, generation: Life, snapshot: Snapshot, device: str) -> Program:
+def worker_program(config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, device: str) -> WorkerProgram:
     """Return what the children of a generation run on a device."""
-    return Program(
+    return WorkerProgram(
         config.python,
         config.engine,
         snapshot.path,
@@ -124,14 +124,14 @@ def _spawn_reason(config: ModelConfig) -> str:
     return "" if config.can_fork else 'start = "spawn"'
 
 
-def fork_server_spec(python: str, engine: str, name: str, address: str, log: Path) -> Launch:
+def fork_server_spec(python: str, engine: str, name: str, address: str, log: Path) -> ProcessSpec:
     """Return how the process is started of which others are forked that run this engine."""
     command = [python, "-m", "weightd.worker.forkserver", "--engine", engine]
     arguments = ["--address", address, "--name", name]
-    return Launch(name, command, arguments, log, _environment(None, log), is_channel_only=True)
+    return ProcessSpec(name, command, arguments, log, _environment(None, log), is_channel_only=True)
 
 
-def child_spec(program: Program, name: str, role: Role, address: str, files: GenerationFiles) -> Launch:
+def child_spec(program: WorkerProgram, name: str, role: Role, address: str, files: GenerationFiles) -> ProcessSpec:
     """Return how a child is started: one program for all, the orders it gets make the difference.
 
     Args:
@@ -150,7 +150,7 @@ def child_spec(program: Program, name: str, role: Role, address: str, files: Gen
         argv += ["--pinned", program.snapshot_identity]
     if not program.sharing:
         argv += ["--sharing", "off"]
-    if program.options != Program.options:
+    if program.options != WorkerProgram.options:
         argv += ["--options", program.options]
     if program.weights:
         argv += ["--weights", program.weights]
@@ -164,10 +164,10 @@ def child_spec(program: Program, name: str, role: Role, address: str, files: Gen
         argv += ["--template"] if program.can_be_template else []
     command, log = [program.python, "-m", "weightd.worker", "--role", role.value], files.log(name)
     is_template = program.can_be_template and role is Role.HOLDER
-    return Launch(name, command, argv, log, _environment(program.environment, log), is_channel_only=is_template)
+    return ProcessSpec(name, command, argv, log, _environment(program.environment, log), is_channel_only=is_template)
 
 
-def _rank_arguments(program: Program, files: GenerationFiles) -> list[str]:
+def _rank_arguments(program: WorkerProgram, files: GenerationFiles) -> list[str]:
     argv: list[str] = []
     if program.rendezvous is not None:
         rendezvous = program.rendezvous._replace(table=str(files.rank_table)) if program.rank_table else program.rendezvous

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightd.daemon.requests.regions import Memory
+from weightd.daemon.requests.regions import SharedRegion
 
 # More than one connection may have, so what a request needs always fits.
 MAX_REGIONS = 64
 
 
-class Mapped:
+class WorkerRegions:
     """The regions that one worker has been given, by number. Those that were not used for longest give way.
 
     Orders are obeyed in the order in which they are given: a region may be taken away behind the last predict that
@@ -27,7 +27,7 @@ class Mapped:
         # The one that was used last is the last.
         self._numbers: dict[int, None] = {}
 
-    def mark_used(self, regions: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
+    def mark_used(self, regions: Sequence[SharedRegion]) -> tuple[Sequence[int], Sequence[SharedRegion]]:
         """A request is given to the worker: return what has to be taken away before, and what has to be given."""
         missing = [memory for memory in regions if memory.number not in self._numbers]
         for memory in regions:

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.host.cores import allowed_cores
 from weightd.shared.cores import format_cpulist
 from weightd.shared.devices import card_of
-from weightd.shared.meeting import Meeting
+from weightd.shared.meeting import RendezvousInfo
 
 _HOST = "127.0.0.1"
 
@@ -33,7 +33,7 @@ _NO_RANK = -1
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """Where the ranks of one generation meet.
 
     Attributes:
@@ -70,21 +70,21 @@ def generate_rank_table(devices: Sequence[str], ips: Mapping[str, str], port: in
     configured_ips: dict[int, str] = {}
     with contextlib.suppress(OSError, ValueError):
         configured_ips = ranktable.parse_addresses(_HCCN_CONF.read_text("ascii"))
-    entries: list[ranktable.Device] = []
+    entries: list[ranktable.RankDevice] = []
     for device in devices:
         card = card_of(device) or 0
         number = physical_id(card, visible)
         number = card if number is None else number
-        entries.append(ranktable.Device(number, ips.get(device) or configured_ips.get(number, ""), port))
+        entries.append(ranktable.RankDevice(number, ips.get(device) or configured_ips.get(number, ""), port))
     return ranktable.generate(entries)
 
 
-def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Place) -> Program:
+def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Rendezvous) -> WorkerProgram:
     """Return what the process of a rank runs; None: the broker's."""
     if config.ranks is None:
         raise ValueError("expected a model with ranks")
     rank_slice = snapshot.slices[rank or 0]
-    return Program(
+    return WorkerProgram(
         config.python,
         config.engine,
         rank_slice.path,
@@ -103,9 +103,9 @@ def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int
 
 
 def _rendezvous_info(
-    config: ModelConfig, ranks: Ranks, group_info: str, device: str, rank: int | None, rendezvous: Place
-) -> Meeting:
-    return Meeting(
+    config: ModelConfig, ranks: RanksConfig, group_info: str, device: str, rank: int | None, rendezvous: Rendezvous
+) -> RendezvousInfo:
+    return RendezvousInfo(
         _NO_RANK if rank is None else rank,
         ranks.size,
         ranks.connect_timeout,

@@ -15,14 +15,14 @@ from typing import NamedTuple
 _FORMAT = struct.Struct("<QQ")
 
 
-class Copied(NamedTuple):
+class CopyProgress(NamedTuple):
     """So many bytes of so many; of what is not open yet the size is a guess."""
 
     copied_bytes: int
     total_bytes: int
 
 
-class Meter:
+class CopyProgressFile:
     """Writes.
 
     Args:
@@ -61,7 +61,7 @@ class Meter:
             self._descriptor = None
 
 
-def read(path: Path) -> Copied | None:
+def read(path: Path) -> CopyProgress | None:
     """Return what stands there; None where nothing does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -73,4 +73,4 @@ def read(path: Path) -> Copied | None:
         return None
     finally:
         os.close(descriptor)
-    return Copied(copied_bytes, total_bytes) if copied_bytes <= total_bytes else None
+    return CopyProgress(copied_bytes, total_bytes) if copied_bytes <= total_bytes else None

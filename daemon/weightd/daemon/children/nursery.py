@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from weightd.daemon.children.forks import Forks, Wanted
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.forks import PendingForks, ForkRequest
+from weightd.daemon.children.launch import ProcessSpec
 from weightd.daemon.children.launchers.launcher import Launcher
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.host.timers import Timer
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Fork, Forked
@@ -22,7 +22,7 @@ _log = logging.getLogger("weightd")
 _RECHECK_INTERVAL_S = 1.0
 
 
-class Nursery:
+class ForkCoordinator:
     """Between those who want children and the processes of which they are forked.
 
     Args:
@@ -37,13 +37,13 @@ class Nursery:
     def __init__(
         self,
         launcher: Launcher,
-        loop: Loop,
+        loop: EventLoop,
         send_order: Callable[[str, Fork], None],
-        on_child_forked: Callable[[Launch, str, Process], None],
-        on_unwanted: Callable[[str, Process], None],
+        on_child_forked: Callable[[ProcessSpec, str, ChildProcess], None],
+        on_unwanted: Callable[[str, ChildProcess], None],
         on_timeout: Callable[[str], None],
     ) -> None:
-        self._pending_forks = Forks()
+        self._pending_forks = PendingForks()
         self._launcher = launcher
         self._send_order = send_order
         self._on_child_forked = on_child_forked
@@ -52,7 +52,7 @@ class Nursery:
         self._timer = Timer(self.check_overdue)
         loop.add_timer(self._timer)
 
-    def fork(self, request: Wanted) -> None:
+    def fork(self, request: ForkRequest) -> None:
         """Have a child forked."""
         self._pending_forks.add(request)
         self._timer.set_no_later_than(request.deadline)

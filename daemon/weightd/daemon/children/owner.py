@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weightd.daemon.generations.plan import Source
-from weightd.daemon.host.ends import End
+from weightd.daemon.generations.plan import ModelSource
+from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import ChildMessage
 
 
@@ -57,17 +57,17 @@ def digest_of(slices: Sequence[SliceSnapshot]) -> str:
     return hashlib.sha256("".join(f"{each.sha256}\n" for each in slices).encode()).hexdigest()
 
 
-class Owner(Protocol):
+class ProcessEventHandler(Protocol):
     """Who has children started and snapshots taken. One object may stand for several that own a child together."""
 
     def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`, with these tensor frames behind it."""
 
-    def on_exit(self, child: str, exit_cause: End, now: float) -> None:
+    def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
         """A child has exited, or could not be started. What it had sent was told before."""
 
-    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float) -> None:
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists, and its devices have said what they have."""
 
-    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""

@@ -10,18 +10,18 @@ from typing import NamedTuple
 from weightd.daemon.children import helpers, meter, snapshotter
 from weightd.daemon.children.files import SnapshotFiles
 from weightd.daemon.children.helpers import OneshotResult
-from weightd.daemon.children.meter import Copied
-from weightd.daemon.children.owner import Owner, SliceSnapshot, Snapshot, digest_of
-from weightd.daemon.children.probing import Probing
-from weightd.daemon.children.running import Running
-from weightd.daemon.children.snapshotter import Single, Taken, Wanted, changed_message
+from weightd.daemon.children.meter import CopyProgress
+from weightd.daemon.children.owner import ProcessEventHandler, SliceSnapshot, Snapshot, digest_of
+from weightd.daemon.children.probing import DeviceProbe
+from weightd.daemon.children.running import ProcessTable
+from weightd.daemon.children.snapshotter import SingleFile, SnapshotResult, SnapshotRequest, changed_message
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK_PLACEHOLDER
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.host import audit, clock
-from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.directories import PathInUse
+from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.shortage import with_limit_hint
 from weightd.shared.reach import OPERATOR
 from weightd.shared.transient import is_transient
@@ -40,7 +40,7 @@ class _Order(NamedTuple):
 
     model: str
     config: ModelConfig
-    source: Source
+    source: ModelSource
     files: SnapshotFiles
     expected_sha256: str
 
@@ -51,11 +51,11 @@ class _Order(NamedTuple):
         if uid is not None and result != audit.OK:
             return
         user = audit.OPERATOR if uid is None else f"uid {uid}"
-        entry = audit.Entry("load", user, "", self.model, source.path, source.weights)
+        entry = audit.AuditEntry("load", user, "", self.model, source.path, source.weights)
         audit.write(entry, result, detail, sha256=sha256)
 
 
-class Pinning:
+class SnapshotService:
     """Takes snapshots.
 
     Args:
@@ -66,16 +66,16 @@ class Pinning:
     """
 
     def __init__(
-        self, directory: Path, process_table: Running, device_probe: Probing, defer: Callable[[Callable[[float], None]], None]
+        self, directory: Path, process_table: ProcessTable, device_probe: DeviceProbe, defer: Callable[[Callable[[float], None]], None]
     ) -> None:
         self._directory = directory
         self._process_table = process_table
         self._device_probe = device_probe
         self._defer = defer
         # What was taken last of each file, by its path.
-        self._last_results: dict[str, Taken] = {}
+        self._last_results: dict[str, SnapshotResult] = {}
 
-    def take_snapshot(self, event_handler: Owner, model: str, config: ModelConfig, source: Source, expected_sha256: str = "") -> None:
+    def take_snapshot(self, event_handler: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected_sha256: str = "") -> None:
         """Start the process that takes the snapshot; `expected`: the sha256 that it has to have, "" for any."""
         if expected_sha256 and source.weights:
             text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
@@ -83,27 +83,27 @@ class Pinning:
             return
         files = self._files(model, source)
         requests = [
-            Wanted(path, str(directory), self._last_results.get(path), expected_sha256 if config.ranks is None else "", source.grant)
+            SnapshotRequest(path, str(directory), self._last_results.get(path), expected_sha256 if config.ranks is None else "", source.grant)
             for path, directory in _models_to_copy(config, source, files)
         ]
         extra_files = [
-            Single(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
+            SingleFile(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
             for path, copy in _extra_files_to_copy(config, source, files)
         ]
         on_result = functools.partial(self._on_result, event_handler, _Order(model, config, source, files, expected_sha256))
         try:
             files.create()
-            stdin_data = snapshotter.Order(requests, str(files.copy_progress), extra_files).json()
+            stdin_data = snapshotter.SnapshotOrder(requests, str(files.copy_progress), extra_files).json()
             helpers.run(self._process_table, files.directory.name, snapshotter.command(), files.log, on_result, stdin_data=stdin_data)
-        except (ClaimError, OSError) as error:
+        except (PathInUse, OSError) as error:
             cause = with_limit_hint(f"cannot take a snapshot: {error}")
             self._defer(functools.partial(event_handler.on_snapshot_failed, source, cause, is_transient=is_transient(error)))
 
-    def copy_progress(self, model: str, source: Source) -> Copied | None:
+    def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
         return meter.read(self._files(model, source).copy_progress)
 
-    def remove_snapshot(self, model: str, source: Source) -> None:
+    def remove_snapshot(self, model: str, source: ModelSource) -> None:
         """Remove the snapshot, or stop taking it."""
         files = self._files(model, source)
         name = files.directory.name
@@ -115,15 +115,15 @@ class Pinning:
         if name not in self._process_table.processes:
             files.remove()
 
-    def _files(self, model: str, source: Source) -> SnapshotFiles:
+    def _files(self, model: str, source: ModelSource) -> SnapshotFiles:
         return SnapshotFiles(self._directory / snapshot_directory_name(model, source.number))
 
-    def _on_result(self, event_handler: Owner, order: _Order, reply: OneshotResult, exit_cause: End) -> None:
+    def _on_result(self, event_handler: ProcessEventHandler, order: _Order, reply: OneshotResult, exit_cause: ExitCause) -> None:
         _, config, source, files, expected_sha256 = order
         models = _models_to_copy(config, source, files)
         try:
             copies = [str(directory / Path(path).name) for path, directory in models]
-            results = [Taken(copy, *each) for copy, each in zip(copies, reply.get("taken", ()), strict=True)]
+            results = [SnapshotResult(copy, *each) for copy, each in zip(copies, reply.get("taken", ()), strict=True)]
         except (TypeError, ValueError):
             results = []
         if exit_cause.status != 0 or not results:
@@ -147,14 +147,14 @@ class Pinning:
         self._device_probe.probe(config.python, config.devices, files.log, lambda: event_handler.on_snapshot_taken(source, snapshot, clock.now()))
 
 
-def _models_to_copy(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
+def _models_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return what is copied with all that belongs to it, and to where: the model file, or the slice of each rank."""
     if config.ranks is None:
         return [(source.path, files.model_dir)]
     return [(source.path.replace(RANK_PLACEHOLDER, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)]
 
 
-def _extra_files_to_copy(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
+def _extra_files_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return further files, and their copies."""
     ranks = config.ranks
     pairs = [(source.weights, files.weights), (canary.inputs_path(config.selftest), files.sample)]
@@ -164,7 +164,7 @@ def _extra_files_to_copy(config: ModelConfig, source: Source, files: SnapshotFil
     return [(path, copy) for path, copy in pairs if path]
 
 
-def _build_snapshot(config: ModelConfig, source: Source, files: SnapshotFiles, results: Sequence[Taken]) -> Snapshot:
+def _build_snapshot(config: ModelConfig, source: ModelSource, files: SnapshotFiles, results: Sequence[SnapshotResult]) -> Snapshot:
     copies = {copy for _, copy in _extra_files_to_copy(config, source, files)}
     weights, sample = (str(copy) if copy in copies else "" for copy in (files.weights, files.sample))
     path, sha256, nbytes, identity, _ = results[0]

@@ -11,15 +11,15 @@ from typing import Protocol
 
 from weightd.daemon.children import helpers
 from weightd.daemon.children.helpers import OneshotResult
-from weightd.daemon.children.running import Running
-from weightd.daemon.host.ends import End
+from weightd.daemon.children.running import ProcessTable
+from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.memory import MIB
 from weightd.shared.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 
 
-class Card(Protocol):
+class DeviceMemoryInfo(Protocol):
     """A device.
 
     Attributes:
@@ -33,7 +33,7 @@ class Card(Protocol):
     reported_bytes: int | None
 
 
-class Probing:
+class DeviceProbe:
     """Asks cards, each in the interpreter of a model that uses it.
 
     Args:
@@ -41,7 +41,7 @@ class Probing:
         devices: by name.
     """
 
-    def __init__(self, process_table: Running, devices: Mapping[str, Card]) -> None:
+    def __init__(self, process_table: ProcessTable, devices: Mapping[str, DeviceMemoryInfo]) -> None:
         self._process_table = process_table
         self._devices = devices
         # If in vain.
@@ -75,7 +75,7 @@ class Probing:
     def _is_unprobed(self, name: str) -> bool:
         return not is_cpu(name) and self._devices[name].capacity is None and name not in self._failed_devices
 
-    def _on_result(self, device: Card, probe_next: Callable[[], None], result: OneshotResult, exit_cause: End) -> None:
+    def _on_result(self, device: DeviceMemoryInfo, probe_next: Callable[[], None], result: OneshotResult, exit_cause: ExitCause) -> None:
         free = result.get("free_bytes")
         if isinstance(free, int):
             device.capacity = device.reported_bytes = free

@@ -6,12 +6,12 @@ import signal
 from collections.abc import Callable
 
 from weightd.daemon.host import cgroup, processes
-from weightd.daemon.host.ends import Coroner, End
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.ends import ExitClassifier, ExitCause
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.host.processes import ChildProcess
 
 
-class Running:
+class ProcessTable:
     """The children that run, by name.
 
     Args:
@@ -21,17 +21,17 @@ class Running:
         processes: all of them.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self.processes: dict[str, Process] = {}
+    def __init__(self, loop: EventLoop) -> None:
+        self.processes: dict[str, ChildProcess] = {}
         self._loop = loop
-        self._exit_classifier = Coroner(_count_oom_kills)
+        self._exit_classifier = ExitClassifier(_count_oom_kills)
 
-    def add(self, name: str, process: Process, on_exit: Callable[[], object]) -> None:
+    def add(self, name: str, process: ChildProcess, on_exit: Callable[[], object]) -> None:
         """Watch a child: `on_exit` is called once it has exited, and has to `reap` it."""
         self.processes[name] = process
         self._loop.add(process.pidfd, on_exit)
 
-    def reap(self, name: str) -> End:
+    def reap(self, name: str) -> ExitCause:
         """Wait for a child that has exited; return how it has ended."""
         process = self.processes.pop(name)
         self._loop.remove(process.pidfd)

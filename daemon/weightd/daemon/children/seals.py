@@ -6,11 +6,11 @@ import contextlib
 import os
 from pathlib import Path
 
-from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.records import SealRecord
 
 
-class Seal:
+class FileFingerprint:
     """What a file was when this was made; whether it still is that is cheap to ask, for each answer.
 
     It tells every write and every truncation by any process (they set the time of the last change), not what a failing
@@ -42,18 +42,18 @@ class Seal:
         return status.st_size, status.st_mtime_ns
 
 
-def fingerprint_of(path: Path) -> Seal | None:
+def fingerprint_of(path: Path) -> FileFingerprint | None:
     """Return the seal of the file at `path`, or None if there is none."""
     with contextlib.suppress(OSError):
-        return Seal(path)
+        return FileFingerprint(path)
     return None
 
 
-class Seals:
+class StoreIntegrity:
     """The seals of page stores, by the labels of their generations."""
 
     def __init__(self) -> None:
-        self._fingerprints: dict[str, Seal] = {}
+        self._fingerprints: dict[str, FileFingerprint] = {}
 
     def add(self, label: str, store: Path) -> None:
         """Remember what the page store is now, if there is one, and if nothing is remembered of it."""
@@ -61,7 +61,7 @@ class Seals:
         if fingerprint is not None:
             self._fingerprints[label] = fingerprint
 
-    def is_intact(self, generation: Life) -> bool:
+    def is_intact(self, generation: GenerationBase) -> bool:
         """Return whether the page store, if there is one, is still what it was then."""
         fingerprint = self._fingerprints.get(generation.label)
         return fingerprint is None or fingerprint.is_intact()

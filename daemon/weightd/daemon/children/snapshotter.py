@@ -23,10 +23,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
-from weightd.daemon.children.meter import Meter
+from weightd.daemon.children.meter import CopyProgressFile
 from weightd.shared import signals
 from weightd.shared.modelfile import (
-    Model,
+    OpenModel,
     ModelFileError,
     check_locations,
     combine_digests,
@@ -61,7 +61,7 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 _STATFS_BYTES = 256
 
 
-class Taken(NamedTuple):
+class SnapshotResult(NamedTuple):
     """A snapshot.
 
     Attributes:
@@ -79,7 +79,7 @@ class Taken(NamedTuple):
     source_identity: str
 
 
-class Wanted(NamedTuple):
+class SnapshotRequest(NamedTuple):
     """A model of which a snapshot is to be taken.
 
     Attributes:
@@ -97,7 +97,7 @@ class Wanted(NamedTuple):
     grant: Sequence[Any] = OPERATOR
 
 
-class Single(NamedTuple):
+class SingleFile(NamedTuple):
     """A single file that is to be copied.
 
     Attributes:
@@ -111,7 +111,7 @@ class Single(NamedTuple):
     grant: Sequence[Any] = OPERATOR
 
 
-class Order(NamedTuple):
+class SnapshotOrder(NamedTuple):
     """What the process has to do.
 
     Attributes:
@@ -120,19 +120,19 @@ class Order(NamedTuple):
         files: further files.
     """
 
-    requests: Sequence[Wanted]
+    requests: Sequence[SnapshotRequest]
     progress_path: str
-    files: Sequence[Single] = ()
+    files: Sequence[SingleFile] = ()
 
     def json(self) -> bytes:
         """Return what `from_json` reads."""
         return json.dumps(self).encode()
 
     @classmethod
-    def from_json(cls, content: bytes) -> Order:
+    def from_json(cls, content: bytes) -> SnapshotOrder:
         """Return the order."""
         requests, progress_path, files = json.loads(content)
-        return cls([Wanted(*each) for each in requests], progress_path, [Single(*each) for each in files])
+        return cls([SnapshotRequest(*each) for each in requests], progress_path, [SingleFile(*each) for each in files])
 
 
 class ModelChanged(ModelFileError):
@@ -155,11 +155,11 @@ def command() -> list[str]:
 def take_snapshot(
     model: Path,
     directory: Path,
-    previous: Taken | None = None,
-    progress: Meter | None = None,
+    previous: SnapshotResult | None = None,
+    progress: CopyProgressFile | None = None,
     expected_sha256: str = "",
     grant: Grant = OPERATOR,
-) -> Taken:
+) -> SnapshotResult:
     """Copy the model's files into `directory`, read-only. Each is read once.
 
     If these are the very files of which a snapshot is `known`, and that is what it was, its files get another name. If
@@ -171,8 +171,8 @@ def take_snapshot(
         OSError: the copy cannot be written.
     """
     directory.mkdir(mode=0o700)
-    progress = progress or Meter()
-    with Model(model, grant=grant) as original:
+    progress = progress or CopyProgressFile()
+    with OpenModel(model, grant=grant) as original:
         source_identity = files_identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
         is_same_source = previous is not None and source_identity and source_identity == previous.source_identity
@@ -190,10 +190,10 @@ def take_snapshot(
         if copy.suffix == ".mindir":
             check_locations(copy)
         nbytes = sum(file.nbytes for file in copies)
-        return Taken(str(copy), combine_digests(copies, digests), nbytes, files_identity(copies), source_identity)
+        return SnapshotResult(str(copy), combine_digests(copies, digests), nbytes, files_identity(copies), source_identity)
 
 
-def _is_settled(model: Model) -> bool:
+def _is_settled(model: OpenModel) -> bool:
     """Whether each later write to its files shows in their times.
 
     One to a mapping shows where it is the first to a page since that was written to the disk: so all are.
@@ -214,7 +214,7 @@ def _sync_to_disk(file: BinaryIO) -> bool:
     return not failed and ctypes.c_long.from_buffer(status).value not in _MEMORY_FILE_SYSTEMS
 
 
-def _link_files(previous: Taken, copy: Path) -> bool:
+def _link_files(previous: SnapshotResult, copy: Path) -> bool:
     """Give the files of a snapshot that is there already these names, too; False if it is not what it was."""
     linked: list[Path] = []
     try:
@@ -234,7 +234,7 @@ def _link_files(previous: Taken, copy: Path) -> bool:
     return True
 
 
-def _copy_file(source: BinaryIO, target: Path, progress: Meter) -> str:
+def _copy_file(source: BinaryIO, target: Path, progress: CopyProgressFile) -> str:
     """Copy what was opened, and close it; return the sha256 of the copy.
 
     The copy shares the original's blocks where the file system can do that.
@@ -254,7 +254,7 @@ def _clone_file(reader: FileIO, writer: FileIO) -> bool:
     return True
 
 
-def _hash_file(file: FileIO, progress: Meter) -> str:
+def _hash_file(file: FileIO, progress: CopyProgressFile) -> str:
     state = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK_BYTES))
     while count := file.readinto(block):
@@ -263,7 +263,7 @@ def _hash_file(file: FileIO, progress: Meter) -> str:
     return state.hexdigest()
 
 
-def _copy_and_hash(reader: FileIO, writer: FileIO, progress: Meter) -> str:
+def _copy_and_hash(reader: FileIO, writer: FileIO, progress: CopyProgressFile) -> str:
     """Read and write here, and hash in a thread what has been read."""
     state = hashlib.sha256()
     empty: SimpleQueue[memoryview] = SimpleQueue()
@@ -292,16 +292,16 @@ def _copy_and_hash(reader: FileIO, writer: FileIO, progress: Meter) -> str:
     return state.hexdigest()
 
 
-def run_requests(requests: Sequence[Wanted], files: Sequence[Single] = (), progress: Meter | None = None) -> dict[str, Any]:
+def run_requests(requests: Sequence[SnapshotRequest], files: Sequence[SingleFile] = (), progress: CopyProgressFile | None = None) -> dict[str, Any]:
     """Take the snapshots, and copy the files; return what is answered."""
-    progress = progress or Meter()
-    results: list[Taken] = []
+    progress = progress or CopyProgressFile()
+    results: list[SnapshotResult] = []
     try:
         for model, directory, known, expected, grant in requests:
-            before = None if known is None else Taken(*known)
+            before = None if known is None else SnapshotResult(*known)
             results.append(take_snapshot(Path(model), Path(directory), before, progress, expected, _grant(grant)))
         for path, copy, grant in files:
-            _copy_file(open_file(Path(path), _grant(grant)), Path(copy), Meter())
+            _copy_file(open_file(Path(path), _grant(grant)), Path(copy), CopyProgressFile())
     except ModelChanged as error:
         return {"error": str(error), "transient": False, "changed": True}
     except ModelFileError as error:
@@ -325,7 +325,7 @@ def main() -> None:
     signals.reset(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
-    order = Order.from_json(sys.stdin.buffer.read())
-    reply = run_requests(order.requests, order.files, Meter(Path(order.progress_path), len(order.requests)))
+    order = SnapshotOrder.from_json(sys.stdin.buffer.read())
+    reply = run_requests(order.requests, order.files, CopyProgressFile(Path(order.progress_path), len(order.requests)))
     print(json.dumps(reply))
     sys.exit(int("error" in reply))

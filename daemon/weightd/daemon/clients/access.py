@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
 from weightd.daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
 from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
-from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.requests.request import ClientOrigin, Request
+from weightd.daemon.tenants.accounts import UsageTable, QuotaExceeded
+from weightd.daemon.tenants.directory import TenantResolver
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol.errors import PermissionDenied, RequestError, Unauthenticated
 from weightd.shared.reach import OPERATOR, Grant
@@ -25,7 +25,7 @@ _OVERFLOW_UID_HINT = (
 RIGHT_REVOKED = "a reload has taken the right to ask for this away"
 
 
-class Access:
+class Authorizer:
     """Tells who a client is, and whether it may do what it asks.
 
     Args:
@@ -34,12 +34,12 @@ class Access:
         admitted: by the name of a listener, the tenants that it is for; none: all.
     """
 
-    def __init__(self, tenants: Directory, accounts: Accounts, admitted: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, tenants: TenantResolver, accounts: UsageTable, admitted: Mapping[str, Sequence[str]]) -> None:
         self.tenants = tenants
         self.accounts = accounts
         self.listener_tenants = admitted
 
-    def assign_tenant(self, connection: Connection) -> RequestError | None:
+    def assign_tenant(self, connection: ClientConnection) -> RequestError | None:
         """A client has come, or the tables have changed: it is from now on who it is by them.
 
         Returns:
@@ -57,14 +57,14 @@ class Access:
         else:
             connection.tenant, connection.origin = tenant, identity.origin
             if self.tenants.has_tenants:
-                connection.origin = Origin(identity.origin.peer, f"tenant {tenant.name}", is_tenant=True)
+                connection.origin = ClientOrigin(identity.origin.peer, f"tenant {tenant.name}", is_tenant=True)
             try:
                 tenant.quota.add_connection(tenant.config)
             except QuotaExceeded as error:
                 return error
         return None
 
-    def limit_account_of(self, identity: Identity) -> str:
+    def limit_account_of(self, identity: ClientIdentity) -> str:
         """Return whose limits hold for a new connection before its tenant is known: its user's or host's.
 
         All users of this host that belong to no tenant are one owner.
@@ -72,19 +72,19 @@ class Access:
         has_no_tenant = identity.credential.uid is not None and self.tenants.tenant_of(identity.credential) is None
         return NO_TENANT if has_no_tenant else identity.origin.party
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: ClientConnection) -> None:
         """A client has gone, or is about to be somebody else."""
         if connection.tenant is not None:
             connection.tenant.quota.connections -= 1
 
-    def request_origin(self, connection: Connection, tenant: Tenant) -> Origin:
+    def request_origin(self, connection: ClientConnection, tenant: Tenant) -> ClientOrigin:
         """Return on whose account a request of a client for a tenant goes."""
         if tenant is connection.tenant:
             return connection.origin
         near = f"{connection.identity.origin.peer} for tenant {tenant.name}"
-        return Origin(near, f"tenant {tenant.name}", is_tenant=True)
+        return ClientOrigin(near, f"tenant {tenant.name}", is_tenant=True)
 
-    def resolve_tenant(self, connection: Connection, name: str | None) -> Tenant:
+    def resolve_tenant(self, connection: ClientConnection, name: str | None) -> Tenant:
         """Return whose a request is that names a tenant, or none.
 
         Raises:
@@ -101,7 +101,7 @@ class Access:
             raise PermissionDenied(f"parameters.tenant: tenant {own_tenant.name} does not act for {name!r} (acts_for)")
         return named_tenant
 
-    def resolve_viewer(self, connection: Connection, name: str | None = None) -> Viewer:
+    def resolve_viewer(self, connection: ClientConnection, name: str | None = None) -> Viewer:
         """Return for whom there are the models of which a client asks, and whether it is told what concerns others.
 
         For who operates by its user there are all, unless it names a tenant.
@@ -114,7 +114,7 @@ class Access:
             return Viewer(self.tenants.operators, can_see_all=True)
         return Viewer(account, account.has_right(STATUS))
 
-    def check_status(self, connection: Connection, subject: str) -> None:
+    def check_status(self, connection: ClientConnection, subject: str) -> None:
         """See to it that who asks for what concerns others may see it.
 
         Raises:
@@ -124,7 +124,7 @@ class Access:
         if not sees_all:
             raise PermissionDenied(f'tenant {tenant.name} may not see {subject}: "{STATUS}" is not in its `may`')
 
-    def check_operator(self, connection: Connection, action: str) -> None:
+    def check_operator(self, connection: ClientConnection, action: str) -> None:
         """See to it that who asks for a change may.
 
         Raises:
@@ -140,7 +140,7 @@ class Access:
                 else f"only the user that weightd runs as, and root, may {action}, and only on the daemon's unix socket"
             )
 
-    def check_reload(self, connection: Connection) -> None:
+    def check_reload(self, connection: ClientConnection) -> None:
         """See to it that who asks for a reload may: it reads the operator's file, and concerns all models.
 
         Raises:
@@ -155,7 +155,7 @@ class Access:
             f'expected "{ALL_MODELS}" in its `models`, got {", ".join(tenant.config.models)}'
         )
 
-    def file_grant(self, connection: Connection) -> Grant:
+    def file_grant(self, connection: ClientConnection) -> Grant:
         """Return the right by which a client names files that the daemon is to read."""
         proof, tenant = connection.identity.credential, connection.tenant
         if proof.is_operator:
@@ -164,7 +164,7 @@ class Access:
         return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
 
     def revocation_filter(
-        self, find_connection: Callable[[bytes], Connection | None], previous_tenants: Mapping[bytes, Tenant | None]
+        self, find_connection: Callable[[bytes], ClientConnection | None], previous_tenants: Mapping[bytes, Tenant | None]
     ) -> Callable[[Request], bool]:
         """Return what tells of a request that waits whether its client may not ask for that any more.
 
@@ -199,7 +199,7 @@ def check_infer(tenant: Tenant) -> None:
         raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
 
 
-def _unknown_client_text(identity: Identity) -> str:
+def _unknown_client_text(identity: ClientIdentity) -> str:
     proof = identity.credential
     if proof.uid == _OVERFLOW_UID:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"

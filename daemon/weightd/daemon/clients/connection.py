@@ -11,15 +11,15 @@ from typing import NamedTuple
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.credentials import peer_credentials, peer_groups
 from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.requests.request import Origin
-from weightd.daemon.tenants.directory import Proof
+from weightd.daemon.requests.request import ClientOrigin
+from weightd.daemon.tenants.directory import PeerCredential
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError, Unauthenticated
 from weightd.protocol.framing import Message
 from weightd.shared.stream import Stream
 
 
-class Identity(NamedTuple):
+class ClientIdentity(NamedTuple):
     """Who is at the other end.
 
     Attributes:
@@ -29,9 +29,9 @@ class Identity(NamedTuple):
         listener: where it has connected; "" for the daemon's own socket.
     """
 
-    origin: Origin
+    origin: ClientOrigin
     is_direct: bool = False
-    credential: Proof = Proof()
+    credential: PeerCredential = PeerCredential()
     listener: str = ""
 
     @property
@@ -40,12 +40,12 @@ class Identity(NamedTuple):
         return f"key {self.credential.key}" if self.credential.key else self.origin.party
 
 
-def unix_identity(connection: socket.socket) -> Identity:
+def unix_identity(connection: socket.socket) -> ClientIdentity:
     """Return who has connected to a unix socket."""
     pid, uid, gid = peer_credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
-    proof = Proof(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
-    return Identity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=proof)
+    proof = PeerCredential(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
+    return ClientIdentity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=proof)
 
 
 def user_account(uid: int) -> str:
@@ -58,19 +58,19 @@ def is_operator(uid: int) -> bool:
     return uid in (os.getuid(), 0)
 
 
-def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
+def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> ClientIdentity:
     """Return who is behind the gate of a listener, by the gate's word."""
-    return Identity(
-        _client_origin(peer.user, peer.pid or 0, connection), credential=Proof(peer.uid, peer.gids, peer.public_key), listener=listener
+    return ClientIdentity(
+        _client_origin(peer.user, peer.pid or 0, connection), credential=PeerCredential(peer.uid, peer.gids, peer.public_key), listener=listener
     )
 
 
-def _client_origin(user: str, pid: int, connection: socket.socket) -> Origin:
+def _client_origin(user: str, pid: int, connection: socket.socket) -> ClientOrigin:
     # A process of another pid namespace has no number here.
-    return Origin(f"process {pid} of {user}" if pid else f"connection {connection.fileno()} of {user}", user)
+    return ClientOrigin(f"process {pid} of {user}" if pid else f"connection {connection.fileno()} of {user}", user)
 
 
-class Connection:
+class ClientConnection:
     """A client.
 
     Attributes:
@@ -111,7 +111,7 @@ class Connection:
         "is_queued",
     )
 
-    def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float, owner: str = "") -> None:
+    def __init__(self, key: bytes, stream: Stream, identity: ClientIdentity, since: float, owner: str = "") -> None:
         self.key = key
         self.stream = stream
         self.identity = identity

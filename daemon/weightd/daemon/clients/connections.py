@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightd.daemon.clients.connection import Connection, Identity, unix_identity
-from weightd.daemon.clients.crowd import Doorkeeper
-from weightd.daemon.clients.departed import Departed
-from weightd.daemon.clients.lanes import Lanes
-from weightd.daemon.clients.room import Room
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity, unix_identity
+from weightd.daemon.clients.crowd import ClientConnectionLimiter
+from weightd.daemon.clients.departed import UnreadConnections
+from weightd.daemon.clients.lanes import TenantReadQueue
+from weightd.daemon.clients.room import MemoryBudget
 from weightd.daemon.host import clock
-from weightd.daemon.host.accepting import Accepting
-from weightd.daemon.host.admission import Admission
+from weightd.daemon.host.accepting import Acceptor
+from weightd.daemon.host.admission import ConnectionAdmission
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.closing import MAX_PENDING, Closing, has_descriptors
+from weightd.daemon.host.closing import MAX_PENDING, DescriptorCloser, has_descriptors
 from weightd.daemon.host.logs import log_resource_error
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError, ResourceExhausted
-from weightd.protocol.framing import Incoming, Message, message_prefix
+from weightd.protocol.framing import FrameReader, Message, message_prefix
 from weightd.protocol.messages.data import Error
 from weightd.shared import memfd
 from weightd.shared.stream import Stream
@@ -69,7 +69,7 @@ _log = logging.getLogger("weightd.frontend")
 
 
 @dataclass(frozen=True)
-class Calls:
+class ConnectionCallbacks:
     """What connections call.
 
     Attributes:
@@ -82,14 +82,14 @@ class Calls:
     """
 
     free_memory: Callable[[bytes, int], bool]
-    limit_account_of: Callable[[Identity], str]
-    assign_tenant: Callable[[Connection], RequestError | None]
-    on_message: Callable[[Connection, Message], object]
-    on_disconnecting: Callable[[Connection, RequestError], object]
-    on_disconnected: Callable[[Connection], object]
+    limit_account_of: Callable[[ClientIdentity], str]
+    assign_tenant: Callable[[ClientConnection], RequestError | None]
+    on_message: Callable[[ClientConnection, Message], object]
+    on_disconnecting: Callable[[ClientConnection, RequestError], object]
+    on_disconnected: Callable[[ClientConnection], object]
 
 
-class Connections:
+class ClientConnections:
     """The connections of clients.
 
     Args:
@@ -106,34 +106,34 @@ class Connections:
 
     def __init__(
         self,
-        loop: Loop,
-        memory_budget: Room,
-        admission: Admission,
-        callbacks: Calls,
+        loop: EventLoop,
+        memory_budget: MemoryBudget,
+        admission: ConnectionAdmission,
+        callbacks: ConnectionCallbacks,
         log: ClientLog | None = None,
     ) -> None:
         self.log = log or ClientLog()
-        self.fd_closer = Closing(log_resource_error)
+        self.fd_closer = DescriptorCloser(log_resource_error)
         # With another `Closing`: a close of a connection can always be interrupted.
-        self._unread_connections = Departed(loop, Closing(log_resource_error).close_socket)
+        self._unread_connections = UnreadConnections(loop, DescriptorCloser(log_resource_error).close_socket)
         self.dropped_messages = 0
         self._loop = loop
         self._memory_budget = memory_budget
         self._admission = admission
         self._callbacks = callbacks
-        self._by_key: dict[bytes, Connection] = {}
+        self._by_key: dict[bytes, ClientConnection] = {}
         self._keys = itertools.count(1)
-        self._connection_limiter = Doorkeeper(self.log)
-        self._awaiting_message: set[Connection] = set()
-        self._backlogged: dict[Connection, None] = {}
-        self._read_queue = Lanes()
+        self._connection_limiter = ClientConnectionLimiter(self.log)
+        self._awaiting_message: set[ClientConnection] = set()
+        self._backlogged: dict[ClientConnection, None] = {}
+        self._read_queue = TenantReadQueue()
         # Those to whom something is kept back; None where nothing is.
-        self._corked: set[Connection] | None = None
+        self._corked: set[ClientConnection] | None = None
 
-    def __iter__(self) -> Iterator[Connection]:
+    def __iter__(self) -> Iterator[ClientConnection]:
         return iter(self._by_key.values())
 
-    def get(self, key: bytes) -> Connection | None:
+    def get(self, key: bytes) -> ClientConnection | None:
         """Return a client by its key; None where it has gone."""
         return self._by_key.get(key)
 
@@ -142,7 +142,7 @@ class Connections:
     def listen(self, listener: socket.socket) -> None:
         """Let in whoever connects to a unix socket that listens and does not block."""
         listener.listen(_LISTEN_BACKLOG)
-        Accepting(listener, self._loop, self._on_connection, _log.error)
+        Acceptor(listener, self._loop, self._on_connection, _log.error)
 
     def _on_connection(self, connection: socket.socket) -> bool:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
@@ -161,13 +161,13 @@ class Connections:
         self.log.log(_log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.party, reason)
         return False
 
-    def adopt(self, connection: socket.socket, identity: Identity) -> None:
+    def adopt(self, connection: socket.socket, identity: ClientIdentity) -> None:
         """Let somebody in; the socket is this object's from now on."""
         key = next(self._keys).to_bytes(8, "big")
         max_frame_bytes = min(self._memory_budget.max_bytes, limits.MAX_FRAME_BYTES)
-        incoming = Incoming(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), max_messages=_MAX_MESSAGES_PER_TURN)
+        incoming = FrameReader(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), max_messages=_MAX_MESSAGES_PER_TURN)
         stream = Stream(connection, incoming, accepts_descriptors=identity.is_direct)
-        client = self._by_key[key] = Connection(key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity))
+        client = self._by_key[key] = ClientConnection(key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity))
         if identity.is_direct and self._admission.add_connection(client.limit_account) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
         excess = self._callbacks.assign_tenant(client)
@@ -184,7 +184,7 @@ class Connections:
             self._callbacks.assign_tenant(each)
         self._connection_limiter.replace_connections(each for each in self if not each.is_closing)
 
-    def disconnect(self, connection: Connection, reason: str) -> None:
+    def disconnect(self, connection: ClientConnection, reason: str) -> None:
         """End a connection; what its client has asked ends with it, in a moment."""
         if not connection.is_closing:
             self._discard_pending(connection)
@@ -196,7 +196,7 @@ class Connections:
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._on_disconnected, connection))
 
-    def reject_descriptors(self, connection: Connection) -> None:
+    def reject_descriptors(self, connection: ClientConnection) -> None:
         """Have those closed that a client has sent, and nobody wants."""
         while connection.stream.descriptors:
             self.fd_closer.close(connection.limit_account, connection.stream.descriptors.popleft())
@@ -215,14 +215,14 @@ class Connections:
         self._by_key.clear()
         self._unread_connections.close()
 
-    def _discard_pending(self, connection: Connection) -> None:
+    def _discard_pending(self, connection: ClientConnection) -> None:
         """Nothing more is heard of it."""
         connection.backlog.clear()
         if connection.is_queued:
             connection.is_queued = False
             self._read_queue.remove(connection)
 
-    def _on_disconnected(self, connection: Connection) -> None:
+    def _on_disconnected(self, connection: ClientConnection) -> None:
         self._discard_pending(connection)
         del self._by_key[connection.key]
         self._loop.remove(connection.stream.fileno())
@@ -232,7 +232,7 @@ class Connections:
         self._connection_limiter.on_disconnected(len(self._by_key))
         self._callbacks.on_disconnected(connection)
 
-    def _close_socket(self, connection: Connection) -> None:
+    def _close_socket(self, connection: ClientConnection) -> None:
         stream, limit_account = connection.stream, connection.limit_account
         if not connection.identity.is_direct:
             stream.close()
@@ -243,7 +243,7 @@ class Connections:
 
     # --- from a client --------------------------------------------------------------------------------------------
 
-    def _on_readable(self, connection: Connection) -> None:
+    def _on_readable(self, connection: ClientConnection) -> None:
         """Something has come, or the client has gone."""
         if self._read_queue.is_contended(connection):
             if not connection.is_queued:
@@ -279,7 +279,7 @@ class Connections:
         if self._read_queue:
             self._loop.call_soon(self._serve_queue)
 
-    def _handle_messages(self, connection: Connection, deadline: float = math.inf) -> bool:
+    def _handle_messages(self, connection: ClientConnection, deadline: float = math.inf) -> bool:
         """Handle what was read, or read once, so that others have their turn; return whether that is all for now."""
         messages = connection.backlog or self._read_messages(connection)
         while messages:
@@ -296,7 +296,7 @@ class Connections:
             self._wait_for_message(connection)
         return not connection.stream.frame_reader.is_backlogged
 
-    def _read_messages(self, connection: Connection) -> deque[Message]:
+    def _read_messages(self, connection: ClientConnection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.frame_reader
         # Of a large frame so much is read at once that it cannot be looked at before.
@@ -323,7 +323,7 @@ class Connections:
             connection.incoming_bytes = 0
         return deque(messages)
 
-    def _wait_for_message(self, connection: Connection) -> None:
+    def _wait_for_message(self, connection: ClientConnection) -> None:
         """A client's descriptors are there: they are refused where no message is that they may go with."""
         if connection.stream.frame_reader.is_idle:
             self.reject_descriptors(connection)
@@ -335,14 +335,14 @@ class Connections:
             self._awaiting_message.discard(largest)
             self.disconnect(largest, "its user has sent most descriptors without the messages that these go with")
 
-    def _may_keep_descriptors(self, connection: Connection) -> bool:
+    def _may_keep_descriptors(self, connection: ClientConnection) -> bool:
         """Return whether the client has sent descriptors of memory alone; hang it up otherwise."""
         if all(map(memfd.is_memory, connection.stream.descriptors)):
             return True
         self._reject_and_disconnect(connection, "descriptors: expected a memfd, got a descriptor of something else")
         return False
 
-    def _reject_and_disconnect(self, connection: Connection, reason: str) -> None:
+    def _reject_and_disconnect(self, connection: ClientConnection, reason: str) -> None:
         """Tell a client that its connection ends because of what it has sent, and hang it up."""
         self._callbacks.on_disconnecting(connection, InvalidArgument(reason))
         self.disconnect(connection, reason)
@@ -402,12 +402,12 @@ class Connections:
             except ConnectionError:
                 self.dropped_messages += 1
 
-    def _send_later(self, connection: Connection) -> None:
+    def _send_later(self, connection: ClientConnection) -> None:
         if not connection.unread_bytes:
             self._loop.watch_writes(connection.stream.fileno(), functools.partial(self._flush, connection))
         self._update_unread_bytes(connection)
 
-    def _may_queue(self, connection: Connection, nbytes: int) -> bool:
+    def _may_queue(self, connection: ClientConnection, nbytes: int) -> bool:
         if connection.unread_bytes + nbytes <= MAX_UNREAD_BYTES:
             return self._memory_budget.can_reserve(nbytes) or self._callbacks.free_memory(connection.key, nbytes)
         if not connection.is_dropping:
@@ -417,7 +417,7 @@ class Connections:
             self.log.log(_log, logging.WARNING, connection.user, text, *args)
         return False
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: ClientConnection) -> None:
         try:
             if connection.stream.flush():
                 self._loop.unwatch_writes(connection.stream.fileno())
@@ -427,7 +427,7 @@ class Connections:
             return
         self._update_unread_bytes(connection)
 
-    def _update_unread_bytes(self, connection: Connection) -> None:
+    def _update_unread_bytes(self, connection: ClientConnection) -> None:
         unread = connection.stream.unsent
         growth = unread - connection.unread_bytes
         connection.unread_bytes = unread

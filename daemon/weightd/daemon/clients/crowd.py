@@ -9,9 +9,9 @@ import logging
 import resource
 from collections.abc import Iterable, Sequence
 
-from weightd.daemon.clients.connection import Connection
+from weightd.daemon.clients.connection import ClientConnection
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.crowding import REOPEN_FRACTION, Crowd, Excess, max_client_descriptors
+from weightd.daemon.host.crowding import REOPEN_FRACTION, ConnectionLimiter, Excess, max_client_descriptors
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -22,7 +22,7 @@ def max_total_regions() -> int:
     return (limit - max_client_descriptors()) // 2
 
 
-class Doorkeeper:
+class ClientConnectionLimiter:
     """Says who has to go, and logs when that begins and ends.
 
     Args:
@@ -31,10 +31,10 @@ class Doorkeeper:
 
     def __init__(self, log: ClientLog) -> None:
         self._log = log
-        self._limiter: Crowd[Connection] = Crowd()
+        self._limiter: ConnectionLimiter[ClientConnection] = ConnectionLimiter()
         self._is_full = False
 
-    def add_connection(self, connection: Connection, connection_count: int) -> Sequence[Excess[Connection]]:
+    def add_connection(self, connection: ClientConnection, connection_count: int) -> Sequence[Excess[ClientConnection]]:
         """Somebody has come, and so many are there, with those that leave: return who has to go."""
         self._limiter.add(connection, connection.limit_account, connection.tenant_name)
         limit = max_client_descriptors()
@@ -44,13 +44,13 @@ class Doorkeeper:
             self._log.log(_log, logging.ERROR, "", text, limit, connection_count)
         return self._limiter.evict_excess(limit, "LimitNOFILE")
 
-    def replace_connections(self, connections: Iterable[Connection]) -> None:
+    def replace_connections(self, connections: Iterable[ClientConnection]) -> None:
         """Their accounts are others: all that stay, the oldest first."""
-        self._limiter = Crowd()
+        self._limiter = ConnectionLimiter()
         for each in connections:
             self._limiter.add(each, each.limit_account, each.tenant_name)
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: ClientConnection) -> None:
         """Somebody is hung up, or has gone."""
         self._limiter.remove(connection)
 

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from weightd.daemon.host import clock
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.timers import Timer
 
 _POLL_INTERVAL_S = 0.1
@@ -27,7 +27,7 @@ _MAX_POLLED = 64
 _INT_FORMAT = struct.Struct("@i")
 
 
-class Departed:
+class UnreadConnections:
     """Ended connections by the user at the other end.
 
     Args:
@@ -35,7 +35,7 @@ class Departed:
         close: called with the owner of a connection and the connection when everything has been read.
     """
 
-    def __init__(self, loop: Loop, close: Callable[[str, socket.socket], object]) -> None:
+    def __init__(self, loop: EventLoop, close: Callable[[str, socket.socket], object]) -> None:
         self._close = close
         self._connections: deque[tuple[str, socket.socket, Callable[[], object]]] = deque()
         self._count_by_account = Counter[str]()

@@ -11,23 +11,23 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from weightd.daemon.clients.access import RIGHT_REVOKED, Access, check_infer
-from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.connections import Calls, Connections
-from weightd.daemon.clients.regions import Registry
-from weightd.daemon.clients.room import Room
-from weightd.daemon.clients.upkeep import Upkeep
+from weightd.daemon.clients.access import RIGHT_REVOKED, Authorizer, check_infer
+from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
+from weightd.daemon.clients.connections import ConnectionCallbacks, ClientConnections
+from weightd.daemon.clients.regions import RegionRegistry
+from weightd.daemon.clients.room import MemoryBudget
+from weightd.daemon.clients.upkeep import HeapTrimmer
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host import audit, clock
-from weightd.daemon.host.admission import Admission, Limits
+from weightd.daemon.host.admission import ConnectionAdmission, UserConnectionLimits
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.loop import Loop
-from weightd.daemon.models.fleet import Fleet
-from weightd.daemon.models.model import Model
+from weightd.daemon.host.loop import EventLoop
+from weightd.daemon.models.fleet import ModelRegistry
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.requests.regions import NO_LOCATIONS
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits, preview
@@ -80,10 +80,10 @@ _UNIX_SOCKET_ONLY = "memory can be shared on the unix socket alone"
 _MESSAGE_TYPES = {kind: name for name, kind in FROM_CLIENT.items()}
 
 # Who has sent it, the message, all its frames, and when that was.
-MessageHandler = Callable[[Connection, Any, Sequence[Any], float], None]
+MessageHandler = Callable[[ClientConnection, Any, Sequence[Any], float], None]
 
 
-class Daemon(Protocol):
+class DaemonControl(Protocol):
     """What a client may ask of the daemon as a whole."""
 
     @property
@@ -91,17 +91,17 @@ class Daemon(Protocol):
         """Whether no new request is taken."""
         ...
 
-    def report_status(self, requester: Waiter, viewer: Viewer) -> None:
+    def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
         """Tell a client how everything stands, when that is known.
 
         Raises:
             RequestError: the client will not be told.
         """
 
-    def report_metrics(self, requester: Waiter, viewer: Viewer) -> None:
+    def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
         """Tell a client what was counted; raises as `ask_status`."""
 
-    def report_events(self, requester: Waiter, request: Events) -> None:
+    def report_events(self, requester: MetadataRequest, request: Events) -> None:
         """Tell a client what has happened; raises as `ask_status`."""
 
     def report_logs(self, client: bytes, request: Logs) -> None:
@@ -122,7 +122,7 @@ class Daemon(Protocol):
         """
 
 
-class Frontend:
+class RequestRouter:
     """Reads what clients send, gives it to the models, and sends what comes of it.
 
     Args:
@@ -142,14 +142,14 @@ class Frontend:
 
     def __init__(  # noqa: PLR0913
         self,
-        loop: Loop,
-        model_registry: Fleet,
+        loop: EventLoop,
+        model_registry: ModelRegistry,
         max_memory_bytes: int,
-        daemon: Daemon,
+        daemon: DaemonControl,
         *,
         max_shm_bytes: int,
-        user_limits: Limits,
-        authorizer: Access,
+        user_limits: UserConnectionLimits,
+        authorizer: Authorizer,
         log: ClientLog | None = None,
     ) -> None:
         self._model_registry = model_registry
@@ -159,17 +159,17 @@ class Frontend:
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._max_description_items)
-        self.memory_budget = Room(max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now()))
-        self.regions = Registry(max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed))
-        self._heap_trimmer = Upkeep(self.memory_budget)
-        callbacks = Calls(
+        self.memory_budget = MemoryBudget(max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now()))
+        self.regions = RegionRegistry(max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed))
+        self._heap_trimmer = HeapTrimmer(self.memory_budget)
+        callbacks = ConnectionCallbacks(
             self._free_memory, self._authorizer.limit_account_of, self._authorizer.assign_tenant, self._on_message, self._on_disconnecting, self._on_disconnected
         )
-        self._connections = Connections(loop, self.memory_budget, Admission(user_limits), callbacks, log)
+        self._connections = ClientConnections(loop, self.memory_budget, ConnectionAdmission(user_limits), callbacks, log)
         self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
-        self._audit_refusals = audit.Refusals()
+        self._audit_refusals = audit.RefusalLog()
         # What was begun for a client, by the client and the id of its message.
-        self._pending_operations: dict[tuple[bytes, str], audit.Entry] = {}
+        self._pending_operations: dict[tuple[bytes, str], audit.AuditEntry] = {}
         self._handlers: dict[type[Any], MessageHandler] = {
             Infer: self._on_infer,
             ModelMetadata: self._on_model_metadata,
@@ -197,7 +197,7 @@ class Frontend:
         """Let clients connect to a unix socket, which listens and does not block."""
         self._connections.listen(listener)
 
-    def adopt(self, connection: socket.socket, identity: Identity) -> None:
+    def adopt(self, connection: socket.socket, identity: ClientIdentity) -> None:
         """Serve a client that has come by another way; the socket is this object's from now on."""
         self._connections.adopt(connection, identity)
 
@@ -305,13 +305,13 @@ class Frontend:
 
     # --- from clients -------------------------------------------------------------------------------------------
 
-    def _on_message(self, connection: Connection, received: Message) -> None:
+    def _on_message(self, connection: ClientConnection, received: Message) -> None:
         frames, lengths = received
         now = clock.now()
         tenant = connection.tenant
         if tenant is None:
             kind = heading(frames).type
-            entry = audit.Entry(kind if kind in FROM_CLIENT else "unknown", connection.identity.audit_name)
+            entry = audit.AuditEntry(kind if kind in FROM_CLIENT else "unknown", connection.identity.audit_name)
             self._audit_refusals.write(entry, audit.REFUSED, str(connection.rejection), now)
             self._reject_message(connection, frames, connection.rejection)
             return
@@ -341,7 +341,7 @@ class Frontend:
                 self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
             self.reply_error(connection.key, message.id, error)
 
-    def _reject_message(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
+    def _reject_message(self, connection: ClientConnection, frames: Sequence[Any], error: RequestError) -> None:
         """Refuse a message that is not heard, whatever it asks. It is not decoded."""
         head = heading(frames)
         if head.type not in MESSAGES_WITHOUT_REPLY:
@@ -365,7 +365,7 @@ class Frontend:
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 
-    def _on_infer(self, connection: Connection, message: Infer, frames: Sequence[Any], now: float) -> None:
+    def _on_infer(self, connection: ClientConnection, message: Infer, frames: Sequence[Any], now: float) -> None:
         client, description, parameters = connection.key, message.description, message.parameters
         tenant = self._authorizer.resolve_tenant(connection, parameters.tenant)
         if tenant is not connection.tenant:
@@ -411,11 +411,11 @@ class Frontend:
             raise
         request.usage.count_accepted(nbytes)
 
-    def _on_cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
+    def _on_cancel(self, connection: ClientConnection, message: Cancel, frames: Sequence[Any], now: float) -> None:
         for each in self._model_registry.all_models():
             each.cancel(connection.key, message.id, now)
 
-    def _on_register(self, connection: Connection, message: Register, frames: Sequence[Any], now: float) -> None:
+    def _on_register(self, connection: ClientConnection, message: Register, frames: Sequence[Any], now: float) -> None:
         if not connection.identity.is_direct:
             raise InvalidArgument(_UNIX_SOCKET_ONLY)
         try:
@@ -426,21 +426,21 @@ class Frontend:
             raise
         self._send(connection.key, Registered(message.id, region))
 
-    def _on_unregister(self, connection: Connection, message: Unregister, frames: Sequence[Any], now: float) -> None:
+    def _on_unregister(self, connection: ClientConnection, message: Unregister, frames: Sequence[Any], now: float) -> None:
         self.regions.unregister(connection.key, message.region)
 
-    def _on_model_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
+    def _on_model_metadata(self, connection: ClientConnection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
         model = self._find_model(message.model_name, self._charge_viewer(connection, message.tenant, now).tenant)
-        model.request_metadata(Waiter(connection.key, message.id, connection.user))
+        model.request_metadata(MetadataRequest(connection.key, message.id, connection.user))
 
     def _on_server_metadata(
-        self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
+        self, connection: ClientConnection, message: ServerMetadata, frames: Sequence[Any], now: float
     ) -> None:
         models = tuple(self._visible_models(self._charge_viewer(connection, message.tenant, now).tenant))
         self._send(connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
 
     def _on_ready(
-        self, connection: Connection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
+        self, connection: ClientConnection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
         viewer = self._charge_viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
@@ -452,27 +452,27 @@ class Frontend:
         )
         self._send(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
-    def _on_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
+    def _on_status(self, connection: ClientConnection, message: Status, frames: Sequence[Any], now: float) -> None:
         self._daemon.report_status(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
 
-    def _on_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
+    def _on_metrics(self, connection: ClientConnection, message: Metrics, frames: Sequence[Any], now: float) -> None:
         self._daemon.report_metrics(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
 
-    def _on_events(self, connection: Connection, message: Events, frames: Sequence[Any], now: float) -> None:
+    def _on_events(self, connection: ClientConnection, message: Events, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_status(connection, "events")
-        self._daemon.report_events(Waiter(connection.key, message.id, connection.user), message)
+        self._daemon.report_events(MetadataRequest(connection.key, message.id, connection.user), message)
 
-    def _on_logs(self, connection: Connection, message: Logs, frames: Sequence[Any], now: float) -> None:
+    def _on_logs(self, connection: ClientConnection, message: Logs, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_operator(connection, "read logs")
         self._find_model(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
         self._daemon.report_logs(connection.key, message)
 
-    def _on_reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
+    def _on_reload(self, connection: ClientConnection, message: Reload, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_reload(connection)
         with self._audit_operation(connection, message):
             self._daemon.reload(connection.key, message.id)
 
-    def _on_update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
+    def _on_update(self, connection: ClientConnection, message: Update, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_operator(connection, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
@@ -488,7 +488,7 @@ class Frontend:
             model.update(connection.key, message.id, now, **paths, rollback=message.rollback, grant=grant)
 
     @contextlib.contextmanager
-    def _audit_operation(self, connection: Connection, message: Update | Reload) -> Generator[None, None, None]:
+    def _audit_operation(self, connection: ClientConnection, message: Update | Reload) -> Generator[None, None, None]:
         """Note for the audit log what is begun in the block, unless it is refused there.
 
         Raises:
@@ -513,7 +513,7 @@ class Frontend:
         else:
             self._audit_refusals.write(entry, audit.FAILED, str(error), clock.now())
 
-    def _charge_viewer(self, connection: Connection, name: str | None, now: float) -> Viewer:
+    def _charge_viewer(self, connection: ClientConnection, name: str | None, now: float) -> Viewer:
         """Return for whom a client asks what there is, on whose account the question goes.
 
         Raises:
@@ -524,7 +524,7 @@ class Frontend:
             viewer.tenant.quota.count_message(viewer.tenant.config, now)
         return viewer
 
-    def _find_model(self, name: str, viewer: Tenant) -> Model:
+    def _find_model(self, name: str, viewer: Tenant) -> ServedModel:
         """Return a model that there is for this tenant.
 
         Raises:
@@ -535,17 +535,17 @@ class Frontend:
             raise NotFound(f"no model {name!r}; there are: {', '.join(self._visible_models(viewer)) or 'none'}")
         return model
 
-    def _visible_models(self, viewer: Tenant) -> Mapping[str, Model]:
+    def _visible_models(self, viewer: Tenant) -> Mapping[str, ServedModel]:
         return {name: model for name, model in self._model_registry.models.items() if viewer.can_see(name)}
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _on_disconnecting(self, connection: Connection, error: RequestError) -> None:
+    def _on_disconnecting(self, connection: ClientConnection, error: RequestError) -> None:
         if connection.tenant is not None and isinstance(error, QuotaExceeded):
             self._accounts.usage_of(connection.tenant.name, OTHER_MODELS).count_refused(error)
         self.reply_error(connection.key, "", error)
 
-    def _count_rejection(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
+    def _count_rejection(self, connection: ClientConnection, tenant: Tenant, message: Any, error: RequestError) -> None:
         name = OTHER_MODELS
         if isinstance(message, Infer):
             name = message.description.model_name
@@ -557,7 +557,7 @@ class Frontend:
         account = self._accounts.usage_of(tenant.name, name if is_there else OTHER_MODELS)
         account.count_refused(error, requests=isinstance(message, Infer))
 
-    def _on_disconnected(self, connection: Connection) -> None:
+    def _on_disconnected(self, connection: ClientConnection) -> None:
         self._authorizer.remove_connection(connection)
         if connection.has_sent_message:
             for model in self._model_registry.all_models():
@@ -618,20 +618,20 @@ class Frontend:
             self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
 
 
-def _metadata_request(connection: Connection, message: Status | Metrics) -> Waiter:
+def _metadata_request(connection: ClientConnection, message: Status | Metrics) -> MetadataRequest:
     """Return who asks, on the account of the tenant that the message names, if it names one."""
     user = connection.user if message.tenant is None else f"tenant {message.tenant}"
-    return Waiter(connection.key, message.id, user)
+    return MetadataRequest(connection.key, message.id, user)
 
 
-def _audit_entry(connection: Connection, message: Any) -> audit.Entry:
+def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry:
     """Return what the audit log says of a message."""
     tenant = "" if connection.tenant is None else connection.tenant.name
     if isinstance(message, Update):
         action = "rollback" if message.rollback else "update"
-        return audit.Entry(action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights)
+        return audit.AuditEntry(action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights)
     name = message.description.model_name if isinstance(message, Infer) else getattr(message, "model_name", "")
-    return audit.Entry(_MESSAGE_TYPES[message.__class__], connection.identity.audit_name, tenant, name)
+    return audit.AuditEntry(_MESSAGE_TYPES[message.__class__], connection.identity.audit_name, tenant, name)
 
 
 def _too_long_error(received: Message, max_bytes: int) -> RequestError:

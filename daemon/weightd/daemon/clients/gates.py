@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd.daemon.gate import link
-from weightd.daemon.gate.link import PeerIdentity, Said, Terms
+from weightd.daemon.gate.link import PeerIdentity, ProxyLogLine, ProxyConfig
 from weightd.daemon.gate.zygote import Zygote, launch
 from weightd.daemon.host import clock, spawning
 from weightd.daemon.host.accepting import refuse_descriptors
-from weightd.daemon.host.admission import Limits
+from weightd.daemon.host.admission import UserConnectionLimits
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import describe_status
 from weightd.daemon.host.listening import listen_addresses
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.membership import Members
 from weightd.daemon.host.shortage import with_limit_hint
 from weightd.daemon.host.timers import Timer
@@ -53,7 +53,7 @@ _NUMBER_PATTERN = re.compile(r"\d+")
 
 
 @dataclass
-class Gate:
+class ProxyInfo:
     """One gate.
 
     Attributes:
@@ -72,7 +72,7 @@ class Gate:
 
 
 @dataclass
-class _Post:
+class _Listener:
     """A listener, and the process that is to be there.
 
     Attributes:
@@ -82,16 +82,16 @@ class _Post:
         due: when another is to be started.
     """
 
-    proxy: Gate
+    proxy: ProxyInfo
     listener: socket.socket
-    config: Terms
+    config: ProxyConfig
     stream: Stream | None = field(default=None)
     started_at: float = 0.0
     early_exits: int = 0
     restart_at: float = _NEVER
 
 
-class Lock(NamedTuple):
+class ListenerAuth(NamedTuple):
     """Who is let in at a listener: see `Terms`."""
 
     secret: str = ""
@@ -100,14 +100,14 @@ class Lock(NamedTuple):
     tenants: Sequence[Members] | None = None
 
 
-class Bounds(NamedTuple):
+class ProxyLimits(NamedTuple):
     """What a gate may take for its clients, and the limits for the connections of one user or host to its listener."""
 
     max_memory_bytes: int
-    user_limits: Limits
+    user_limits: UserConnectionLimits
 
 
-class Gates:
+class ZmqProxies:
     """The gates of all listeners.
 
     Args:
@@ -122,10 +122,10 @@ class Gates:
 
     def __init__(
         self,
-        listeners: Mapping[str, tuple[socket.socket, Lock]],
-        loop: Loop,
+        listeners: Mapping[str, tuple[socket.socket, ListenerAuth]],
+        loop: EventLoop,
         on_client: Callable[[str, socket.socket, PeerIdentity], object],
-        limits: Bounds,
+        limits: ProxyLimits,
         log: ClientLog,
         zygote: Zygote | None = None,
     ) -> None:
@@ -135,11 +135,11 @@ class Gates:
         self._zygote: Zygote | None = None
         self._attach_zygote(zygote or _launch_zygote())
         self._proxy_numbers = itertools.count()
-        self._proxy_by_number: dict[int, Gate] = {}
+        self._proxy_by_number: dict[int, ProxyInfo] = {}
         # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
         self._fork_deadlines: dict[int, float] = {}
         self._listeners = [
-            _Post(Gate(name, address), listener, _proxy_config(name, address, limits, lock))
+            _Listener(ProxyInfo(name, address), listener, _proxy_config(name, address, limits, lock))
             for (name, (listener, lock)), address in zip(
                 listeners.items(), listen_addresses([each.fileno() for each, _ in listeners.values()]), strict=True
             )
@@ -155,7 +155,7 @@ class Gates:
         self._start_due_proxies(clock.now())
 
     @property
-    def proxies(self) -> Sequence[Gate]:
+    def proxies(self) -> Sequence[ProxyInfo]:
         """How the gate of each listener stands."""
         return [post.proxy for post in self._listeners]
 
@@ -165,7 +165,7 @@ class Gates:
         zygote = [] if self._zygote is None else [self._zygote.pid]
         return [*zygote, *(each.pid for each in self.proxies if each.pid)]
 
-    def update_auth(self, auth_by_listener: Mapping[str, Lock]) -> None:
+    def update_auth(self, auth_by_listener: Mapping[str, ListenerAuth]) -> None:
         """Have gates use new keys and tenants, by the names of listeners."""
         for post in self._listeners:
             lock = auth_by_listener[post.proxy.name]
@@ -188,7 +188,7 @@ class Gates:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _start_proxy(self, listener: _Post, now: float) -> None:
+    def _start_proxy(self, listener: _Listener, now: float) -> None:
         listener.restart_at, listener.started_at = _NEVER, now
         zygote = self._zygote
         if zygote is None:
@@ -233,7 +233,7 @@ class Gates:
                 self._start_proxy(post, now)
         self._restart_timer.set(min((post.restart_at for post in self._listeners), default=_NEVER))
 
-    def _on_proxy_readable(self, listener: _Post) -> None:
+    def _on_proxy_readable(self, listener: _Listener) -> None:
         """A gate says something."""
         stream = listener.stream
         if stream is None:
@@ -245,7 +245,7 @@ class Gates:
             return
         for message in messages:
             said = link.parse_proxy_message(message.frames[0])
-            if isinstance(said, Said):
+            if isinstance(said, ProxyLogLine):
                 name, text = listener.proxy.name, said.text
                 client, kind = _CLIENT_PATTERN.search(text), f"listener {name}: {_NUMBER_PATTERN.sub('', text)}"
                 self._log.log(_log, said.level, client[0] if client else "", "listener %s: %s", name, text, kind=kind)
@@ -261,7 +261,7 @@ class Gates:
                 text = "no descriptor is left for a client of listener %s"
                 self._log.log(_log, logging.ERROR, "", text, listener.proxy.name)
 
-    def _on_proxy_exit(self, listener: _Post, now: float) -> None:
+    def _on_proxy_exit(self, listener: _Listener, now: float) -> None:
         """A gate has died."""
         if listener.stream is not None:
             self._loop.remove(listener.stream.fileno())
@@ -333,10 +333,10 @@ def backoff_s(early_exits: int) -> float:
     return min(_INITIAL_BACKOFF_S * 2 ** min(early_exits - 2, 16), _MAX_BACKOFF_S) if early_exits > 1 else 0.0
 
 
-def _proxy_config(name: str, address: str, proxy_limits: Bounds, auth: Lock) -> Terms:
+def _proxy_config(name: str, address: str, proxy_limits: ProxyLimits, auth: ListenerAuth) -> ProxyConfig:
     max_memory_bytes, user_limits = proxy_limits
     [error] = encode(Error("", InvalidArgument.code, ""))
-    return Terms(
+    return ProxyConfig(
         name=name,
         address=address,
         max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),

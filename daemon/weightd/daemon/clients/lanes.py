@@ -8,29 +8,29 @@ users where there are no tenants. Plain decisions, fed with the clock.
 
 from __future__ import annotations
 
-from weightd.daemon.clients.connection import Connection
+from weightd.daemon.clients.connection import ClientConnection
 from weightd.daemon.config.tenants import MIN_WEIGHT, TenantConfig
 from weightd.daemon.host import clock
-from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, Clock
+from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClock
 from weightd.daemon.tenants.tenant import Tenant
 
 # Those whose messages are all refused are one, and no tenant has less weight.
 _NO_TENANT_QUEUE = Tenant("(nobody)", TenantConfig(weight=MIN_WEIGHT))
 
 
-class Lanes:
+class TenantReadQueue:
     """Connections from which something has come that has not been read."""
 
     def __init__(self) -> None:
-        self._clock = Clock()
+        self._clock = FairClock()
         # The connections of each user of each tenant. Of users and of connections the next one is first.
-        self._queues: dict[Tenant, dict[str, dict[Connection, None]]] = {}
+        self._queues: dict[Tenant, dict[str, dict[ClientConnection, None]]] = {}
         # Where each connection waits. A reload may change its tenant or user meanwhile.
-        self._places: dict[Connection, tuple[Tenant, str]] = {}
+        self._places: dict[ClientConnection, tuple[Tenant, str]] = {}
         self._last_sender: tuple[Tenant, str] | None = None
         self._contended_until = -float("inf")
 
-    def is_contended(self, connection: Connection) -> bool:
+    def is_contended(self, connection: ClientConnection) -> bool:
         """A user speaks: return whether another one has within `SEVERAL_S`.
 
         While one alone does, this costs no look at a clock.
@@ -47,7 +47,7 @@ class Lanes:
         self._contended_until = -float("inf")
         return bool(self._queues)
 
-    def put(self, connection: Connection) -> None:
+    def put(self, connection: ClientConnection) -> None:
         """Something has come from it."""
         tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.party
         queue = self._queues.get(tenant)
@@ -60,7 +60,7 @@ class Lanes:
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def take(self) -> tuple[Tenant, Connection]:
+    def take(self) -> tuple[Tenant, ClientConnection]:
         """Return whose turn it is, and take it out; it may wait again, behind the others of its user."""
         tenant = min(self._queues, key=self._clock.sort_key)
         queue = self._queues[tenant]
@@ -81,7 +81,7 @@ class Lanes:
             del self._queues[tenant]
             self._clock.remove_active(tenant)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ClientConnection) -> None:
         """A connection has closed; it may be the one that was taken last, which does not wait."""
         if connection not in self._places:
             return

@@ -10,14 +10,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from weightd.daemon.clients.crowd import max_total_regions
-from weightd.daemon.host.closing import Closing
+from weightd.daemon.host.closing import DescriptorCloser
 from weightd.daemon.host.logs import log_resource_error
-from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd.shared import memfd
 
 # Of one client: places that are in use at a time.
@@ -27,7 +27,7 @@ _MAX_CACHED_LOCATIONS = 64
 MAX_USER_REGIONS = 16 * limits.MAX_REGIONS
 
 
-class Registry:
+class RegionRegistry:
     """Regions by the client that has registered them: nobody else can name one, whatever it guesses.
 
     Args:
@@ -41,13 +41,13 @@ class Registry:
 
     def __init__(self, max_bytes: int, user_of: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
         self.closed_regions: list[tuple[int, str, int]] = []
-        self._fd_closer = Closing(log_resource_error)
+        self._fd_closer = DescriptorCloser(log_resource_error)
         self._max_bytes = max_bytes
         self._user_of = user_of
         self._on_closed = on_closed
-        self._by_client: dict[bytes, dict[str, Memory]] = {}
+        self._by_client: dict[bytes, dict[str, SharedRegion]] = {}
         # What was found for requests of a client: by the identity of what they say, with that so that it stays its own.
-        self._cached_locations: dict[bytes, dict[tuple[int, int], tuple[object, object, Places]]] = {}
+        self._cached_locations: dict[bytes, dict[tuple[int, int], tuple[object, object, TensorLocations]]] = {}
         # Of regions that are open: those that were given up, too, while a request names them.
         self._bytes_by_user = Counter[str]()
         self._count_by_user = Counter[str]()
@@ -72,7 +72,7 @@ class Registry:
         self._count_by_user[user] += 1
         number = next(self._region_numbers)
         region = secrets.token_hex(limits.MAX_REGION_ID_BYTES // 2)
-        shared_region = Memory(number, descriptors.popleft(), nbytes, functools.partial(self._on_region_unused, user, nbytes, number))
+        shared_region = SharedRegion(number, descriptors.popleft(), nbytes, functools.partial(self._on_region_unused, user, nbytes, number))
         self._by_client.setdefault(client, {})[region] = shared_region
         return region
 
@@ -86,7 +86,7 @@ class Registry:
         self._cached_locations.pop(client, None)
         self._by_client.pop(client, None)
 
-    def locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
+    def locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> TensorLocations:
         """Return where a request's tensors are, once it is sure that they lie in regions of that client.
 
         Raises:
@@ -105,12 +105,12 @@ class Registry:
         cached[id(regions), id(inputs)] = regions, inputs, locations
         return locations
 
-    def _locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
+    def _locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> TensorLocations:
         client_regions = self._by_client.get(client, {})
         output_tensors = [each.tensor_index for each in regions.outputs]
         if len({*output_tensors}) < len(output_tensors):
             raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {output_tensors}")
-        return Places(
+        return TensorLocations(
             {
                 each.tensor_index: _locate_tensor(client_regions, each, inputs[each.tensor_index].nbytes, f"inputs[{index}]")
                 for index, each in enumerate(regions.inputs)
@@ -161,7 +161,7 @@ def _memfd_bytes(descriptor: int) -> int:
         raise InvalidArgument(f"register: {error}") from None
 
 
-def _locate_tensor(client_regions: dict[str, Memory], requested: InputPlace | OutputPlace, nbytes: int, where: str) -> Place:
+def _locate_tensor(client_regions: dict[str, SharedRegion], requested: InputLocation | OutputLocation, nbytes: int, where: str) -> TensorLocation:
     shared_region = client_regions.get(requested.region)
     if shared_region is None:
         # Not which: it may be another's.
@@ -171,4 +171,4 @@ def _locate_tensor(client_regions: dict[str, Memory], requested: InputPlace | Ou
     if end > shared_region.nbytes:
         expected = f"expected an end within the region, at most {shared_region.nbytes}, got {end}"
         raise InvalidArgument(f"parameters.regions.{where}.offset: {expected}")
-    return Place(shared_region, requested.offset, nbytes)
+    return TensorLocation(shared_region, requested.offset, nbytes)

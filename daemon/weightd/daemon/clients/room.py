@@ -9,7 +9,7 @@ from collections.abc import Callable
 LARGE_BYTES = 1024 * 1024
 
 
-class Room:
+class MemoryBudget:
     """One bound for all clients together: of bytes that are kept for them.
 
     Args:

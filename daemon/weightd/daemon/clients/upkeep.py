@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.daemon.clients.room import LARGE_BYTES, Room
+from weightd.daemon.clients.room import LARGE_BYTES, MemoryBudget
 from weightd.daemon.host import memory
 from weightd.daemon.host.timers import Timer
 
@@ -12,7 +12,7 @@ _NEVER = float("inf")
 TRIM_DELAY_S = 1.0
 
 
-class Upkeep:
+class HeapTrimmer:
     """Gives memory back to the kernel a while after the last large message.
 
     Args:
@@ -22,7 +22,7 @@ class Upkeep:
         timer: when `tick` is due.
     """
 
-    def __init__(self, memory_budget: Room) -> None:
+    def __init__(self, memory_budget: MemoryBudget) -> None:
         self.timer = Timer(self.on_timer)
         self._memory_budget = memory_budget
 

@@ -18,7 +18,7 @@ _MAX_REQUEST_ROWS = 2**24
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchingConfig:
     """The table [models.NAME.batching]."""
 
     max_rows: int = field(default=1, metadata=integer(1, MAX_ROWS))
@@ -33,7 +33,7 @@ class Batching:
     """On a card: the only numbers of rows that the model's graph was made for, ascending. What is fewer is padded, and
     what was added is cut off the answer. Default: any number of rows."""
 
-    def fill_defaults(self) -> Batching:
+    def fill_defaults(self) -> BatchingConfig:
         """Return the same with its defaults filled in."""
         return dataclasses.replace(self, max_rows=self.sizes[-1]) if self.sizes and self.max_rows == 1 else self
 
@@ -55,7 +55,7 @@ class Batching:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitConfig:
     """The table [models.NAME.split]."""
 
     part_rows: int = field(default=0, metadata=integer(0, MAX_ROWS))
@@ -69,11 +69,11 @@ class Split:
     """Whether requests are cut only where that was tested to leave every bit of their answers as it is: of the canary's
     dimensions."""
 
-    def problems(self, batching: Batching) -> Iterator[FieldError]:
+    def problems(self, batching: BatchingConfig) -> Iterator[FieldError]:
         """Yield what does not go together, also with the other table, or would have no effect."""
         if not self.part_rows:
             for key in ("max_rows", "exact"):
-                if getattr(self, key) != getattr(Split, key):
+                if getattr(self, key) != getattr(SplitConfig, key):
                     yield FieldError("it has no effect without part_rows").at(f".{key}")
         elif self.max_rows < self.part_rows:
             yield FieldError(f"expected at least part_rows, {self.part_rows}, got {self.max_rows}").at(".max_rows")

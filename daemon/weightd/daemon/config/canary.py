@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from weightd.protocol import limits
 from weightd.protocol.messages.findings import SelfTestCase
-from weightd.protocol.schema import FieldError, Kind, integer, list_of, mapping, short_repr, text
+from weightd.protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,9 +27,9 @@ _SHAPES_KIND = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), lim
 _PATH_KIND = text(limits.MAX_PATH_BYTES)["kind"]
 
 
-def field_metadata() -> dict[str, Kind]:
+def field_metadata() -> dict[str, FieldType]:
     """Return the metadata of the field."""
-    return {"kind": Kind(_check_value, _check_value, _to_plain, _EXPECTED)}
+    return {"kind": FieldType(_check_value, _check_value, _to_plain, _EXPECTED)}
 
 
 def parse_text(text: str) -> SelfTestSetting:

@@ -12,12 +12,12 @@ from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config import slices
 from weightd.daemon.config.load import Config
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd.daemon.host.ends import describe_status
 from weightd.daemon.host.shortage import with_limit_hint
 from weightd.protocol.version import VERSION
-from weightd.shared.modelfile import Model, ModelFileError
+from weightd.shared.modelfile import OpenModel, ModelFileError
 
 _INTERPRETER_TIMEOUT_S = 60.0
 
@@ -77,7 +77,7 @@ def find_problems(
 def _file_problems(model: ModelConfig) -> Iterator[str]:
     path = Path(model.path)
     try:
-        with Model(path) as files, files.open(files.files[0]) as file:
+        with OpenModel(path) as files, files.open(files.files[0]) as file:
             yield from (f"path: {path}: {problem}" for problem in model.engine_spec.find_problems(file))
     except ModelFileError as error:
         yield from (f"path: {problem}" for problem in str(error).splitlines())
@@ -132,7 +132,7 @@ def _describe_tenant(name: str, tenant: TenantConfig) -> str:
     return "; ".join(parts) or "whom others ask for"
 
 
-def _describe_ranks(ranks: Ranks) -> str:
+def _describe_ranks(ranks: RanksConfig) -> str:
     groups = "; ".join(", ".join(dict.fromkeys(group)) for group in ranks.groups)
     count = f"{len(ranks.groups)} groups of " if len(ranks.groups) > 1 else ""
     return f"{count}{ranks.size} ranks on {groups}"

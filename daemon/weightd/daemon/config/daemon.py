@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightd.daemon.config import addresses
-from weightd.daemon.config.defaults import Unit, default_cache_dir, default_runtime_dir
-from weightd.daemon.host.admission import Limits
+from weightd.daemon.config.defaults import UnitDefaults, default_cache_dir, default_runtime_dir
+from weightd.daemon.host.admission import UserConnectionLimits
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, list_of, number, text
 from weightd.shared import paths
-from weightd.shared.tables import MAX_SECONDS, Problems
+from weightd.shared.tables import MAX_SECONDS, ErrorCollector
 from weightd.shared.userpaths import user_path
 
 # With less, a few requests of ordinary size would be too many.
@@ -76,9 +76,9 @@ class DaemonConfig:
     those that engines read, and no others."""
 
     @property
-    def user_limits(self) -> Limits:
+    def user_limits(self) -> UserConnectionLimits:
         """Limits of the connections of one user."""
-        return Limits(self.max_user_connections, self.max_user_connection_rate)
+        return UserConnectionLimits(self.max_user_connections, self.max_user_connection_rate)
 
     @property
     def daemon_key(self) -> str:
@@ -117,7 +117,7 @@ class DaemonConfig:
 
 
 def complete_daemon(
-    config: DaemonConfig, base: Path, listen_addresses: Sequence[str], problems: Problems, unit: Unit | None = None
+    config: DaemonConfig, base: Path, listen_addresses: Sequence[str], problems: ErrorCollector, unit: UnitDefaults | None = None
 ) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 

@@ -11,7 +11,7 @@ from weightd.shared import paths
 _SYSTEM_CACHE_DIR = "/var/cache/weightd"
 
 
-class Unit(NamedTuple):
+class UnitDefaults(NamedTuple):
     """A systemd unit that serves a configuration file, and the defaults that it has there.
 
     Attributes:
@@ -27,13 +27,13 @@ class Unit(NamedTuple):
     socket: str
 
 
-def unit_of(path: Path) -> Unit | None:
+def unit_of(path: Path) -> UnitDefaults | None:
     """Return the unit that serves the configuration at `path`; None where `path` is not in the units' directory."""
     if path.resolve().parent != default_path().parent.resolve():
         return None
     name = path.stem
     runtime_dir = _systemd_dir("RUNTIME_DIRECTORY") or paths.SYSTEM_RUNTIME_DIR
-    return Unit(
+    return UnitDefaults(
         "weightd.service" if name == "weightd" else f"weightd@{name}.service",
         runtime_dir,
         _systemd_dir("CACHE_DIRECTORY") or _SYSTEM_CACHE_DIR,

@@ -13,7 +13,7 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, label, short_repr, text
 from weightd.shared import cores, tables
 from weightd.shared.devices import card_of, has_cores
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DeviceConfig:
             return frozenset()
 
 
-def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
+def read_devices(content: Any, problems: ErrorCollector) -> dict[str, DeviceConfig]:
     """Return the tables by name; what is wrong is added to `problems`.
 
     Raises:

@@ -14,7 +14,7 @@ from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, label, list_of, one_of, text
 from weightd.shared import tables
-from weightd.shared.tables import Problems, derived
+from weightd.shared.tables import ErrorCollector, derived
 
 # The only engine that has them, from 2.1 on.
 _GROUP_ENGINE = "mindspore_lite"
@@ -52,7 +52,7 @@ class GroupConfig:
         return self.share != WORKSPACE
 
 
-def read_groups(content: Any, names: Collection[str], problems: Problems) -> dict[str, GroupConfig]:
+def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) -> dict[str, GroupConfig]:
     """Return the tables by name, as far as they are good; what is wrong is added to `problems`.
 
     Args:
@@ -84,7 +84,7 @@ def with_member_defaults(config: ModelConfig) -> ModelConfig:
 
 
 def complete_groups(
-    groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig], problems: Problems
+    groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig], problems: ErrorCollector
 ) -> dict[str, GroupConfig]:
     """Return the groups with their devices.
 

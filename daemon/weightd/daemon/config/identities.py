@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from weightd.protocol.schema import FieldError, describe_value, label
 from weightd.shared.keys import KeyFileError, read_public
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Identities:
 
 
 def look_up(
-    uids: Iterable[str], groups: Iterable[str], keys: Iterable[str], base: Path, problems: Problems
+    uids: Iterable[str], groups: Iterable[str], keys: Iterable[str], base: Path, problems: ErrorCollector
 ) -> Identities:
     """Return who these are; who is nobody is added to `problems`. `base`: the directory of the configuration."""
     return Identities(
@@ -102,7 +102,7 @@ def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iter
                 yield name, FieldError(f"{describe_value(spelling)} is in tenant {label(other)} already{same}")
 
 
-def _look_up_all(names: Iterable[str], look_up_one: Callable[[str], T], key: str, problems: Problems) -> dict[T, str]:
+def _look_up_all(names: Iterable[str], look_up_one: Callable[[str], T], key: str, problems: ErrorCollector) -> dict[T, str]:
     found: dict[T, str] = {}
     errors: list[FieldError] = []
     for index, each in enumerate(names):

@@ -18,7 +18,7 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
 from weightd.shared import tables, tcp
 from weightd.shared.keys import KEY_CHARACTERS, KeyFileError, read_secret
-from weightd.shared.tables import Problems, derived
+from weightd.shared.tables import ErrorCollector, derived
 from weightd.shared.userpaths import user_path
 
 # The listener where no table names one, or the first of those that a service manager has opened.
@@ -68,7 +68,7 @@ def read_listeners(
     tenants: Mapping[str, TenantConfig],
     base: Path,
     listen_addresses: Sequence[str],
-    problems: Problems,
+    problems: ErrorCollector,
 ) -> Mapping[str, ListenerConfig]:
     """Return the listeners by name; what is wrong is added to `problems`.
 
@@ -147,7 +147,7 @@ def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]
             yield FieldError(f"expected a tenant that has a table, got {describe_value(each)}").at(f"[{index}]").at(".tenants")
 
 
-def _with_secret_key(listener: ListenerConfig, base: Path, problems: Problems) -> ListenerConfig:
+def _with_secret_key(listener: ListenerConfig, base: Path, problems: ErrorCollector) -> ListenerConfig:
     if listener.security != CURVE or not listener.key:
         return listener
     path = (base / listener.key).absolute()
@@ -173,7 +173,7 @@ def _check_all_listeners(listeners: Mapping[str, ListenerConfig], listen_address
             yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
 
 
-def _default_listeners(daemon: DaemonConfig, listen_addresses: Sequence[str], problems: Problems) -> Mapping[str, ListenerConfig]:
+def _default_listeners(daemon: DaemonConfig, listen_addresses: Sequence[str], problems: ErrorCollector) -> Mapping[str, ListenerConfig]:
     passed_addresses = sorted(addresses.zmq_addresses(listen_addresses), key=lambda each: each != daemon.socket)
     if not listen_addresses:
         passed_addresses = [daemon.socket]

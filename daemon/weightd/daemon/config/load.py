@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from weightd.daemon.config import rankrules
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
-from weightd.daemon.config.defaults import Unit
+from weightd.daemon.config.defaults import UnitDefaults
 from weightd.daemon.config.devices import DeviceConfig, read_devices
 from weightd.daemon.config.groups import GroupConfig, with_member_defaults, complete_groups, with_memberships, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
@@ -21,7 +21,7 @@ from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, label
 from weightd.shared import tables
 from weightd.shared.regular import MAX_CONFIG_BYTES, read_regular
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,7 +64,7 @@ class Config:
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])
 
 
-class Examined(NamedTuple):
+class CheckedConfig(NamedTuple):
     """What a file says.
 
     Attributes:
@@ -114,7 +114,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def check_config(path: Path, unit: Unit | None = None) -> Examined:
+def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
     """Read the configuration at `path`, see `load`, and tell what is wrong with its keys beside what is good.
 
     Defaults are those of `unit`, if there is one.
@@ -125,13 +125,13 @@ def check_config(path: Path, unit: Unit | None = None) -> Examined:
     return _check_text(read_text(path), path, (), unit)
 
 
-def _check_text(text: str, path: Path, listen_addresses: Sequence[str], unit: Unit | None = None) -> Examined:
+def _check_text(text: str, path: Path, listen_addresses: Sequence[str], unit: UnitDefaults | None = None) -> CheckedConfig:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     config, loadable, problems = _parse_tables(content, path.resolve().parent, listen_addresses, unit)
-    return Examined(config, loadable, [f"{path}: {error}" for error in problems.errors])
+    return CheckedConfig(config, loadable, [f"{path}: {error}" for error in problems.errors])
 
 
 def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str] = ()) -> Config:
@@ -147,9 +147,9 @@ def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str
 
 
 def _parse_tables(
-    content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str], unit: Unit | None = None
-) -> tuple[Config, dict[str, ModelConfig], Problems]:
-    problems = Problems()
+    content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str], unit: UnitDefaults | None = None
+) -> tuple[Config, dict[str, ModelConfig], ErrorCollector]:
+    problems = ErrorCollector()
     daemon = DaemonConfig()
     listeners: Mapping[str, ListenerConfig] = {}
     models: dict[str, ModelConfig] = {}
@@ -183,7 +183,7 @@ def _parse_tables(
 
 
 def _read_models(
-    content: Any, devices: Mapping[str, DeviceConfig], group_members: Collection[str], base: Path, problems: Problems
+    content: Any, devices: Mapping[str, DeviceConfig], group_members: Collection[str], base: Path, problems: ErrorCollector
 ) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
     """Return the models that are good, and those that are `loadable`; `members` are those of groups."""
     if type(content) is not dict or not content:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from weightd.daemon.config import canary as canary_config
-from weightd.daemon.config.batching import Batching, Split
+from weightd.daemon.config.batching import BatchingConfig, SplitConfig
 from weightd.daemon.config.canary import SelfTestSetting
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.names import check_name
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.config.ranks import MINDSPORE_LITE, RanksConfig
 from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
@@ -24,7 +24,7 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, list_of, number, one_of, record, text
 from weightd.shared import cores
 from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
-from weightd.shared.tables import MAX_SECONDS, Problems, derived
+from weightd.shared.tables import MAX_SECONDS, ErrorCollector, derived
 from weightd.shared.userpaths import user_path
 
 # What tells what is done with requests, and of what is loaded only what has to be tested there.
@@ -76,7 +76,7 @@ class ModelConfig:
     process_mib: int = field(default=0, metadata=integer(0, 2**30))
     """MiB of a card that each process takes beside the weights. Default: 0, then what the first generation takes."""
 
-    policy: str = field(default="auto", metadata=one_of([each.value for each in Policy]))
+    policy: str = field(default="auto", metadata=one_of([each.value for each in ReplacementPolicy]))
     """How workers that cannot be replaced one by one are replaced: beside the old ones, in their place, or auto."""
 
     holder_loss: str = field(default="strict", metadata=one_of(["strict", "frozen"]))
@@ -124,16 +124,16 @@ class ModelConfig:
     default_priority: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
     """The level of a request that names none. Default: 0, the middle one."""
 
-    batching: Batching = field(default=Batching(), metadata=record(Batching))
+    batching: BatchingConfig = field(default=BatchingConfig(), metadata=record(BatchingConfig))
     """Which requests share a predict."""
 
-    split: Split = field(default=Split(), metadata=record(Split))
+    split: SplitConfig = field(default=SplitConfig(), metadata=record(SplitConfig))
     """Which requests are cut into parts that run side by side."""
 
     mindspore_lite: MindSporeLiteOptions = field(default=MindSporeLiteOptions(), metadata=record(MindSporeLiteOptions))
     """More for this engine."""
 
-    ranks: Ranks | None = field(default=None, metadata=record(Ranks))
+    ranks: RanksConfig | None = field(default=None, metadata=record(RanksConfig))
     """The processes that compute this model together, each with a slice of it."""
 
     cores: tuple[str, ...] = field(default=(), metadata=derived(list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
@@ -208,7 +208,7 @@ class ModelConfig:
 
 
 def complete_model(
-    name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems
+    name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
 ) -> ModelConfig:
     """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Policy(enum.Enum):
+class ReplacementPolicy(enum.Enum):
     """How a generation that has lost workers for good is replaced."""
 
     AUTO = "auto"  # beside the old one if there is room, else in its place

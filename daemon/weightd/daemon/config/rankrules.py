@@ -13,12 +13,12 @@ from pathlib import Path
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.model import ModelConfig, engine_name
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.config.ranks import GROUP_PLACEHOLDER, MINDSPORE_LITE, RANK_PLACEHOLDER, Ranks, complete_ranks
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.config.ranks import GROUP_PLACEHOLDER, MINDSPORE_LITE, RANK_PLACEHOLDER, RanksConfig, complete_ranks
 from weightd.daemon.engines import ranktable
 from weightd.protocol.schema import FieldError, label
 from weightd.shared.devices import card_of
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 # HCCL_CONNECT_TIMEOUT is refused below, with the whole library.
 _MIN_CONNECT_TIMEOUT_S = 120
@@ -28,7 +28,7 @@ _MIN_CONNECT_TIMEOUT_S = 120
 EXEC_TIMEOUT_STEP_S = 68
 
 
-def with_rank_defaults(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems) -> ModelConfig:
+def with_rank_defaults(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector) -> ModelConfig:
     """Return a model as given with what its table of ranks, if it has one, says for its other keys.
 
     The arguments are those of `complete_model`, which comes after this.
@@ -44,7 +44,7 @@ def with_rank_defaults(config: ModelConfig, devices: Mapping[str, DeviceConfig],
     return dataclasses.replace(config, ranks=ranks, devices=ranks.all_devices, sharing=config.sharing or "off")
 
 
-def apply_rank_rules(config: ModelConfig, problems: Problems) -> ModelConfig:
+def apply_rank_rules(config: ModelConfig, problems: ErrorCollector) -> ModelConfig:
     """Return a complete model as its ranks are to load it; what does not go together is added to `problems`."""
     if config.ranks is None:
         return config
@@ -79,7 +79,7 @@ def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
 # --- Which keys of a model go together -------------------------------------------------------------------------------
 
 
-def _check_path(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_path(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if RANK_PLACEHOLDER not in config.path:
         yield FieldError(f"expected {RANK_PLACEHOLDER} in it, which stands for 0, 1 and so on: each rank has a file of its own").at(
@@ -87,24 +87,24 @@ def _check_path(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         )
 
 
-def _check_engine(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_engine(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if config.engine == MINDSPORE_LITE and not ranks.is_on_cards:
         yield FieldError(f"expected mindspore on the cpu: {MINDSPORE_LITE} has ranks on cards only").at(".engine")
 
 
-def _check_processes(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_processes(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if config.workers != 1:
         yield FieldError(f"expected 1: a group has one process for each rank, got {config.workers}").at(".workers")
     if config.spares:
         yield FieldError(f"expected 0: ranks are replaced all together, got {config.spares}").at(".spares")
     if config.start != "fork":
         yield FieldError("it has no effect: each rank has an interpreter of its own anyway").at(".start")
-    if config.policy == Policy.OVERLAP.value and not ranks.can_overlap:
+    if config.policy == ReplacementPolicy.OVERLAP.value and not ranks.can_overlap:
         text = "a card has one process of a group on each port: set two device_ports, or another policy"
         yield FieldError(text).at(".policy")
 
 
-def _check_weights(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_weights(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if config.sharing != "off":
         reason = "each rank has a slice of its own, which no other process has"
@@ -115,14 +115,14 @@ def _check_weights(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError("it has no effect on ranks: no process holds weights for others").at(".holder_loss")
 
 
-def _check_engine_options(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_engine_options(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if config.mindspore_lite.variable_weights:
         text = "a model whose weights can be changed has no ranks: the graph engine does not run it"
         yield FieldError(text).at(".mindspore_lite.variable_weights")
 
 
-def _check_selftest(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_selftest(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if not canary_config.inputs_path(config.selftest):
         reason = "ranks that have the same wrong slice agree on a wrong answer"
@@ -134,7 +134,7 @@ def _check_selftest(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError(text).at(".canary_interval")
 
 
-def _check_batching(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_batching(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if config.batching.sizes:
         text = "only a model that was converted for a card has sizes; that of a rank is the exported one"
         yield FieldError(text).at(".batching.sizes")
@@ -143,14 +143,14 @@ def _check_batching(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError('rows have no place of their own in outputs that are joined; reply is "concat"').at(key)
 
 
-def _check_reply(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_reply(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del config
     if ranks.reply_rank is not None and ranks.reply_rank >= ranks.size:
         expected = f"expected a rank, 0 to {ranks.size - 1}"
         yield FieldError(f"{expected}, got {ranks.reply_rank}").at(".ranks.reply")
 
 
-def _check_timeouts(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if ranks.is_on_cards and ranks.connect_timeout < _MIN_CONNECT_TIMEOUT_S:
         text = f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, whose library refuses less, got {ranks.connect_timeout}"
         yield FieldError(text).at(".ranks.connect_timeout")
@@ -168,7 +168,7 @@ def _check_timeouts(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError(f"{text}{config.predict_timeout:g}").at(".predict_timeout")
 
 
-def _check_rank_table(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_rank_table(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     for key in ("rank_table", "group_info_file"):
         if getattr(ranks, key) and not ranks.is_on_cards:
             yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
@@ -182,7 +182,7 @@ def _check_rank_table(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]
         yield FieldError(text).at(".ranks.rank_table")
 
 
-def _check_ports(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_ports(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if not ranks.device_ports:
         return
     if not ranks.is_on_cards:
@@ -196,15 +196,15 @@ def _check_ports(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError(f"{ranks.device_ports[0]} is given twice").at(".ranks.device_ports")
 
 
-def _check_buffers(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     for key in ("buffer_mib", "communicators"):
-        if not ranks.is_on_cards and getattr(ranks, key) != getattr(Ranks, key):
+        if not ranks.is_on_cards and getattr(ranks, key) != getattr(RanksConfig, key):
             yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
     if ranks.is_on_cards and config.engine == MINDSPORE_LITE and ranks.communicators > 1 and not ranks.group_info_file:
         yield FieldError("without group_info_file, all ranks are the only group").at(".ranks.communicators")
 
 
-_Rule = Callable[[ModelConfig, Ranks], Iterable[FieldError]]
+_Rule = Callable[[ModelConfig, RanksConfig], Iterable[FieldError]]
 
 # As those of a model.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (

@@ -15,7 +15,7 @@ from typing import Any, cast
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, Kind, integer, list_of, mapping, short_repr, text
+from weightd.protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
 from weightd.shared.devices import CPU, is_cpu
 from weightd.shared.tables import derived
 from weightd.shared.userpaths import user_path
@@ -46,7 +46,7 @@ _RANK_KIND = integer(0, MAX_RANKS - 1)["kind"]
 _REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
 
-def _devices_metadata() -> Mapping[str, Kind]:
+def _devices_metadata() -> Mapping[str, FieldType]:
     """Lists of names, one for each group; the list of a single group may stand alone."""
     group_kind, groups_kind = _GROUP_METADATA["kind"], _GROUPS_METADATA["kind"]
 
@@ -55,10 +55,10 @@ def _devices_metadata() -> Mapping[str, Kind]:
         alone = bool(items) and not any(type(each) is list for each in items)
         return (group_kind.check(value),) if alone else groups_kind.check(value)
 
-    return {"kind": Kind(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
+    return {"kind": FieldType(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
 
 
-def _reply_metadata() -> Mapping[str, Kind]:
+def _reply_metadata() -> Mapping[str, FieldType]:
     def check(value: Any) -> ReplySetting:
         if type(value) is int:
             number: int = _RANK_KIND.check(value)
@@ -68,11 +68,11 @@ def _reply_metadata() -> Mapping[str, Kind]:
         word: str = value
         return word
 
-    return {"kind": Kind(check, check, check, _REPLY_EXPECTED)}
+    return {"kind": FieldType(check, check, check, _REPLY_EXPECTED)}
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RanksConfig:
     """The table [models.NAME.ranks]; the derived fields say what its keys and those of the model come to."""
 
     devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
@@ -200,7 +200,7 @@ class Ranks:
         return self.group_info_file.replace(RANK_PLACEHOLDER, str(rank))
 
 
-def complete_ranks(ranks: Ranks, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]) -> Ranks:
+def complete_ranks(ranks: RanksConfig, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]) -> RanksConfig:
     """Return the table with its defaults filled in and its paths made absolute.
 
     Args:

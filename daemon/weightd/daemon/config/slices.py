@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
+from weightd.daemon.config.ranks import MINDSPORE_LITE, RanksConfig
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.engines.mindspore_lite import config_items
@@ -20,8 +20,8 @@ from weightd.daemon.engines.ranktable import RankTable
 from weightd.protocol.schema import FieldError
 from weightd.shared import mindir
 from weightd.shared.devices import card_of
-from weightd.shared.mindir import MindIr, Tensor
-from weightd.shared.modelfile import Model, ModelFileError
+from weightd.shared.mindir import MindIr, MindIrTensor
+from weightd.shared.modelfile import OpenModel, ModelFileError
 from weightd.shared.protobuf import Malformed
 from weightd.shared.regular import open_regular, read_regular
 
@@ -32,7 +32,7 @@ _ARRAY_SUFFIX = ".npy"
 PortOwners = dict[tuple[int, int], str]
 
 
-def find_problems(name: str, model: ModelConfig, ranks: Ranks, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
+def find_problems(name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
     """Yield what is wrong with the files of a model's ranks; each text names the key.
 
     Args:
@@ -62,13 +62,13 @@ def find_problems(name: str, model: ModelConfig, ranks: Ranks, visible_devices: 
 class _Slices(NamedTuple):
     """The models of the ranks that could be opened, and what those say that could be read."""
 
-    models: list[Model]
+    models: list[OpenModel]
     signatures: list[MindIr]
 
 
 def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Iterator[str]:
     try:
-        model = stack.enter_context(Model(path))
+        model = stack.enter_context(OpenModel(path))
         slices.models.append(model)
         with model.open(model.files[0]) as file:
             signature = mindir.read(file)
@@ -86,7 +86,7 @@ def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Ite
             yield from (f"{path}: {problem}" for problem in mindir.find_problems(what, tensors))
 
 
-def _compare_signatures(ranks: Ranks, signatures: Sequence[MindIr]) -> Iterator[str]:
+def _compare_signatures(ranks: RanksConfig, signatures: Sequence[MindIr]) -> Iterator[str]:
     """All ranks are given the same inputs, and each could be the one that answers."""
     first_signature = signatures[0]
     for rank, other in enumerate(signatures[1:], 1):
@@ -96,12 +96,12 @@ def _compare_signatures(ranks: Ranks, signatures: Sequence[MindIr]) -> Iterator[
                 yield f"path: rank {rank}: {ranks.paths[rank]}: {difference}"
 
 
-def _describe_tensors(tensors: Sequence[Tensor]) -> str:
+def _describe_tensors(tensors: Sequence[MindIrTensor]) -> str:
     shapes = ["of any rank" if each.shape is None else str(list(each.shape)) for each in tensors]
     return ", ".join(f"{each.name} {each.datatype} {shape}" for each, shape in zip(tensors, shapes, strict=True))
 
 
-def _find_equal_slices(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
+def _find_equal_slices(ranks: RanksConfig, models: Sequence[OpenModel]) -> Iterator[str]:
     """Refuse slices that are equal to the last bit: a copy in the wrong place is the likeliest mistake of all.
 
     Equal ones have the same weights, so that nothing was cut; and a group with one in the place of another has no error
@@ -118,7 +118,7 @@ def _find_equal_slices(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
             yield f"path: rank {other_rank}: {ranks.paths[other_rank]}: {text}"
 
 
-def _have_equal_content(one: Model, other: Model) -> bool:
+def _have_equal_content(one: OpenModel, other: OpenModel) -> bool:
     """Read no further than to the first difference: slices are large, and rarely equal."""
     if [each.nbytes for each in one.files] != [each.nbytes for each in other.files]:
         return False
@@ -150,7 +150,7 @@ def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
         yield f"canary: {path}: {expected}, got {', '.join(names)}"
 
 
-def _check_group_info(ranks: Ranks) -> Iterator[str]:
+def _check_group_info(ranks: RanksConfig) -> Iterator[str]:
     for path in dict.fromkeys(ranks.group_info_path(rank) for rank in range(ranks.size)):
         problem = unreadable_reason(path) if path else ""
         if problem:
@@ -180,7 +180,7 @@ def _check_config_file(model: ModelConfig) -> Iterator[str]:
 # --- Rank tables ------------------------------------------------------------------------------------------------------
 
 
-def _check_rank_tables(name: str, model: ModelConfig, ranks: Ranks, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
+def _check_rank_tables(name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
     for index, group in enumerate(ranks.groups):
         cards = {each: _physical_id_of(each, visible_devices) for each in group if card_of(each) is not None}
         for device, card in cards.items():

@@ -15,9 +15,9 @@ from weightd.daemon.config import identities
 from weightd.daemon.config.identities import Identities
 from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, Kind, Metadata, describe_value, integer, label, list_of, number, one_of, text
+from weightd.protocol.schema import FieldError, FieldType, Metadata, describe_value, integer, label, list_of, number, one_of, text
 from weightd.shared import tables
-from weightd.shared.tables import Problems, derived
+from weightd.shared.tables import ErrorCollector, derived
 from weightd.shared.userpaths import user_path
 
 # Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
@@ -53,7 +53,7 @@ def _account_metadata() -> Metadata:
     def check(value: Any) -> str:
         return str(numbers.check(value)) if type(value) is int else cast(str, names.check(value))
 
-    return {"kind": Kind(check, check, check, "name, or number")}
+    return {"kind": FieldType(check, check, check, "name, or number")}
 
 
 def _pattern_metadata() -> Metadata:
@@ -67,7 +67,7 @@ def _pattern_metadata() -> Metadata:
             raise FieldError(f"expected {expected}, got {describe_value(checked)}")
         return checked
 
-    return {"kind": Kind(check, check, check, "name, or pattern with * and ?")}
+    return {"kind": FieldType(check, check, check, "name, or pattern with * and ?")}
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class TenantConfig:
         """Return its `model_dirs` as absolute paths."""
         return tuple(os.path.normpath(base.absolute() / each) for each in self.model_dirs)
 
-    def look_up_identities(self, base: Path, problems: Problems) -> Identities:
+    def look_up_identities(self, base: Path, problems: ErrorCollector) -> Identities:
         """Return who its users, groups and keys are; what is wrong is added to `problems`."""
         return identities.look_up(self.uids, self.groups, self.keys, base, problems)
 
 
-def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, TenantConfig]:
+def read_tenants(content: Any, base: Path, problems: ErrorCollector) -> dict[str, TenantConfig]:
     """Return the tenants by name; what is wrong is added to `problems`.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weightd.daemon.children.launchers.keeper.link import wait_until_exited
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.host.directories import ClaimError, make_directory, check_not_replaceable
+from weightd.daemon.host.directories import PathInUse, make_directory, check_not_replaceable
 from weightd.daemon.host.listening import reserve_socket_path
 
 # What a keeper takes to end every process; the kernel has their memory to give back.
@@ -67,7 +67,7 @@ def _make_cache_dir(path: Path) -> None:
         # It may be a link, to where there is room.
         check_not_replaceable(path, path.stat())
     except OSError as error:
-        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+        raise PathInUse(f"cannot make the directory {path}: {error.strerror}") from None
 
 
 def _lock_path(config: DaemonConfig) -> Path:
@@ -83,16 +83,16 @@ def _hold_lock_file(path: Path) -> Generator[None, None, None]:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise ClaimError(f"cannot open the lock {path}: {error.strerror}") from None
+            raise PathInUse(f"cannot open the lock {path}: {error.strerror}") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
             os.close(descriptor)
-            raise ClaimError(f"weightd is running already on this socket, as pid {owner} ({path})") from None
+            raise PathInUse(f"weightd is running already on this socket, as pid {owner} ({path})") from None
         except OSError as error:
             os.close(descriptor)
-            raise ClaimError(f"cannot lock {path}: {error.strerror}") from None
+            raise PathInUse(f"cannot lock {path}: {error.strerror}") from None
         # The holder before may have removed the file between our open and our lock: then it is nobody's lock.
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
@@ -128,9 +128,9 @@ def make_private_directory(path: Path) -> None:
     try:
         have_exited = wait_until_exited(path, _EXIT_TIMEOUT_S)
     except OSError as error:
-        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+        raise PathInUse(f"cannot make the directory {path}: {error.strerror}") from None
     if not have_exited:
-        raise ClaimError(
+        raise PathInUse(
             f"{path}: the processes of an earlier weightd have not ended within {_EXIT_TIMEOUT_S:g} s; kill them, as by "
             "systemctl kill --signal=KILL weightd"
         )

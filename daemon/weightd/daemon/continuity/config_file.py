@@ -14,9 +14,9 @@ from pathlib import Path
 
 from weightd.daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd.daemon.continuity.claim import check_directories
-from weightd.daemon.continuity.reading import Read
-from weightd.daemon.continuity.service import CLIENTS, CONFIG, Manager
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.continuity.reading import ReadConfig
+from weightd.daemon.continuity.service import CLIENTS, CONFIG, ServiceManager
+from weightd.daemon.host.directories import PathInUse
 from weightd.daemon.host.listening import listen_addresses
 
 _log = logging.getLogger("weightd")
@@ -35,7 +35,7 @@ class ConfigFile:
         note: why what is in force is not what the file says; "" if it is.
     """
 
-    def __init__(self, path: Path, manager: Manager) -> None:
+    def __init__(self, path: Path, manager: ServiceManager) -> None:
         self.path = path
         self.note = ""
         self._manager = manager
@@ -55,7 +55,7 @@ class ConfigFile:
             if self._descriptors:
                 check_directories(config.daemon)
             return config
-        except (ConfigError, ClaimError) as error:
+        except (ConfigError, PathInUse) as error:
             before = self._load_previous()
             if before is None:
                 raise
@@ -76,7 +76,7 @@ class ConfigFile:
         self._text = text
         return config
 
-    def accept(self, result: Read) -> Config:
+    def accept(self, result: ReadConfig) -> Config:
         """Return what was read of the file.
 
         Raises:

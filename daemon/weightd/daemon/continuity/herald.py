@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from weightd.daemon.generations.life import Life
-from weightd.daemon.models.model import Model
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.models.model import ServedModel
 from weightd.protocol.codec import clip
 from weightd.shared.devices import CPU
 from weightd.shared.journal import to_one_line
@@ -32,7 +32,7 @@ _MAX_STATUS_BYTES = 1024
 _CONFIG_NOTE = "the configuration file is not in force, see weightctl status"
 
 
-class Herald:
+class SystemdNotifier:
     """Times are monotonic seconds.
 
     Args:
@@ -65,7 +65,7 @@ class Herald:
         self._next_watchdog_at -= seconds
 
     def poll(
-        self, models: Iterable[Model], now: float, note: str = "", load_progress: Callable[[Life], str] = lambda _: ""
+        self, models: Iterable[ServedModel], now: float, note: str = "", load_progress: Callable[[GenerationBase], str] = lambda _: ""
     ) -> list[str]:
         """Return what is to be told now: for people whether there is a `note`, and how far models are that load.
 
@@ -92,16 +92,16 @@ class Herald:
         self.next_event_at = now + min(_STATUS_INTERVAL_S, self._watchdog_interval_s)
         return assignments
 
-    def has_failed(self, models: Iterable[Model]) -> bool:
+    def has_failed(self, models: Iterable[ServedModel]) -> bool:
         """Return whether weightd will never be ready."""
         return not self.is_ready and any(
             model.config.required and model.has_failed and not self._is_optional(model) for model in models
         )
 
-    def _is_optional(self, model: Model) -> bool:
+    def _is_optional(self, model: ServedModel) -> bool:
         return model.has_failed and bool(self._resumed_models) and model.name not in self._resumed_models
 
-    def _is_alive(self, model: Model, stuck: Collection[str], now: float) -> bool:
+    def _is_alive(self, model: ServedModel, stuck: Collection[str], now: float) -> bool:
         """Whether a worker answers. A daemon whose loop runs while those that are there do not is of no use to anybody.
 
         One that loads a model, the first time or again, or replaces its workers, is: as long as that goes on, and the
@@ -112,7 +112,7 @@ class Herald:
             return True
         return not _has_workers(model) and not model.has_failed and model.name not in stuck
 
-    def _is_progressing(self, model: Model, now: float) -> bool:
+    def _is_progressing(self, model: ServedModel, now: float) -> bool:
         """Whether a model serves or makes progress, as far as its load_timeout allows to tell."""
         previous = self._progress.get(model.name)
         progress = model.main_generation.progress
@@ -122,11 +122,11 @@ class Herald:
         return _has_workers(model) or now <= previous[1] + model.config.load_timeout + _PROGRESS_TIMEOUT_S
 
 
-def _has_workers(model: Model) -> bool:
+def _has_workers(model: ServedModel) -> bool:
     return model.is_serving and any(each.serving is not None and each.serving.serving_processes for each in model.deployments)
 
 
-def _describe_activity(models: Iterable[Model], load_progress: Callable[[Life], str]) -> Iterator[str]:
+def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[GenerationBase], str]) -> Iterator[str]:
     counts: Counter[str] = Counter()
     serving = 0
     workers = 0

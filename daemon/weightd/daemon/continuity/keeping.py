@@ -8,17 +8,17 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launch import ProcessSpec
 from weightd.daemon.children.launchers.keeper import link
-from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost
-from weightd.daemon.children.launchers.launcher import Kept
+from weightd.daemon.children.launchers.keeper.link import ShimClient, ShimLost
+from weightd.daemon.children.launchers.launcher import SurvivingProcess
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import make_private_directory
 from weightd.daemon.continuity.handover import Handover, HandoverError
-from weightd.daemon.continuity.service import SHIM, Manager
-from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.processes import Process
+from weightd.daemon.continuity.service import SHIM, ServiceManager
+from weightd.daemon.host.directories import PathInUse
+from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.host.shortage import with_limit_hint
 
 _log = logging.getLogger("weightd")
@@ -27,7 +27,7 @@ _log = logging.getLogger("weightd")
 _EXIT_TIMEOUT_S = 30.0
 
 
-class Keeping:
+class ShimLauncher:
     """A `Launcher` that has holders and workers started by a keeper, which outlives this process.
 
     Args:
@@ -41,7 +41,7 @@ class Keeping:
         ClaimError: the private directory cannot be had.
     """
 
-    def __init__(self, manager: Manager, config: DaemonConfig) -> None:
+    def __init__(self, manager: ServiceManager, config: DaemonConfig) -> None:
         self._manager = manager
         self._directory = config.private_dir
         self._extra_paths = [config.children_socket, config.channel_socket]
@@ -71,12 +71,12 @@ class Keeping:
         """What of the private directory is its own."""
         return {self.handover_path.name, link.LOG_NAME}
 
-    def start(self, process_spec: Launch) -> Process:  # noqa: D102
+    def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
         if self._is_lost:
             self._replace_shim()
         try:
             return self._shim.start(self._with_parent(process_spec))
-        except KeeperLost as error:
+        except ShimLost as error:
             # Its children have died with it, which their pidfds tell: only the next ones need another parent.
             _log.error("%s: starting another one", error)
             self._is_lost = True
@@ -84,10 +84,10 @@ class Keeping:
             self._replace_shim()
         return self._shim.start(self._with_parent(process_spec))
 
-    def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
+    def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:  # noqa: D102
         return self._shim.adopt(name, pid, log)
 
-    def surviving_processes(self) -> list[Kept]:  # noqa: D102
+    def surviving_processes(self) -> list[SurvivingProcess]:  # noqa: D102
         return self._shim.surviving_processes()
 
     def kill_orphans(self) -> None:  # noqa: D102
@@ -96,7 +96,7 @@ class Keeping:
     def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:  # noqa: D102
         self._shim.kill_orphans_of(parent)
 
-    def watch(self, survivor: Kept) -> Process:  # noqa: D102
+    def watch(self, survivor: SurvivingProcess) -> ChildProcess:  # noqa: D102
         return self._shim.watch(survivor)
 
     def close(self) -> None:
@@ -104,13 +104,13 @@ class Keeping:
         if not self._is_lost:
             self._shim.close()
 
-    def _with_parent(self, process_spec: Launch) -> Launch:
+    def _with_parent(self, process_spec: ProcessSpec) -> ProcessSpec:
         return process_spec.with_parent(self.pid)
 
-    def _inherit_shim(self, descriptor: int) -> Keeper | None:
+    def _inherit_shim(self, descriptor: int) -> ShimClient | None:
         try:
-            shim = Keeper(descriptor)
-        except KeeperLost as error:
+            shim = ShimClient(descriptor)
+        except ShimLost as error:
             _log.warning("every model is loaded anew: %s", error)
             # If it was only slow, that ends it.
             self._manager.remove_descriptor(SHIM)
@@ -126,17 +126,17 @@ class Keeping:
             return None
         return shim
 
-    def _start_shim(self) -> Keeper:
+    def _start_shim(self) -> ShimClient:
         try:
             shim = link.start_shim(self._directory, *self._extra_paths)
         except OSError as error:
-            raise ClaimError(with_limit_hint(f"cannot start the keeper of the processes: {error}")) from None
+            raise PathInUse(with_limit_hint(f"cannot start the keeper of the processes: {error}")) from None
         self._manager.store_descriptor(SHIM, shim.descriptor)
         return shim
 
     def _replace_shim(self) -> None:
         if not link.wait_until_exited(self._directory, _EXIT_TIMEOUT_S):
-            raise KeeperLost("the keeper is lost, and its children do not end")
+            raise ShimLost("the keeper is lost, and its children do not end")
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._shim.pid, 0)
         self._shim = self._start_shim()

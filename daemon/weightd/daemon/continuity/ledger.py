@@ -33,11 +33,11 @@ _MAX_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX
 _MAX_BYTES = 2048 * _MAX_LINES
 
 
-class LedgerError(Exception):
+class CounterStoreError(Exception):
     """What is in the file is not what one writes there."""
 
 
-class Figures(Protocol):
+class CounterRecord(Protocol):
     """What is written down of one thing: a record."""
 
     @property
@@ -46,7 +46,7 @@ class Figures(Protocol):
         ...
 
 
-class Book(Protocol):
+class CounterSource(Protocol):
     """Things of one kind of which something is counted."""
 
     def records(self) -> Iterator[Any]:
@@ -57,14 +57,14 @@ class Book(Protocol):
         """Go on from the records that were written down."""
 
 
-class Entry(NamedTuple):
+class CounterEntry(NamedTuple):
     """A book, and of which type its records are."""
 
-    source: Book
+    source: CounterSource
     record_type: type[Any]
 
 
-class Ledger:
+class CounterStore:
     """The file at `path`.
 
     Args:
@@ -76,7 +76,7 @@ class Ledger:
         timer: call it when it is due.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], call_soon: Callable[[Callable[[], object]], object]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, CounterEntry], call_soon: Callable[[Callable[[], object]], object]) -> None:
         self.path = path
         self.timer = Timer(self._on_timer)
         self._entries = entries
@@ -95,7 +95,7 @@ class Ledger:
             records = read(self.path, {word: each.record_type for word, each in self._entries.items()})
         except FileNotFoundError:
             return
-        except (OSError, LedgerError) as error:
+        except (OSError, CounterStoreError) as error:
             _log.warning("all counters begin anew: %s: %s", self.path, getattr(error, "strerror", error))
             return
         for word, each in self._entries.items():
@@ -165,34 +165,34 @@ def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[An
     with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
-            raise LedgerError(f"expected a file of at most {_MAX_BYTES} bytes")
+            raise CounterStoreError(f"expected a file of at most {_MAX_BYTES} bytes")
         lines = file.read(_MAX_BYTES).splitlines()
     *values, last = [*map(_parse_json, lines)] or [None]
     if last != {"lines": len(values)}:
-        raise LedgerError(f"expected a last line that tells of {len(values)} lines")
+        raise CounterStoreError(f"expected a last line that tells of {len(values)} lines")
     records: dict[str, dict[str, Any]] = {word: {} for word in record_types}
     for value in values:
         word, figures = _parse_record(value, record_types)
         # Twice the same would be counted twice.
         if figures.key in records[word]:
-            raise LedgerError(f"expected each {word} once, got {figures.key!r} twice")
+            raise CounterStoreError(f"expected each {word} once, got {figures.key!r} twice")
         records[word][figures.key] = figures
     return {word: [*each.values()] for word, each in records.items()}
 
 
-def _parse_record(value: Any, record_types: Mapping[str, type[Any]]) -> tuple[str, Figures]:
+def _parse_record(value: Any, record_types: Mapping[str, type[Any]]) -> tuple[str, CounterRecord]:
     fields = cast("dict[str, Any]", value) if type(value) is dict else {}
     kind = next(iter(fields), "")
     if len(fields) != 1 or kind not in record_types:
-        raise LedgerError(f"expected a line with one of {', '.join(record_types)}, got {label(kind)}")
+        raise CounterStoreError(f"expected a line with one of {', '.join(record_types)}, got {label(kind)}")
     try:
         return kind, decode(record_types[kind], fields[kind])
     except FieldError as error:
-        raise LedgerError(str(error.at(f".{kind}"))) from None
+        raise CounterStoreError(str(error.at(f".{kind}"))) from None
 
 
 def _parse_json(line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LedgerError(f"not JSON: {error}") from None
+        raise CounterStoreError(f"not JSON: {error}") from None

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from weightd.daemon.config import addresses as forms
 from weightd.daemon.config.load import Config
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 from weightd.daemon.host.listening import listen_addresses, listen_on
 
 _log = logging.getLogger("weightd")
 
 
-class Listening(NamedTuple):
+class ListenSockets(NamedTuple):
     """Sockets that listen and do not block.
 
     Attributes:
@@ -33,7 +33,7 @@ class Listening(NamedTuple):
 
 
 @contextlib.contextmanager
-def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> Generator[Listening, None, None]:
+def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> Generator[ListenSockets, None, None]:
     """Listen within the block wherever the configuration says, and leave no path behind but those of others.
 
     Args:
@@ -56,7 +56,7 @@ def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> 
         metrics = config.daemon.metrics
         metrics_listener = stack.enter_context(listen_on(forms.metrics_listen_address(metrics))) if metrics else None
         all_addresses = [*unix_listeners, *(each.address for each in config.listeners.values())]
-        yield Listening([*unix_listeners.values()], zmq_listeners, all_addresses, metrics_listener)
+        yield ListenSockets([*unix_listeners.values()], zmq_listeners, all_addresses, metrics_listener)
 
 
 def _adopt_passed(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:
@@ -72,7 +72,7 @@ def _listen_unix(address: str, stack: contextlib.ExitStack, *, is_required: bool
     """Listen for clients of this host; where a service manager listens for others they can do without it."""
     try:
         return {address: stack.enter_context(listen_on(address))}
-    except ClaimError as error:
+    except PathInUse as error:
         if is_required:
             raise
         _log.warning("clients of this host have to speak ZeroMQ, which is slower: %s; see weightd.socket", error)

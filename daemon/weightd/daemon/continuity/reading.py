@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd.daemon.children.running import Running
+from weightd.daemon.children.running import ProcessTable
 from weightd.daemon.config.check import find_problems
 from weightd.daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd.daemon.host import processes
@@ -37,7 +37,7 @@ _PROCESS_NAME = "configuration"
 _MAX_PROBLEMS = 100
 
 
-class Read(NamedTuple):
+class ReadConfig(NamedTuple):
     """A configuration file, and what is wrong with it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Read(NamedTuple):
     model_problems: Mapping[str, Sequence[str]] = {}
 
 
-def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> Read:
+def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
     """Read and check a configuration file, and what it names."""
     try:
         text = read_text(path)
@@ -61,10 +61,10 @@ def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> Read:
     except ConfigError as error:
         more = len(error.problems) - _MAX_PROBLEMS
         told = error.problems[:_MAX_PROBLEMS]
-        return Read(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
+        return ReadConfig(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
     members = {name for group in config.groups.values() for name in group.models}
     model_problems = find_problems(config.models, members, runs_interpreters=False)
-    return Read(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in model_problems.items()})
+    return ReadConfig(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in model_problems.items()})
 
 
 class ConfigReader:
@@ -74,11 +74,11 @@ class ConfigReader:
         running: watches the helper.
     """
 
-    def __init__(self, process_table: Running) -> None:
+    def __init__(self, process_table: ProcessTable) -> None:
         self._process_table = process_table
         self._has_timed_out = False
 
-    def start(self, path: Path, listen_addresses: Sequence[str], on_result: Callable[[Read], object]) -> None:
+    def start(self, path: Path, listen_addresses: Sequence[str], on_result: Callable[[ReadConfig], object]) -> None:
         """Begin to read; `tell` is called with the result.
 
         Raises:
@@ -103,17 +103,17 @@ class ConfigReader:
         self._has_timed_out = True
         self._process_table.kill(_PROCESS_NAME)
 
-    def _on_exit(self, path: Path, result_fd: int, log_fd: int, on_result: Callable[[Read], object]) -> None:
+    def _on_exit(self, path: Path, result_fd: int, log_fd: int, on_result: Callable[[ReadConfig], object]) -> None:
         exit_cause = self._process_table.reap(_PROCESS_NAME)
         content = os.pread(result_fd, os.fstat(result_fd).st_size, 0)
         os.close(result_fd)
         os.close(log_fd)
         if exit_cause.status == 0:
             # Written by this program, for this process.
-            result: Read = pickle.loads(content)  # noqa: S301
+            result: ReadConfig = pickle.loads(content)  # noqa: S301
         else:
             why = "reading and checking it took too long" if self._has_timed_out else f"cannot be read: {exit_cause}"
-            result = Read(problems=(f"{path}: {why}",))
+            result = ReadConfig(problems=(f"{path}: {why}",))
         on_result(result)
 
 

@@ -22,7 +22,7 @@ CONFIG = "config"
 """Names of descriptors that are kept for the next daemon (FDSTORE=1): a link to the keeper, and what was configured."""
 
 
-class Manager:
+class ServiceManager:
     """The service manager that has started this process, or nobody: then everything here does nothing.
 
     Args:

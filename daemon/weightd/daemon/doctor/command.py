@@ -10,26 +10,26 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.slices import read_rank_table
 from weightd.daemon.doctor import render
 from weightd.daemon.doctor.facts import interpreter, nodes
-from weightd.daemon.doctor.facts.host import Card, Host, read_host, count_card_processes
-from weightd.daemon.doctor.facts.interpreter import Report
-from weightd.daemon.doctor.facts.ranks import Network
+from weightd.daemon.doctor.facts.host import NpuInfo, HostFacts, read_host, count_card_processes
+from weightd.daemon.doctor.facts.interpreter import InterpreterReport
+from weightd.daemon.doctor.facts.ranks import NetworkFacts
 from weightd.daemon.doctor.facts.ranks import read_network as network_of
-from weightd.daemon.doctor.facts.unit import Identity, Unit, read_unit, service_user, current_user
-from weightd.daemon.doctor.trial.children import Children
+from weightd.daemon.doctor.facts.unit import ServiceUser, SystemdUnit, read_unit, service_user, current_user
+from weightd.daemon.doctor.trial.children import TestProcesses
 from weightd.daemon.doctor.trial.trial import run_selftest as share
 from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
+from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult, exit_status
 from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.engines.ranktable import RankTable
-from weightd.daemon.generations.plan import Canary
+from weightd.daemon.generations.plan import SelfTestSpec
 from weightd.daemon.host import exitwatch
 from weightd.shared.modelfile import ModelFileError, model_files
 from weightd.shared.terminal import ends_on_hangup
@@ -59,19 +59,19 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     try:
         report = interpreter.run_report(options.python, options.device, min(options.limit, _REPORT_TIMEOUT_S), environment)
     except OSError as error:
-        report = Report(exit_description=f"cannot be run: {error.strerror}")
+        report = InterpreterReport(exit_description=f"cannot be run: {error.strerror}")
     yield checks.check_interpreter(options.python, report)
     yield checks.check_process_exits(platform.release(), exitwatch.unavailable_reason())
     if not checks.has_ascend(host, report):
         yield from checks.no_ascend_findings()
         if options.ranks is not None:
             yield from rank_checks.no_ascend_findings()
-            yield rank_checks.check_rank_table({}, Network(), *_read_rank_table(options.rank_table))
+            yield rank_checks.check_rank_table({}, NetworkFacts(), *_read_rank_table(options.rank_table))
         if options.model:
             yield from trial_checks.not_run(checks.NO_ASCEND)
         return
     selftest_findings = _test_sharing(options, report, environment)
-    can_import = any(each.name == trial_checks.ATTACH and each.result is Verdict.PASS for each in selftest_findings)
+    can_import = any(each.name == trial_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings)
     device_nodes = nodes.read_device_nodes()
     yield access_checks.check_service(unit)
     yield access_checks.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
@@ -92,7 +92,7 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _check_ranks(
-    options: argparse.Namespace, host: Host, report: Report, environment: Mapping[str, str]
+    options: argparse.Namespace, host: HostFacts, report: InterpreterReport, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
     visible_devices = environment.get("ASCEND_RT_VISIBLE_DEVICES", "")
     device_count = report.value("devices", "count")
@@ -112,7 +112,7 @@ def _read_rank_table(path: Path | None) -> tuple[str, RankTable | str | None]:
     return ("", None) if path is None else (str(path), read_rank_table(path.absolute()))
 
 
-def _count_processes(host: Host, card: Card | None, device: int) -> int | OSError:
+def _count_processes(host: HostFacts, card: NpuInfo | None, device: int) -> int | OSError:
     if card is None:
         return OSError(host.npu_smi_error or f"npu-smi lists no device {device}")
     try:
@@ -121,14 +121,14 @@ def _count_processes(host: Host, card: Card | None, device: int) -> int | OSErro
         return error
 
 
-def _read_unit(name: str) -> Unit | OSError:
+def _read_unit(name: str) -> SystemdUnit | OSError:
     try:
         return read_unit(name)
     except OSError as error:
         return error
 
 
-def _read_service_user(unit: Unit | OSError) -> Identity | OSError:
+def _read_service_user(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
     try:
         return current_user() if isinstance(unit, OSError) else service_user(unit)
     except OSError as error:
@@ -138,17 +138,17 @@ def _read_service_user(unit: Unit | OSError) -> Identity | OSError:
 def _can_share(selftest_findings: list[Finding]) -> bool | None:
     """Whether a handle could be had, as far as that was tried."""
     verdicts = {each.name: each.result for each in selftest_findings}
-    return {Verdict.PASS: True, Verdict.FAIL: False}.get(verdicts.get(trial_checks.BUILD, Verdict.NOT_TESTABLE))
+    return {CheckResult.PASS: True, CheckResult.FAIL: False}.get(verdicts.get(trial_checks.BUILD, CheckResult.NOT_TESTABLE))
 
 
-def _test_sharing(options: argparse.Namespace, report: Report, environment: Mapping[str, str]) -> list[Finding]:
+def _test_sharing(options: argparse.Namespace, report: InterpreterReport, environment: Mapping[str, str]) -> list[Finding]:
     if not options.model:
         return trial_checks.not_requested()
     # Whatever else is wrong, the worker's own words for it are worth more than a guess.
     reason = "the library cannot be imported" if report.error("library") else _model_problem(options.model)
     if reason:
         return trial_checks.not_run(reason)
-    program = Program(
+    program = WorkerProgram(
         options.python,
         "mindspore_lite",
         str(options.model.absolute()),
@@ -157,8 +157,8 @@ def _test_sharing(options: argparse.Namespace, report: Report, environment: Mapp
         tolerance=options.canary_tolerance,
         environment=environment,
     )
-    with Children(program, options.limit) as children:
-        selftest_report = share(children, Canary.from_config(options.canary))
+    with TestProcesses(program, options.limit) as children:
+        selftest_report = share(children, SelfTestSpec.from_config(options.canary))
     return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(children.survivors)
 
 

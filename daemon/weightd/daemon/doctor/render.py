@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
+from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult, exit_status
 from weightd.protocol.version import VERSION
 
 _WIDTH = 120
@@ -15,7 +15,7 @@ _COLUMN_GAP = "  "
 
 def render_table(findings: Sequence[Finding]) -> str:
     """Return a line for each finding, with its advice below it, and a line that counts them."""
-    verdict_width = max(len(each.value) for each in Verdict)
+    verdict_width = max(len(each.value) for each in CheckResult)
     name_width = max((len(each.name) for each in findings), default=0)
     margin = " " * (verdict_width + name_width + 2 * len(_COLUMN_GAP))
     lines: list[str] = []
@@ -49,4 +49,4 @@ def _wrap(text: str, first: str, indent: str) -> list[str]:
 
 def _format_counts(findings: Sequence[Finding]) -> str:
     verdicts = [each.result for each in findings]
-    return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
+    return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in CheckResult)

@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _ADDRESS = re.compile(r"address_(0|[1-9][0-9]{0,3})\s*=\s*(\S+)\s*")
 
 
-class Device(NamedTuple):
+class RankDevice(NamedTuple):
     """A card of a group, in the place of its rank.
 
     Attributes:
@@ -56,14 +56,14 @@ class RankTable(NamedTuple):
         server: the one host that it names.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[RankDevice, ...]
     server: str
 
 
 # --- Written ----------------------------------------------------------------------------------------------------------
 
 
-def generate(devices: Sequence[Device], server: str = "localhost") -> str:
+def generate(devices: Sequence[RankDevice], server: str = "localhost") -> str:
     """Return the table of a group whose ranks have these devices, all on this host.
 
     Addresses are in it if all are known: on one host HCCL can do without.
@@ -123,7 +123,7 @@ def parse(text: str) -> RankTable:
     table = _expect_object(content)
     has_pods = _parse_head(table)
     names: list[str] = []
-    ranks: dict[int, Device] = {}
+    ranks: dict[int, RankDevice] = {}
     for index, server in enumerate(_get_list(table, "server_list")):
         with _error_at(f".server_list[{index}]"):
             _parse_server(_expect_object(server), names, ranks, has_pods=has_pods)
@@ -165,7 +165,7 @@ def _parse_head(table: Mapping[str, Any]) -> bool:
     return version == "1.2"
 
 
-def _check_complete(names: Sequence[str], ranks: Mapping[int, Device]) -> None:
+def _check_complete(names: Sequence[str], ranks: Mapping[int, RankDevice]) -> None:
     if len(names) > 1:
         raise FieldError(f"expected one server, for all ranks are on this host, got {len(names)}")
     if not ranks:
@@ -175,7 +175,7 @@ def _check_complete(names: Sequence[str], ranks: Mapping[int, Device]) -> None:
         raise FieldError(f"expected ranks 0 to {len(ranks) - 1}, but there is no rank {missing}")
 
 
-def _parse_server(server: Mapping[str, Any], names: list[str], ranks: dict[int, Device], *, has_pods: bool) -> None:
+def _parse_server(server: Mapping[str, Any], names: list[str], ranks: dict[int, RankDevice], *, has_pods: bool) -> None:
     name = _get_text(server, "server_id")
     if not 0 < len(name) <= _MAX_SERVER_ID:
         raise FieldError(f"expected 1 to {_MAX_SERVER_ID} characters, got {len(name)}").at(".server_id")
@@ -187,7 +187,7 @@ def _parse_server(server: Mapping[str, Any], names: list[str], ranks: dict[int, 
             ranks[rank] = device
 
 
-def _parse_device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, Device]:
+def _parse_device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, RankDevice]:
     if has_pods:
         _get_number(entry, "super_device_id")
     ip = ""
@@ -200,10 +200,10 @@ def _parse_device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, Dev
         port = _get_number(entry, "device_port")
         if not 0 < port <= MAX_PORT:
             raise FieldError(f'expected a port, "1" to "{MAX_PORT}", got "{port}"').at(".device_port")
-    return _get_number(entry, "rank_id"), Device(_get_number(entry, "device_id"), ip, port)
+    return _get_number(entry, "rank_id"), RankDevice(_get_number(entry, "device_id"), ip, port)
 
 
-def _check_unique(rank: int, device: Device, ranks: Mapping[int, Device]) -> None:
+def _check_unique(rank: int, device: RankDevice, ranks: Mapping[int, RankDevice]) -> None:
     if rank in ranks:
         raise FieldError(f'"{rank}" is given twice').at(".rank_id")
     for other in ranks.values():

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from weightd.daemon.gate import zmtp
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.credentials import peer_credentials, peer_groups
-from weightd.protocol.framing import LARGE_BYTES, Outgoing
+from weightd.protocol.framing import LARGE_BYTES, FrameWriter
 from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
-    from weightd.daemon.host.closing import Closing
+    from weightd.daemon.host.closing import DescriptorCloser
     from weightd.daemon.host.membership import Membership
     from weightd.shared.peers import Peers
 
@@ -51,11 +51,11 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 _OPERATOR_UIDS = (0, os.getuid())
 
 
-class DescriptorsError(Exception):
+class DescriptorsSent(Exception):
     """A client has sent descriptors, which no message has."""
 
 
-class Side:
+class ClientSocket:
     """One of the two sockets of a client.
 
     Args:
@@ -74,7 +74,7 @@ class Side:
     # on its way out.
     WAITS_FOR_TURN, WAITS_FOR_OTHER_SOCKET, WAITS_FOR_CRYPTO, DISCONNECTING = 1, 2, 4, 8
 
-    def __init__(self, client: Client, descriptor: int, read: Callable[[Client], bool]) -> None:
+    def __init__(self, client: ProxyClient, descriptor: int, read: Callable[[ProxyClient], bool]) -> None:
         self.client = client
         self.fd = descriptor
         self.read_once = read
@@ -96,7 +96,7 @@ class Side:
         return bool(poll.poll(0))
 
 
-class Client:
+class ProxyClient:
     """A client.
 
     Args:
@@ -140,20 +140,20 @@ class Client:
         self,
         connection: socket.socket,
         user: str,
-        protocol: zmtp.Connection,
+        protocol: zmtp.ZmtpConnection,
         since: float,
-        read: Callable[[Client], bool],
-        closing: Closing | None = None,
+        read: Callable[[ProxyClient], bool],
+        closing: DescriptorCloser | None = None,
     ) -> None:
         self.connection = connection
         self.fd_closer = closing
         self.user = user
         self.protocol = protocol
         self.connected_at = since
-        self.client_socket = Side(self, connection.fileno(), read)
-        self.daemon_socket: Side | None = None
+        self.client_socket = ClientSocket(self, connection.fileno(), read)
+        self.daemon_socket: ClientSocket | None = None
         self.daemon_stream: Stream | None = None
-        self.outgoing = Outgoing()
+        self.outgoing = FrameWriter()
         self.encrypting_bytes = self.buffered_bytes = self.pending_requests = 0
         self.has_sent_message = self.is_closed = False
 
@@ -199,24 +199,24 @@ class Client:
             return []
         raise ConnectionResetError
 
-    def _receive_message(self, fd_closer: Closing) -> bytes:
+    def _receive_message(self, fd_closer: DescriptorCloser) -> bytes:
         data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         self._reject_descriptors(ancillary, fd_closer)
         return data
 
-    def _receive_into(self, target: memoryview, fd_closer: Closing) -> int:
+    def _receive_into(self, target: memoryview, fd_closer: DescriptorCloser) -> int:
         count, ancillary, _, _ = self.connection.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         self._reject_descriptors(ancillary, fd_closer)
         return count
 
-    def _reject_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], fd_closer: Closing) -> None:
+    def _reject_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], fd_closer: DescriptorCloser) -> None:
         received_fds = array.array("i")
         for _, _, content in ancillary:
             received_fds.frombytes(content[: len(content) - len(content) % received_fds.itemsize])
         for each in received_fds:
             fd_closer.close(self.user, each)
         if received_fds:
-            raise DescriptorsError
+            raise DescriptorsSent
 
     def send(self, chunks: Sequence[Any]) -> bool:
         """Send bytes, or as much of them as goes now; return whether nothing is left.

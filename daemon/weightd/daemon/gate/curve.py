@@ -47,7 +47,7 @@ _from_buffer: Callable[[Any], Any] = _sodium.ffi.from_buffer
 _COPY_CHUNK_BYTES = 256 * 1024
 
 
-class Curve:
+class CurveMechanism:
     """The mechanism CURVE, see `Mechanism`.
 
     Args:

@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 from weightd.daemon.gate import client as clients
 from weightd.daemon.gate import link, memory, zmtp
-from weightd.daemon.gate.client import Client, Side
+from weightd.daemon.gate.client import ProxyClient, ClientSocket
 from weightd.daemon.gate.link import ERROR, WARNING
-from weightd.daemon.gate.turns import Turns
+from weightd.daemon.gate.turns import FairQueue
 from weightd.daemon.host import clock
-from weightd.daemon.host.accepting import Accepting
-from weightd.daemon.host.admission import Admission, Limits
-from weightd.daemon.host.crowding import EVERYONE, NO_TENANT, Crowd, max_client_descriptors
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.accepting import Acceptor
+from weightd.daemon.host.admission import ConnectionAdmission, UserConnectionLimits
+from weightd.daemon.host.crowding import EVERYONE, NO_TENANT, ConnectionLimiter, max_client_descriptors
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.membership import Members, Membership
 from weightd.daemon.host.timers import Timer
-from weightd.protocol.framing import Incoming
+from weightd.protocol.framing import FrameReader
 from weightd.protocol.limits import MAX_FRAME_BYTES
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightd.daemon.gate.link import Terms
-    from weightd.daemon.gate.separate import Separate
-    from weightd.daemon.host.closing import Closing
+    from weightd.daemon.gate.link import ProxyConfig
+    from weightd.daemon.gate.separate import CryptoThread
+    from weightd.daemon.host.closing import DescriptorCloser
     from weightd.shared.peers import Peers
 
 # A client has to complete its handshake in this time, and a user may have so many that have not.
@@ -78,7 +78,7 @@ def max_connections(configured_limit: int = 0) -> int:
     return min(descriptor_limit, configured_limit) if configured_limit else descriptor_limit
 
 
-class User:
+class ProxyUser:
     """What one user has here.
 
     Attributes:
@@ -88,12 +88,12 @@ class User:
     """
 
     def __init__(self) -> None:
-        self.clients: set[Client] = set()
-        self.handshakes: dict[Client, None] = {}
+        self.clients: set[ProxyClient] = set()
+        self.handshakes: dict[ProxyClient, None] = {}
         self.buffered_bytes = 0
 
 
-class Gate:
+class ZmqProxy:
     """Passes messages on.
 
     Args:
@@ -108,40 +108,40 @@ class Gate:
         self,
         listener: socket.socket,
         control_stream: Stream,
-        config: Terms,
-        crypto_thread: Separate | None = None,
-        fd_closer: Closing | None = None,
+        config: ProxyConfig,
+        crypto_thread: CryptoThread | None = None,
+        fd_closer: DescriptorCloser | None = None,
     ) -> None:
         self._fd_closer = fd_closer
         self._control_stream = control_stream
         self._config = config
-        self._limits = zmtp.Bounds(config.max_frame_bytes, config.max_memory_bytes)
+        self._limits = zmtp.ZmtpLimits(config.max_frame_bytes, config.max_memory_bytes)
         self._crypto_thread = crypto_thread
         self._allowed_keys = _key_set(config.allowed_keys)
         self._new_mechanism = self._mechanism_factory()
-        self._admission = Admission(Limits(config.max_user_connections, config.max_user_connection_rate))
+        self._admission = ConnectionAdmission(UserConnectionLimits(config.max_user_connections, config.max_user_connection_rate))
         self._peers = _new_peers() if listener.family != socket.AF_UNIX else None
         self._membership = _new_membership(config.tenant_members)
-        self._connection_limiter: Crowd[Client] = Crowd()
-        self._users: dict[str, User] = {}
+        self._connection_limiter: ConnectionLimiter[ProxyClient] = ConnectionLimiter()
+        self._users: dict[str, ProxyUser] = {}
         self._buffered_bytes = 0
         # Clients whom the daemon knows, and those that are leaving, with the time at which they have to be gone.
         self._peer_count = 0
-        self._close_deadlines: dict[Client, float] = {}
-        self._handshakes: dict[Client, None] = {}
-        self._read_queue: Turns[Side] = Turns()
+        self._close_deadlines: dict[ProxyClient, float] = {}
+        self._handshakes: dict[ProxyClient, None] = {}
+        self._read_queue: FairQueue[ClientSocket] = FairQueue()
         self._reads_this_turn = 0
         self._stops_at = _NEVER
-        self._disconnect_log = Seldom(_LOG_INTERVAL_S)
-        self._refusal_log = Seldom(_LOG_INTERVAL_S)
-        self._loop = Loop()
+        self._disconnect_log = RateLimitedLog(_LOG_INTERVAL_S)
+        self._refusal_log = RateLimitedLog(_LOG_INTERVAL_S)
+        self._loop = EventLoop()
         self._handshake_timer = Timer(self._on_handshake_timer)
         self._close_timer = Timer(self._on_close_timer)
         self._trim_timer = Timer(lambda _: memory.trim_heap())
         self._control_retry_timer = Timer(self._on_control_retry)
         for timer in (self._handshake_timer, self._close_timer, self._trim_timer, self._control_retry_timer):
             self._loop.add_timer(timer)
-        self._acceptor = Accepting(listener, self._loop, self._on_connection, lambda text: self._log(ERROR, text))
+        self._acceptor = Acceptor(listener, self._loop, self._on_connection, lambda text: self._log(ERROR, text))
         self._loop.add(control_stream.fileno(), self._on_control_readable)
         if crypto_thread is not None:
             self._loop.add(crypto_thread.descriptor, crypto_thread.collect)
@@ -177,9 +177,9 @@ class Gate:
             if refusal is not None:
                 self._log_rate_limited(self._refusal_log, name, f"new connection of {name} refused: {refusal}")
                 return False
-            user = self._users.get(name) or User()
-            client = Client(
-                connection, name, zmtp.Connection(self._new_mechanism(), self._limits), now, self._read_client, self._fd_closer
+            user = self._users.get(name) or ProxyUser()
+            client = ProxyClient(
+                connection, name, zmtp.ZmtpConnection(self._new_mechanism(), self._limits), now, self._read_client, self._fd_closer
             )
             try:
                 clients.configure_socket(connection, len(user.clients) + 1)
@@ -191,7 +191,7 @@ class Gate:
         self._add_client(client, user, now)
         return True
 
-    def _add_client(self, client: Client, user: User, now: float) -> None:
+    def _add_client(self, client: ProxyClient, user: ProxyUser, now: float) -> None:
         self._users[client.user] = user
         user.clients.add(client)
         user.handshakes[client] = self._handshakes[client] = None
@@ -224,7 +224,7 @@ class Gate:
         has_tenant = clients.tenant_of(connection, "", self._membership) not in (None, NO_TENANT)
         return user if has_tenant else NO_TENANT, False
 
-    def _account_of(self, client: Client) -> str:
+    def _account_of(self, client: ProxyClient) -> str:
         if self._membership is None:
             return EVERYONE
         with contextlib.suppress(OSError):  # it has gone
@@ -232,7 +232,7 @@ class Gate:
         return NO_TENANT
 
     def _reassign_accounts(self) -> None:
-        self._connection_limiter = Crowd()
+        self._connection_limiter = ConnectionLimiter()
         all_clients = [client for user in self._users.values() for client in user.clients]
         for each in sorted(all_clients, key=lambda client: client.connected_at):
             self._connection_limiter.add(each, each.user, self._account_of(each))
@@ -248,14 +248,14 @@ class Gate:
 
     def _mechanism_factory(self) -> Callable[[], zmtp.Mechanism]:
         if not self._config.secret_key:
-            return zmtp.Null
-        from weightd.daemon.gate.curve import Curve, decode_secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
+            return zmtp.NullMechanism
+        from weightd.daemon.gate.curve import CurveMechanism, decode_secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
 
-        return functools.partial(Curve, decode_secret_key(self._config.secret_key), lambda key: key in self._allowed_keys)
+        return functools.partial(CurveMechanism, decode_secret_key(self._config.secret_key), lambda key: key in self._allowed_keys)
 
     # --- what is ready ------------------------------------------------------------------------------------------
 
-    def _on_readable(self, side: Side) -> None:
+    def _on_readable(self, side: ClientSocket) -> None:
         """Something can be read, or the other end is closed."""
         if side.pause_reasons:
             if side.has_peer_closed():
@@ -273,9 +273,9 @@ class Gate:
     def _on_turn_end(self) -> None:
         self._reads_this_turn = 0
 
-    def _queue_read(self, side: Side) -> None:
+    def _queue_read(self, side: ClientSocket) -> None:
         """Let a side have its turn."""
-        self._pause_reading(side, Side.WAITS_FOR_TURN)
+        self._pause_reading(side, ClientSocket.WAITS_FOR_TURN)
         self._read_queue.put(side.client.user, side)
         self._loop.call_soon(self._serve_queue)
 
@@ -284,8 +284,8 @@ class Gate:
         deadline = clock.now() + _TIME_SLICE_S
         while self._read_queue:
             side = self._read_queue.take()
-            if side.pause_reasons != Side.WAITS_FOR_TURN or side.read_once(side.client):
-                self._resume_reading(side, Side.WAITS_FOR_TURN)
+            if side.pause_reasons != ClientSocket.WAITS_FOR_TURN or side.read_once(side.client):
+                self._resume_reading(side, ClientSocket.WAITS_FOR_TURN)
             elif side.is_open:
                 self._read_queue.put(side.client.user, side)
             if clock.now() >= deadline:
@@ -293,20 +293,20 @@ class Gate:
         if self._read_queue:
             self._loop.call_soon(self._serve_queue)
 
-    def _pause_reading(self, side: Side, reason: int) -> None:
+    def _pause_reading(self, side: ClientSocket, reason: int) -> None:
         """Read nothing, for one more reason."""
         if side.is_open and not side.pause_reasons:
             self._loop.pause_reading(side.fd)
         side.pause_reasons |= reason
 
-    def _resume_reading(self, side: Side, reason: int) -> None:
+    def _resume_reading(self, side: ClientSocket, reason: int) -> None:
         """Read again if there is no other reason not to."""
         if side.pause_reasons & reason and side.is_open:
             side.pause_reasons &= ~reason
             if not side.pause_reasons:
                 self._loop.resume_reading(side.fd)
 
-    def _on_peer_closed(self, side: Side) -> None:
+    def _on_peer_closed(self, side: ClientSocket) -> None:
         client = side.client
         if side is client.client_socket:
             self._remove_client(client)
@@ -316,14 +316,14 @@ class Gate:
 
     # --- clients to daemon --------------------------------------------------------------------------------------
 
-    def _read_client(self, client: Client) -> bool:
+    def _read_client(self, client: ProxyClient) -> bool:
         """Read from a client; see `Side`."""
         try:
             messages = client.receive()
         except MemoryError:
             self._disconnect(client, "there is no memory for what it sends")
             return True
-        except clients.DescriptorsError:
+        except clients.DescriptorsSent:
             self._disconnect(client, "it sends descriptors, which no message has")
             return True
         except OSError:
@@ -331,7 +331,7 @@ class Gate:
             return True
         return self._handle_messages(client, messages)
 
-    def _handle_messages(self, client: Client, messages: list[zmtp.MessageFrames]) -> bool:
+    def _handle_messages(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> bool:
         """Pass messages on, and do what else has come of a read."""
         protocol = client.protocol
         if client in self._handshakes:
@@ -351,13 +351,13 @@ class Gate:
         if client.is_closed or protocol.error:
             return True
         if protocol.pending_work is not None:
-            self._pause_reading(client.client_socket, Side.WAITS_FOR_CRYPTO)
+            self._pause_reading(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
             self._run_in_crypto_thread(client, protocol.pending_work, functools.partial(self._on_decrypted, client))
         self._update_buffered_bytes(client)
         # What is behind, but may not be read now, is read by `_resume`.
-        return bool(client.client_socket.pause_reasons & ~Side.WAITS_FOR_TURN) or not protocol.is_backlogged
+        return bool(client.client_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN) or not protocol.is_backlogged
 
-    def _forward(self, client: Client, messages: list[zmtp.MessageFrames]) -> None:
+    def _forward(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> None:
         stream = client.daemon_stream or self._open_daemon_stream(client)
         if stream is None:
             return
@@ -372,10 +372,10 @@ class Gate:
         except ConnectionError:
             return  # what the daemon has said before is read first
         if stream.unsent:
-            self._pause_reading(client.client_socket, Side.WAITS_FOR_OTHER_SOCKET)
+            self._pause_reading(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
 
-    def _flush_to_daemon(self, client: Client, stream: Stream) -> None:
+    def _flush_to_daemon(self, client: ProxyClient, stream: Stream) -> None:
         """The daemon has read some of what a client has sent."""
         try:
             if not stream.flush():
@@ -384,10 +384,10 @@ class Gate:
         except ConnectionError:
             pass  # as above
         self._loop.unwatch_writes(stream.fileno())
-        self._resume_with_backlog(client.client_socket, Side.WAITS_FOR_OTHER_SOCKET)
+        self._resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
         self._update_buffered_bytes(client)
 
-    def _resume_with_backlog(self, side: Side, reason: int) -> None:
+    def _resume_with_backlog(self, side: ClientSocket, reason: int) -> None:
         """Read again if there is no other reason not to, and first of all what is here already."""
         if side.pause_reasons == reason and side.is_backlogged and side.is_open:
             side.pause_reasons = 0
@@ -396,7 +396,7 @@ class Gate:
         else:
             self._resume_reading(side, reason)
 
-    def _on_decrypted(self, client: Client, result: Any) -> None:
+    def _on_decrypted(self, client: ProxyClient, result: Any) -> None:
         """A large frame was decrypted."""
         if client.is_closed:
             return
@@ -407,9 +407,9 @@ class Gate:
         if client not in self._close_deadlines:
             self._handle_messages(client, messages)
             if not client.is_closed:
-                self._resume_with_backlog(client.client_socket, Side.WAITS_FOR_CRYPTO)
+                self._resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
 
-    def _open_daemon_stream(self, client: Client) -> Stream | None:
+    def _open_daemon_stream(self, client: ProxyClient) -> Stream | None:
         """A client speaks for the first time: the daemon gets one end of a pair of sockets for it."""
         try:
             identity = client.identity()
@@ -420,9 +420,9 @@ class Gate:
         connection_count = len(self._users[client.user].clients)
         for each in (proxy_end, daemon_end):
             clients.set_buffer_sizes(each, connection_count)
-        incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, max_messages=zmtp.MAX_MESSAGES_PER_PARSE)
+        incoming = FrameReader(max_header_bytes=MAX_FRAME_BYTES, max_messages=zmtp.MAX_MESSAGES_PER_PARSE)
         client.daemon_stream = Stream(proxy_end, incoming)
-        client.daemon_socket = Side(client, proxy_end.fileno(), self._read_daemon)
+        client.daemon_socket = ClientSocket(client, proxy_end.fileno(), self._read_daemon)
         client.has_sent_message = True
         self._peer_count += 1
         self._loop.add(proxy_end.fileno(), functools.partial(self._on_readable, client.daemon_socket))
@@ -437,7 +437,7 @@ class Gate:
 
     # --- daemon to clients --------------------------------------------------------------------------------------
 
-    def _read_daemon(self, client: Client) -> bool:
+    def _read_daemon(self, client: ProxyClient) -> bool:
         """Read from the daemon; see `Side`."""
         stream = client.daemon_stream
         if stream is None:
@@ -457,15 +457,15 @@ class Gate:
         answer_bytes = mechanism.overhead_bytes and sum(sum(message.lengths) for message in messages)
         if answer_bytes and answer_bytes >= zmtp.CRYPTO_THREAD_BYTES and client.daemon_socket is not None:
             client.encrypting_bytes = 2 * answer_bytes
-            self._pause_reading(client.daemon_socket, Side.WAITS_FOR_CRYPTO)
+            self._pause_reading(client.daemon_socket, ClientSocket.WAITS_FOR_CRYPTO)
             frames = [message.frames for message in messages]
             self._run_in_crypto_thread(client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client))
         elif messages:
             self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
         self._update_buffered_bytes(client)
-        return bool(client.daemon_socket is None or client.daemon_socket.pause_reasons & ~Side.WAITS_FOR_TURN or not incoming.is_backlogged)
+        return bool(client.daemon_socket is None or client.daemon_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN or not incoming.is_backlogged)
 
-    def _on_encrypted(self, client: Client, chunks: list[Any] | None) -> None:
+    def _on_encrypted(self, client: ProxyClient, chunks: list[Any] | None) -> None:
         """Large answers were encrypted."""
         if client.is_closed:
             return
@@ -475,10 +475,10 @@ class Gate:
             return
         self._send_to_client(client, chunks)
         if client.daemon_socket is not None and not client.is_closed:
-            self._resume_with_backlog(client.daemon_socket, Side.WAITS_FOR_CRYPTO)
+            self._resume_with_backlog(client.daemon_socket, ClientSocket.WAITS_FOR_CRYPTO)
         self._shut_down_when_sent(client)
 
-    def _send_to_client(self, client: Client, chunks: Sequence[Any]) -> None:
+    def _send_to_client(self, client: ProxyClient, chunks: Sequence[Any]) -> None:
         """Send bytes to a client; while some are left, nothing more is fetched for it."""
         try:
             is_sent = client.send(chunks)
@@ -487,10 +487,10 @@ class Gate:
             return
         if not is_sent:
             if client.daemon_socket is not None:
-                self._pause_reading(client.daemon_socket, Side.WAITS_FOR_OTHER_SOCKET)
+                self._pause_reading(client.daemon_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
             self._loop.watch_writes(client.client_socket.fd, functools.partial(self._flush_to_client, client))
 
-    def _flush_to_client(self, client: Client) -> None:
+    def _flush_to_client(self, client: ProxyClient) -> None:
         """A client has read some of what it was sent."""
         try:
             is_sent = client.flush()
@@ -500,11 +500,11 @@ class Gate:
         if is_sent:
             self._loop.unwatch_writes(client.client_socket.fd)
             if client.daemon_socket is not None:
-                self._resume_with_backlog(client.daemon_socket, Side.WAITS_FOR_OTHER_SOCKET)
+                self._resume_with_backlog(client.daemon_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
         self._update_buffered_bytes(client)
         self._shut_down_when_sent(client)
 
-    def _send_pong(self, client: Client, content: bytes) -> None:
+    def _send_pong(self, client: ProxyClient, content: bytes) -> None:
         """Answer a PING, unless the client has yet to read what tells it as well that somebody is here."""
         client.protocol.pending_pong = None
         if not client.outgoing.nbytes and not client.encrypting_bytes:
@@ -512,7 +512,7 @@ class Gate:
 
     # --- who leaves ---------------------------------------------------------------------------------------------
 
-    def _reject(self, client: Client, reason: str) -> None:
+    def _reject(self, client: ProxyClient, reason: str) -> None:
         """End a connection whose client does not follow the protocol, and tell it why."""
         self._log_disconnect(client, reason)
         # Nothing may be encrypted while a large answer is.
@@ -523,14 +523,14 @@ class Gate:
             self._close_daemon_stream(client)
             self._close_gracefully(client)
 
-    def _close_gracefully(self, client: Client) -> None:
+    def _close_gracefully(self, client: ProxyClient) -> None:
         """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
-        self._pause_reading(client.client_socket, Side.DISCONNECTING)
+        self._pause_reading(client.client_socket, ClientSocket.DISCONNECTING)
         deadline = self._close_deadlines.setdefault(client, clock.now() + LINGER_S)
         self._close_timer.set_no_later_than(deadline)
         self._shut_down_when_sent(client)
 
-    def _shut_down_when_sent(self, client: Client) -> None:
+    def _shut_down_when_sent(self, client: ProxyClient) -> None:
         """Where all was sent to a client that leaves, tell it that this is the end."""
         if client in self._close_deadlines and client.daemon_stream is None and not client.outgoing.nbytes and not client.encrypting_bytes:
             with contextlib.suppress(OSError):
@@ -544,7 +544,7 @@ class Gate:
             self._remove_client(each)
         self._close_timer.set(min(self._close_deadlines.values(), default=_NEVER))
 
-    def _close_daemon_stream(self, client: Client) -> None:
+    def _close_daemon_stream(self, client: ProxyClient) -> None:
         """Close a client's stream: what it has asked ends in the daemon."""
         if client.daemon_stream is not None and client.daemon_socket is not None:
             self._read_queue.remove(client.user, client.daemon_socket)
@@ -553,12 +553,12 @@ class Gate:
             self._peer_count -= 1
             self._send_control(link.encode_peer_count(self._peer_count))
 
-    def _disconnect(self, client: Client, reason: str) -> None:
+    def _disconnect(self, client: ProxyClient, reason: str) -> None:
         """End a connection at once."""
         self._log_disconnect(client, reason)
         self._remove_client(client)
 
-    def _remove_client(self, client: Client) -> None:
+    def _remove_client(self, client: ProxyClient) -> None:
         if client.is_closed:
             return
         self._close_daemon_stream(client)
@@ -576,11 +576,11 @@ class Gate:
         if not user.clients:
             del self._users[client.user]
 
-    def _forget_handshake(self, client: Client) -> None:
+    def _forget_handshake(self, client: ProxyClient) -> None:
         self._handshakes.pop(client, None)
         self._users[client.user].handshakes.pop(client, None)
 
-    def _on_client_key(self, client: Client) -> None:
+    def _on_client_key(self, client: ProxyClient) -> None:
         """A client has shown its key: from now on it counts as its tenant's."""
         if client.protocol.mechanism.peer_key and self._membership is not None:
             self._connection_limiter.remove(client)
@@ -589,7 +589,7 @@ class Gate:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _update_buffered_bytes(self, client: Client) -> None:
+    def _update_buffered_bytes(self, client: ProxyClient) -> None:
         """See how much is kept for a client; where that is too much in all, hang up who has most."""
         if client.is_closed:
             return
@@ -611,16 +611,16 @@ class Gate:
                 "user",
             )
 
-    def _run_in_crypto_thread(self, client: Client, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
+    def _run_in_crypto_thread(self, client: ProxyClient, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
         if self._crypto_thread is not None:
             self._crypto_thread.submit(client.user, function, on_done)
 
     # --- the daemon ---------------------------------------------------------------------------------------------
 
-    def _log_disconnect(self, client: Client, reason: str) -> None:
+    def _log_disconnect(self, client: ProxyClient, reason: str) -> None:
         self._log_rate_limited(self._disconnect_log, client.user, f"a connection of {client.user} is hung up: {reason}")
 
-    def _log_rate_limited(self, rate_limited_log: Seldom, user: str, text: str) -> None:
+    def _log_rate_limited(self, rate_limited_log: RateLimitedLog, user: str, text: str) -> None:
         """Log what a user can bring about as often as it likes."""
         suppressed_count = rate_limited_log.record(user, clock.now())
         if suppressed_count is not None:
@@ -678,7 +678,7 @@ class Gate:
             self._acceptor.stop()
             for user in self._users.values():
                 for each in user.clients:
-                    self._pause_reading(each.client_socket, Side.DISCONNECTING)
+                    self._pause_reading(each.client_socket, ClientSocket.DISCONNECTING)
             self._stops_at = clock.now() + LINGER_S
 
 
@@ -688,15 +688,15 @@ def _new_peers() -> Peers:
     return Peers()
 
 
-class _Any:
+class _AllKeys:
     """All keys."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
 
-def _key_set(keys: Sequence[str] | None) -> frozenset[str] | _Any:
-    return _Any() if keys is None else frozenset(keys)
+def _key_set(keys: Sequence[str] | None) -> frozenset[str] | _AllKeys:
+    return _AllKeys() if keys is None else frozenset(keys)
 
 
 def _new_membership(tenants: Sequence[Members] | None) -> Membership | None:

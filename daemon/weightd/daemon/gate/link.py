@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from weightd.daemon.host.membership import Members
-from weightd.protocol.framing import Incoming
+from weightd.protocol.framing import FrameReader
 from weightd.protocol.limits import MAX_FRAME_BYTES
 from weightd.shared.stream import Stream
 
@@ -26,7 +26,7 @@ LogFunction = Callable[[int, str], object]
 """Writes a line, with its level."""
 
 
-class Terms(NamedTuple):
+class ProxyConfig(NamedTuple):
     """What a gate has to know.
 
     Attributes:
@@ -82,21 +82,21 @@ class PeerIdentity(NamedTuple):
     public_key: str = ""
 
 
-class Met(NamedTuple):
+class PeerConnected(NamedTuple):
     """Somebody has spoken for the first time; so many peers are there now."""
 
     peer_count: int
     identity: PeerIdentity
 
 
-class Said(NamedTuple):
+class ProxyLogLine(NamedTuple):
     """A line for the log."""
 
     level: int
     text: str
 
 
-class News(NamedTuple):
+class ProxyEvent(NamedTuple):
     """What the zygote says of a gate.
 
     Attributes:
@@ -116,14 +116,14 @@ class News(NamedTuple):
 
 def new_control_stream(connection: socket.socket, *, accepts_descriptors: bool = False) -> Stream:
     """Return the end of a link that the daemon's messages come to: each has all keys and tenants, however many."""
-    return Stream(connection, Incoming(max_header_bytes=MAX_FRAME_BYTES), accepts_descriptors=accepts_descriptors)
+    return Stream(connection, FrameReader(max_header_bytes=MAX_FRAME_BYTES), accepts_descriptors=accepts_descriptors)
 
 
-def parse_fork_request(frames: Sequence[Any]) -> tuple[int, Terms]:
+def parse_fork_request(frames: Sequence[Any]) -> tuple[int, ProxyConfig]:
     """Return what `Terms.frames` has written."""
     number, *fields, tenants = json.loads(frames[0])
     values: list[Any] = [*fields, _parse_members(tenants), bytes(frames[1])]
-    return number, Terms(*values)
+    return number, ProxyConfig(*values)
 
 
 def _parse_members(rows: Sequence[Any] | None) -> list[Members] | None:
@@ -152,9 +152,9 @@ def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[Memb
     return None if keys is None else [*keys], _parse_members(tenants)
 
 
-def parse_proxy_event(frame: Any) -> News:
+def parse_proxy_event(frame: Any) -> ProxyEvent:
     """Return what `News.frame` has written."""
-    return News(*json.loads(bytes(frame)))
+    return ProxyEvent(*json.loads(bytes(frame)))
 
 
 def encode_peer_connected(peer_count: int, identity: PeerIdentity) -> bytes:
@@ -172,12 +172,12 @@ def encode_log_line(level: int, text: str) -> bytes:
     return json.dumps([level, text]).encode()
 
 
-def parse_proxy_message(frame: Any) -> Met | Said | int:
+def parse_proxy_message(frame: Any) -> PeerConnected | ProxyLogLine | int:
     """Return what a gate has said: somebody new, a line for the log, or how many are left."""
     first, *rest = json.loads(bytes(frame))
     if not rest:
         return int(first)
     if len(rest) == 1:
-        return Said(first, *rest)
+        return ProxyLogLine(first, *rest)
     uid, pid, user, gids, key = rest
-    return Met(first, PeerIdentity(uid, pid, user, tuple(gids), key))
+    return PeerConnected(first, PeerIdentity(uid, pid, user, tuple(gids), key))

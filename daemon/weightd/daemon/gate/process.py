@@ -9,30 +9,30 @@ import sys
 from typing import TYPE_CHECKING
 
 from weightd.daemon.gate import confinement
-from weightd.daemon.gate.gate import Gate
-from weightd.daemon.gate.link import Terms, new_control_stream
+from weightd.daemon.gate.gate import ZmqProxy
+from weightd.daemon.gate.link import ProxyConfig, new_control_stream
 from weightd.daemon.gate.memory import raise_oom_score, mapped_bytes
-from weightd.daemon.gate.separate import Separate
+from weightd.daemon.gate.separate import CryptoThread
 from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.crowding import raise_descriptor_limit
 
 if TYPE_CHECKING:
-    from weightd.daemon.host.closing import Closing
+    from weightd.daemon.host.closing import DescriptorCloser
 
 # Beside what it may take for clients: what the allocator sets aside for each thread, and what only looks like memory.
 _ADDRESS_SPACE_MARGIN_BYTES = 256 * 1024 * 1024
 
 
-def run(control_socket: socket.socket, listener: socket.socket, config: Terms) -> None:
+def run(control_socket: socket.socket, listener: socket.socket, config: ProxyConfig) -> None:
     """Serve until the daemon's end of the link is closed."""
     confinement.set_process_name(f"gate {config.name}")
     raise_descriptor_limit()
     raise_oom_score()
     initial_bytes = mapped_bytes()
     listener.setblocking(False)
-    crypto_thread = Separate() if config.secret_key else None
+    crypto_thread = CryptoThread() if config.secret_key else None
     fd_closer = None if refuse_descriptors(listener) else _new_fd_closer()
-    zmq_proxy = Gate(listener, new_control_stream(control_socket), config, crypto_thread, fd_closer)
+    zmq_proxy = ZmqProxy(listener, new_control_stream(control_socket), config, crypto_thread, fd_closer)
     confinement.drop_privileges()
     if crypto_thread is not None:
         crypto_thread.start()
@@ -42,12 +42,12 @@ def run(control_socket: socket.socket, listener: socket.socket, config: Terms) -
     zmq_proxy.close()
 
 
-def _new_fd_closer() -> Closing:
+def _new_fd_closer() -> DescriptorCloser:
     """Return what closes descriptors that clients send, before Linux 6.16. It starts threads when some come."""
-    from weightd.daemon.host.closing import INTERRUPT, Closing  # noqa: PLC0415 - a gate that needs none does without
+    from weightd.daemon.host.closing import INTERRUPT, DescriptorCloser  # noqa: PLC0415 - a gate that needs none does without
 
     signal.signal(INTERRUPT, _ignore_signal)
-    return Closing(functools.partial(print, file=sys.stderr))
+    return DescriptorCloser(functools.partial(print, file=sys.stderr))
 
 
 def _ignore_signal(number: int, frame: object) -> None:

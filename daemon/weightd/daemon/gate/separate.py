@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from weightd.daemon.gate.turns import Turns
+from weightd.daemon.gate.turns import FairQueue
 
 _Task = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-class Separate:
+class CryptoThread:
     """Makes calls one after another in a thread, those of different users in turn.
 
     Attributes:
@@ -22,7 +22,7 @@ class Separate:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._tasks: Turns[_Task] = Turns()
+        self._tasks: FairQueue[_Task] = FairQueue()
         self._results: deque[tuple[Callable[[Any], object], Any]] = deque()
         self._tasks_changed = threading.Condition()
 

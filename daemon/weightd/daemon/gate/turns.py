@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """What waits for its turn, by its user: however much of one user waits, others wait for one piece of it."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ _SOCKET_TYPES = (b"DEALER", b"ROUTER")
 MessageFrames = list[Any]
 
 
-class Bounds(NamedTuple):
+class ZmtpLimits(NamedTuple):
     """The largest sizes that a peer may send, in bytes."""
 
     max_frame_bytes: int
@@ -102,7 +102,7 @@ class Mechanism(Protocol):
         ...
 
 
-class Null:
+class NullMechanism:
     """The mechanism NULL: no security."""
 
     name, as_server, peer_key, overhead_bytes = b"NULL", False, "", 0
@@ -127,7 +127,7 @@ class Null:
         return content
 
 
-class Connection:
+class ZmtpConnection:
     """What one peer sends.
 
     Args:
@@ -163,7 +163,7 @@ class Connection:
         "pending_work",
     )
 
-    def __init__(self, mechanism: Mechanism, limits: Bounds) -> None:
+    def __init__(self, mechanism: Mechanism, limits: ZmtpLimits) -> None:
         self.mechanism = mechanism
         self.replies: list[bytes] = [_encode_greeting(mechanism)]
         self.pending_pong: bytes | None = None

@@ -159,10 +159,10 @@ def _run_zygote(parent: int, connection: socket.socket) -> None:
     os.setsid()
     os.chdir("/")
     signals.reset(*_IGNORED_SIGNALS)
-    _Nursery(link.new_control_stream(connection, accepts_descriptors=True)).run()
+    _Proxies(link.new_control_stream(connection, accepts_descriptors=True)).run()
 
 
-class _Nursery:
+class _Proxies:
     """The gates.
 
     Args:
@@ -205,19 +205,19 @@ class _Nursery:
             self._poll.unregister(self._stream)
             self._stops_at = clock.now() + _EXIT_TIMEOUT_S
 
-    def _fork_proxy(self, number: int, config: link.Terms) -> None:
+    def _fork_proxy(self, number: int, config: link.ProxyConfig) -> None:
         received_fds = self._stream.descriptors
         with socket.socket(fileno=received_fds.popleft()) as its_link, socket.socket(fileno=received_fds.popleft()) as listener:
             parent = os.getpid()
             try:
                 pid = os.fork()
             except OSError as error:
-                self._report(link.News(number, 0, error.errno or 0))
+                self._report(link.ProxyEvent(number, 0, error.errno or 0))
                 return
             if not pid:
                 _become_process(lambda: _run_proxy(parent, its_link, listener, config), its_link.fileno(), listener.fileno())
         self._number_by_pid[pid] = number
-        self._report(link.News(number, pid, None))
+        self._report(link.ProxyEvent(number, pid, None))
 
     def _reap(self) -> None:
         """Wait for every gate that has exited: one signal may stand for several."""
@@ -226,9 +226,9 @@ class _Nursery:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                self._report(link.News(self._number_by_pid.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+                self._report(link.ProxyEvent(self._number_by_pid.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
-    def _report(self, event: link.News) -> None:
+    def _report(self, event: link.ProxyEvent) -> None:
         # Where nobody is left to hear it, the link tells.
         with contextlib.suppress(ConnectionError):
             self._stream.send([event.to_frame()])
@@ -238,6 +238,6 @@ def _ignore_signal(number: int, frame: object) -> None:
     """The interpreter has written to the wakeup descriptor."""
 
 
-def _run_proxy(parent: int, control_socket: socket.socket, listener: socket.socket, config: link.Terms) -> None:
+def _run_proxy(parent: int, control_socket: socket.socket, listener: socket.socket, config: link.ProxyConfig) -> None:
     die_with_parent(parent)
     process.run(control_socket, listener, config)

@@ -6,37 +6,37 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightd.daemon.generations.actions import Action, Role, Send
-from weightd.daemon.generations.child import FOREVER, Child, Roster
+from weightd.daemon.generations.child import FOREVER, WorkerProcess, GenerationProcesses
 from weightd.daemon.generations.states import (
     ATTACH_TRANSITIONS,
     ATTACH_CLOSED,
-    AccessEvent,
-    AccessState,
+    AttachEvent,
+    AttachState,
     ChildEvent,
     ChildState,
     Machine,
 )
-from weightd.protocol.messages.children import Allow, Allowed, Attach, Settle
+from weightd.protocol.messages.children import Allow, Allowed, Attach, TrimStore
 
 # A holder that holds has nothing else to do than to let a process attach.
 ALLOW_TIMEOUT_S = 10.0
 
 # How each state that is written down is reached by who takes it over: by the events that have led there.
-_RESTORE_EVENTS: Mapping[AccessState, tuple[AccessEvent, ...]] = {
-    AccessState.OPEN: (),
-    AccessState.FORK_ONLY: (AccessEvent.FORK,),
-    AccessState.ORPHANED: (AccessEvent.FORK, AccessEvent.ORPHAN),
-    AccessState.LISTED: (AccessEvent.FIX_PIDS,),
-    AccessState.CLOSED: (AccessEvent.FIX_PIDS, AccessEvent.REQUEST_ALLOW, AccessEvent.REFUSE),
-    AccessState.FILES_LOST: (AccessEvent.LOSE_FILES,),
-    AccessState.FROZEN: (AccessEvent.FIX_PIDS, AccessEvent.LOSE_HOLDER),
+_RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
+    AttachState.OPEN: (),
+    AttachState.FORK_ONLY: (AttachEvent.FORK,),
+    AttachState.ORPHANED: (AttachEvent.FORK, AttachEvent.ORPHAN),
+    AttachState.LISTED: (AttachEvent.FIX_PIDS,),
+    AttachState.CLOSED: (AttachEvent.FIX_PIDS, AttachEvent.REQUEST_ALLOW, AttachEvent.REFUSE),
+    AttachState.FILES_LOST: (AttachEvent.LOSE_FILES,),
+    AttachState.FROZEN: (AttachEvent.FIX_PIDS, AttachEvent.LOSE_HOLDER),
 }
 
 # What is written down of who may attach. What has been asked is not: nobody would know what becomes of it.
 PERSISTED_STATES = tuple(state.value for state in _RESTORE_EVENTS)
 
 
-class Access:
+class AttachControl:
     """To the weights of one generation.
 
     Args:
@@ -55,7 +55,7 @@ class Access:
     def __init__(
         self,
         label: str,
-        processes: Roster,
+        processes: GenerationProcesses,
         emit: Callable[[Action], None],
         log: Callable[[str], None],
         extra: Mapping[str, Any],
@@ -66,25 +66,25 @@ class Access:
         self._requested_worker = ""
         # Something may have attached since what only attaching needs was given back.
         self._should_trim = False
-        self._machine = Machine(ATTACH_TRANSITIONS, AccessState.OPEN, label, extra)
+        self._machine = Machine(ATTACH_TRANSITIONS, AttachState.OPEN, label, extra)
         self._processes = processes
         self._emit = emit
         self._log = log
 
     @property
-    def state(self) -> AccessState:
+    def state(self) -> AttachState:
         """Who may attach."""
         return self._machine.state
 
     @property
     def is_open(self) -> bool:
         """Whether anybody may attach."""
-        return self.state is AccessState.OPEN
+        return self.state is AttachState.OPEN
 
     @property
     def is_fork_only(self) -> bool:
         """Whether workers are forked of the holder."""
-        return self.state is AccessState.FORK_ONLY
+        return self.state is AttachState.FORK_ONLY
 
     @property
     def is_attach_closed(self) -> bool:
@@ -94,23 +94,23 @@ class Access:
     @property
     def is_frozen(self) -> bool:
         """Whether the workers go on without their holder."""
-        return self.state is AccessState.FROZEN
+        return self.state is AttachState.FROZEN
 
     @property
     def is_valid(self) -> bool:
         """Whether the weights are, as far as it is known."""
-        return self.state is not AccessState.INVALID
+        return self.state is not AttachState.INVALID
 
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
         """Return whether an answer can be passed on: not if the memory it came from may be invalid by now."""
-        return self._machine.state is not AccessState.INVALID and (not self.required_holder or is_alive(self.required_holder))
+        return self._machine.state is not AttachState.INVALID and (not self.required_holder or is_alive(self.required_holder))
 
     # --- what happens -------------------------------------------------------------------------------------------
 
     def on_hello(self, *, has_fixed_pids: bool) -> None:
         """Somebody is up. Where it `is_fixed`, the engine must know at the build who will attach."""
         if self.is_open and has_fixed_pids:
-            self._advance(AccessEvent.FIX_PIDS)
+            self._advance(AttachEvent.FIX_PIDS)
         if self.is_open or self.is_fork_only:
             self._admit_greeted()
 
@@ -122,9 +122,9 @@ class Access:
         """The holder has built. If it has nothing to share, nobody depends on it."""
         self._should_trim = True
         if is_template:
-            self._advance(AccessEvent.FORK)
+            self._advance(AttachEvent.FORK)
         elif not is_shared and not self.is_open:
-            self._advance(AccessEvent.UNSHARE)
+            self._advance(AttachEvent.UNSHARE)
             self._admit_greeted()
 
     def on_attached(self) -> None:
@@ -133,37 +133,37 @@ class Access:
 
     def on_allowed(self, allowed: Allowed) -> None:
         """The holder has been asked to let one more process attach, one that it did not know at its build."""
-        if self.state is not AccessState.ALLOW_PENDING:
+        if self.state is not AttachState.ALLOW_PENDING:
             return
         worker = self._processes.children.get(self._requested_worker)
         if allowed.error:
-            self._close_attach(AccessEvent.REFUSE, allowed.error)
+            self._close_attach(AttachEvent.REFUSE, allowed.error)
             return
-        self._advance(AccessEvent.ALLOW)
+        self._advance(AttachEvent.ALLOW)
         if worker is not None and worker.state is ChildState.GREETED:
             worker.advance(ChildEvent.ADMIT)
 
     def on_holder_lost(self) -> None:
         """Where it need not know who attaches, that goes on without it. Whom it has forked has all that it needs."""
         if self.is_fork_only:
-            self._close_attach(AccessEvent.ORPHAN, "the template is lost, of which they would be forked")
-        elif self.state in (AccessState.LISTED, AccessState.ALLOW_PENDING, AccessState.CLOSED):
-            self._advance(AccessEvent.LOSE_HOLDER)
+            self._close_attach(AttachEvent.ORPHAN, "the template is lost, of which they would be forked")
+        elif self.state in (AttachState.LISTED, AttachState.ALLOW_PENDING, AttachState.CLOSED):
+            self._advance(AttachEvent.LOSE_HOLDER)
 
     def on_files_lost(self, reason: str) -> None:
         """What lost workers would need to load has vanished: those that are there go on."""
         if self.is_valid and not self.is_attach_closed:
-            self._close_attach(AccessEvent.LOSE_FILES, reason)
+            self._close_attach(AttachEvent.LOSE_FILES, reason)
 
     def invalidate(self) -> None:
         """What is computed on the weights may be anything from now on."""
         if self.is_valid:
-            self._advance(AccessEvent.INVALIDATE)
+            self._advance(AttachEvent.INVALIDATE)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         if now >= self.deadline:
-            self._close_attach(AccessEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
+            self._close_attach(AttachEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
 
     # --- what is done -------------------------------------------------------------------------------------------
 
@@ -199,16 +199,16 @@ class Access:
             self._should_trim = False
             workers = self._processes.usable(Role.WORKER) if is_shared and not self.is_frozen else []
             for each in (self._processes.usable(Role.HOLDER) or workers)[:1]:
-                self._emit(Send(each.name, Settle()))
+                self._emit(Send(each.name, TrimStore()))
 
-    def _request_allow(self, worker: Child, now: float) -> None:
+    def _request_allow(self, worker: WorkerProcess, now: float) -> None:
         holder = self._processes.holder
-        if self.state is AccessState.LISTED and holder is not None and worker.hello is not None:
-            self._advance(AccessEvent.REQUEST_ALLOW)
+        if self.state is AttachState.LISTED and holder is not None and worker.hello is not None:
+            self._advance(AttachEvent.REQUEST_ALLOW)
             self._requested_worker, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
             self._emit(Send(holder.name, Allow((worker.hello.pid,))))
 
-    def _close_attach(self, event: AccessEvent, why: str) -> None:
+    def _close_attach(self, event: AttachEvent, why: str) -> None:
         self._advance(event)
         self.closed_reason = why
         self._log(f"lost workers are not replaced, they wait for the next generation: {why}")
@@ -223,15 +223,15 @@ class Access:
     @property
     def persisted_state(self) -> str:
         """What the next daemon has to know to `restore` it."""
-        state = AccessState.LISTED if self.state is AccessState.ALLOW_PENDING else self.state
+        state = AttachState.LISTED if self.state is AttachState.ALLOW_PENDING else self.state
         return str(state.value)
 
     def restore(self, persisted_state: str, why: str) -> None:
         """Go on with what an earlier daemon has written down."""
-        for event in _RESTORE_EVENTS[AccessState(persisted_state)]:
+        for event in _RESTORE_EVENTS[AttachState(persisted_state)]:
             self._advance(event)
         self.closed_reason = why
 
-    def _advance(self, event: AccessEvent) -> None:
+    def _advance(self, event: AttachEvent) -> None:
         self._machine.advance(event)
         self._requested_worker, self.deadline = "", FOREVER

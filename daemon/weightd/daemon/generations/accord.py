@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from weightd.daemon.generations.plan import CONCAT, RankTerms
+from weightd.daemon.generations.plan import CONCAT, RankGroupSpec
 from weightd.protocol.messages.children import Built, Hello
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.ranks import Entered, Member, Proof, Slice, Warmed
+from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestResult, RankSlice, SelfTestDone
 
 
 def rank_mismatch(hello: Hello, rank: int) -> str:
@@ -20,7 +20,7 @@ def rank_mismatch(hello: Hello, rank: int) -> str:
     return ""
 
 
-def signature_mismatch(signatures: Mapping[str, Slice | Entered | Member]) -> str:
+def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | RankMember]) -> str:
     """Return which two of these, by name, say different things of the model's tensors, or ""."""
     (first, model), *others = signatures.items()
     for name, other in others:
@@ -30,7 +30,7 @@ def signature_mismatch(signatures: Mapping[str, Slice | Entered | Member]) -> st
     return ""
 
 
-def unverified_rank(selftests: Mapping[int, Warmed], spec: RankTerms) -> str:
+def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) -> str:
     """Return which of the ranks that answer has compared nothing with the known answer, or ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
         if not selftests[rank].selftest_digest:
@@ -38,17 +38,17 @@ def unverified_rank(selftests: Mapping[int, Warmed], spec: RankTerms) -> str:
     return ""
 
 
-def loaded_models(joined: Entered, spec: RankTerms) -> tuple[Built, ...]:
+def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]:
     """Return what a unit has loaded, by its members or as one model; nobody knows yet whether it computes rightly."""
     note = "the ranks have not run it yet"
-    models: Sequence[Entered | Member] = [joined] if spec.is_sliced else joined.members
+    models: Sequence[JoinedGroup | RankMember] = [joined] if spec.is_sliced else joined.members
     return tuple(Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, selftest_note=note) for each in models)
 
 
-def verified_models(built: tuple[Built, ...], selftests: Mapping[int, Warmed], spec: RankTerms) -> tuple[Built, ...]:
+def verified_models(built: tuple[Built, ...], selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) -> tuple[Built, ...]:
     """Return the same, whose canary all ranks have run."""
     selftest = selftests[max(spec.reply_rank, 0)]
-    results: Sequence[Warmed | Proof] = [selftest] if spec.is_sliced else selftest.members
+    results: Sequence[SelfTestDone | SelfTestResult] = [selftest] if spec.is_sliced else selftest.members
     return tuple(
         replace(
             each,
@@ -62,7 +62,7 @@ def verified_models(built: tuple[Built, ...], selftests: Mapping[int, Warmed], s
     )
 
 
-def _joined_outputs(outputs: tuple[TensorSignature, ...], spec: RankTerms) -> tuple[TensorSignature, ...]:
+def _joined_outputs(outputs: tuple[TensorSignature, ...], spec: RankGroupSpec) -> tuple[TensorSignature, ...]:
     """What a client gets of what each rank gives."""
     if spec.reply_rank != CONCAT:
         return outputs

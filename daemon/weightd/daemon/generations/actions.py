@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from weightd.protocol.messages.children import Allow, Attach, Build, Probe, Settle, Stop
-from weightd.protocol.messages.ranks import Enter, Warm
+from weightd.protocol.messages.children import Allow, Attach, Build, ContinueSelfTest, TrimStore, Stop
+from weightd.protocol.messages.ranks import JoinGroup, RunSelfTest
 
 
 class Role(enum.Enum):
@@ -19,7 +19,7 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Pin:
+class TakeSnapshot:
     """Have a snapshot of the source: a digested copy of its files; answer with `pinned` or `failed`."""
 
 
@@ -37,7 +37,7 @@ class Send:
     """Send an order to a child."""
 
     name: str
-    order: Build | Probe | Allow | Attach | Enter | Warm | Settle | Stop
+    order: Build | ContinueSelfTest | Allow | Attach | JoinGroup | RunSelfTest | TrimStore | Stop
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,22 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Enlist:
+class AddSlot:
     """The seat of this name may be given requests from now on."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Dismiss:
+class RemoveSlot:
     """The seat of this name gets no further request; what it still has is its own to answer, or lost."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Forget:
+class DeleteFiles:
     """Nothing is left of the generation: its files can go."""
 
 
-Action = Pin | Spawn | Send | Kill | Enlist | Dismiss | Forget
+Action = TakeSnapshot | Spawn | Send | Kill | AddSlot | RemoveSlot | DeleteFiles

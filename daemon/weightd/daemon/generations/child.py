@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
+from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, Role, Send, Spawn
 from weightd.daemon.generations.states import ALIVE, CHILD_TRANSITIONS, USABLE, ChildEvent, ChildState, Machine
 from weightd.protocol.messages.children import Hello, Stop
 from weightd.protocol.messages.findings import DeviceMemory
@@ -16,7 +16,7 @@ FOREVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossReason:
     """How a child came to be of no use any more.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loss:
     is_transient: bool = False
 
 
-class Child:
+class WorkerProcess:
     """A holder or a worker.
 
     Args:
@@ -68,7 +68,7 @@ class Child:
         self.ready_at = 0.0
         self.shared_bytes = 0
         self.note = ""
-        self.loss: Loss | None = None
+        self.loss: LossReason | None = None
         self._machine = Machine(CHILD_TRANSITIONS, ChildState.SPAWNED, name, extra)
 
     @property
@@ -82,7 +82,7 @@ class Child:
         self.deadline = deadline
 
 
-class Roster:
+class GenerationProcesses:
     """The children of one generation, and those of them that take requests.
 
     Args:
@@ -97,7 +97,7 @@ class Roster:
     """
 
     def __init__(self, label: str, emit: Callable[[Action], None], log_extra: Callable[[str], Mapping[str, Any]]) -> None:
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, WorkerProcess] = {}
         self.serving_processes: dict[str, None] = {}
         self.started_workers = 0
         self._started_holders = 0
@@ -107,7 +107,7 @@ class Roster:
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
-    def usable(self, role: Role) -> list[Child]:
+    def usable(self, role: Role) -> list[WorkerProcess]:
         """Return those that the generation counts on."""
         return [child for child in self.children.values() if child.role is role and child.state in USABLE]
 
@@ -120,7 +120,7 @@ class Roster:
         return Counter(worker.device for worker in self.usable(Role.WORKER))
 
     @property
-    def holder(self) -> Child | None:
+    def holder(self) -> WorkerProcess | None:
         """The one that the generation counts on."""
         return next(iter(self.usable(Role.HOLDER)), None)
 
@@ -134,7 +134,7 @@ class Roster:
         """Whether no worker is on its way."""
         return all(worker.state is ChildState.READY for worker in self.usable(Role.WORKER))
 
-    def alive(self) -> Iterator[Child]:
+    def alive(self) -> Iterator[WorkerProcess]:
         """Yield the children that have a process."""
         return (child for child in self.children.values() if child.state in ALIVE)
 
@@ -148,9 +148,9 @@ class Roster:
         child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.started_workers}", role, device, deadline)
         self._emit(Spawn(child.name, role, template))
 
-    def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> Child:
+    def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> WorkerProcess:
         """Count on a process that is there; return it."""
-        child = self.children[name] = Child(name, role, deadline, self._log_extra(name), device)
+        child = self.children[name] = WorkerProcess(name, role, deadline, self._log_extra(name), device)
         return child
 
     def fill_slots(self, workers_per_device: int) -> None:
@@ -161,9 +161,9 @@ class Roster:
             if is_free and serving_by_device[worker.device] < workers_per_device:
                 serving_by_device[worker.device] += 1
                 self.serving_processes[worker.name] = None
-                self._emit(Enlist(worker.name))
+                self._emit(AddSlot(worker.name))
 
-    def stop(self, child: Child, deadline: float) -> None:
+    def stop(self, child: WorkerProcess, deadline: float) -> None:
         """Tell one to leave."""
         if child.state is ChildState.SPAWNED:
             # It cannot be told anything: there may be nobody who would hear it.
@@ -173,31 +173,31 @@ class Roster:
             child.advance(ChildEvent.STOP, deadline)
             self._emit(Send(child.name, Stop()))
 
-    def abort(self, child: Child, deadline: float) -> None:
+    def abort(self, child: WorkerProcess, deadline: float) -> None:
         """End one that hangs, in a way that shows where; it is killed at `deadline`."""
         self._remove_slot_of(child)
         child.advance(ChildEvent.ABORT, deadline)
         self._emit(Kill(child.name, abort=True))
 
-    def kill(self, child: Child) -> None:
+    def kill(self, child: WorkerProcess) -> None:
         """Kill one."""
         self._remove_slot_of(child)
         child.advance(ChildEvent.KILL)
         self._emit(Kill(child.name))
 
-    def on_exit(self, child: Child) -> None:
+    def on_exit(self, child: WorkerProcess) -> None:
         """One has exited and has been waited for."""
         del self.children[child.name]
         self.serving_processes.pop(child.name, None)
         child.advance(ChildEvent.EXIT)
 
-    def _remove_slot_of(self, child: Child) -> None:
+    def _remove_slot_of(self, child: WorkerProcess) -> None:
         if child.state is ChildState.READY:
-            self._emit(Dismiss(child.name))
+            self._emit(RemoveSlot(child.name))
         self.serving_processes.pop(child.name, None)
 
 
-class Footprint:
+class DeviceUsage:
     """What one process takes on a card beside the weights.
 
     Attributes:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from weightd.daemon.generations.actions import Role, Send
-from weightd.daemon.generations.child import Child, Loss
-from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, hello_mismatch
-from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.progress import Apart, Cause, Outlook
+from weightd.daemon.generations.child import WorkerProcess, LossReason
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
+from weightd.daemon.generations.plan import SelfTestSpec
+from weightd.daemon.generations.progress import UnmergedParty, FailureReason, RetryHint
 from weightd.daemon.generations.states import (
     ACTIVE,
     USABLE,
@@ -23,27 +23,27 @@ from weightd.daemon.generations.states import (
     GenerationEvent,
     GenerationState,
 )
-from weightd.daemon.generations.tries import Tries, describe_cases
-from weightd.daemon.host.ends import End, Lost
+from weightd.daemon.generations.tries import SelfTestSearch, describe_cases
+from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
-from weightd.protocol.messages.children import Allowed, Attached, Broken, Built, Hello, Probe, Probing
+from weightd.protocol.messages.children import Allowed, Attached, ProcessFailed, Built, Hello, ContinueSelfTest, TryingSelfTest
 
 # What a child that hangs gets to write its stacks down.
 ABORT_TIMEOUT_S = 2.0
 
 
-class Generation(Life):
+class Generation(GenerationBase):
     """The life of a holder and its workers."""
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def on_snapshot_taken(self, sha256: str, now: float, selftest: Canary | None = None, slice_digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()) -> None:
         """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
         del slice_digests  # of what is cut
         if self.state is not GenerationState.SNAPSHOTTING:
             return
-        self.selftest_search = Tries(selftest or self.spec.selftest, self.spec.row_test)
+        self.selftest_search = SelfTestSearch(selftest or self.spec.selftest, self.spec.row_test)
         self.sha256 = sha256
         self._machine.advance(GenerationEvent.SNAPSHOT_TAKEN)
         self._spawn(Role.HOLDER, now)
@@ -56,7 +56,7 @@ class Generation(Life):
             return
         mismatch = hello_mismatch(hello, self.sha256)
         if mismatch:
-            self.on_process_failed(name, Broken(mismatch), now)
+            self.on_process_failed(name, ProcessFailed(mismatch), now)
             return
         child.hello = hello
         child.advance(ChildEvent.HELLO)
@@ -65,13 +65,13 @@ class Generation(Life):
             self._machine.advance(GenerationEvent.GREETED)
         self._reconcile(now)
 
-    def on_trying_selftest(self, name: str, message: Probing) -> None:
+    def on_trying_selftest(self, name: str, message: TryingSelfTest) -> None:
         """The holder runs its model on something that may be its end."""
         child = self.children.get(name)
         if child is not None and child.state is ChildState.BUILDING:
             self.selftest_search.on_trying_selftest(message)
             if message.cases:
-                self._actions.append(Send(name, Probe()))
+                self._actions.append(Send(name, ContinueSelfTest()))
 
     def on_holder_built(self, name: str, built: Built, now: float) -> None:
         """The holder exports the weights."""
@@ -82,10 +82,10 @@ class Generation(Life):
             # Nothing else shows that a worker computes on the right weights.
             reason = f"no canary: {built.selftest_note}; name an input with the key canary, or set sharing to off"
             self.selftest_search.current_cases = ()
-            self.on_process_failed(name, Broken(clip(reason)), now)
+            self.on_process_failed(name, ProcessFailed(clip(reason)), now)
             return
         if built.is_template and not (self.spec.can_fork_from_holder and self.attach_control.is_open):
-            self.on_process_failed(name, Broken("it says that workers are to be forked of it, and was not asked for that"), now)
+            self.on_process_failed(name, ProcessFailed("it says that workers are to be forked of it, and was not asked for that"), now)
             return
         self.built = built
         self.selftest_search.on_built(built)
@@ -118,7 +118,7 @@ class Generation(Life):
         new_parties = {number: name for number, name in parties.items() if number not in self.unmerged_parties}
         if parties and len(self.unmerged_parties) + len(new_parties) <= limits.MAX_TENANTS:
             if new_parties:
-                self.unmerged_parties.update((number, Apart(name, note)) for number, name in new_parties.items())
+                self.unmerged_parties.update((number, UnmergedParty(name, note)) for number, name in new_parties.items())
                 self.counters.on_batch_mismatch()
                 self._progress_logger.log(f"requests of {', '.join(new_parties.values())} are not put together any more: {note}")
             return
@@ -127,7 +127,7 @@ class Generation(Life):
             self.counters.on_batch_mismatch()
             self._progress_logger.log(f"requests are not put together any more: {note}")
 
-    def require_holder(self, holder: Child) -> None:
+    def require_holder(self, holder: WorkerProcess) -> None:
         """The holder holds; where the weights become invalid with it, no answer counts without it."""
         must_outlive = holder.hello is not None and holder.hello.traits.holder_must_outlive
         if must_outlive and self._is_sharing and not self.spec.can_outlive_holder:
@@ -146,7 +146,7 @@ class Generation(Life):
             return
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
             self.counters.on_selftest_failed()
-            self.on_process_failed(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
+            self.on_process_failed(name, ProcessFailed("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
         if self.spec.is_sharing:
@@ -161,12 +161,12 @@ class Generation(Life):
         if child is not None and child.state is ChildState.AWAITED:
             self._on_ready(child, ChildEvent.RECONNECTED, now)
 
-    def on_process_failed(self, name: str, failure: Broken, now: float) -> None:
+    def on_process_failed(self, name: str, failure: ProcessFailed, now: float) -> None:
         """A child says that it cannot do what it is for."""
         child = self.children.get(name)
         if child is None or child.state not in USABLE:
             return
-        loss = Loss(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
+        loss = LossReason(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
         self._stop(child, now)
         self._on_loss(child, loss, now)
         self._reconcile(now)
@@ -193,19 +193,19 @@ class Generation(Life):
     def on_store_lost(self, cause: str, now: float) -> None:
         """What the workers have mapped is not what the holder left there: whatever they compute may be wrong."""
         if self.state in ACTIVE and self.built is not None:
-            self._invalidate(Cause(cause), now)
+            self._invalidate(FailureReason(cause), now)
 
-    def on_exit(self, name: str, exit_cause: End, now: float, *, has_answered: bool = False) -> None:
+    def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
         """A child has exited and has been waited for. `useful`: it had answered some request."""
         child = self.children.get(name)
         if child is None:
             return
         previous_state = child.state
         self.processes.on_exit(child)
-        if exit_cause.missing_file is not Lost.NONE and self._has_served:
+        if exit_cause.missing_file is not MissingFile.NONE and self._has_served:
             self.attach_control.on_files_lost(exit_cause.detail)
         if previous_state in USABLE:
-            loss = Loss(
+            loss = LossReason(
                 str(exit_cause),
                 previous_state,
                 has_answered=has_answered,
@@ -216,7 +216,7 @@ class Generation(Life):
             self._on_death(child, loss, now)
         elif child.loss is not None and exit_cause.detail:
             # It was given up before it was dead: only now its log is complete.
-            self._progress_logger.log(str(Cause(child.loss.reason, name, exit_cause.detail)), name)
+            self._progress_logger.log(str(FailureReason(child.loss.reason, name, exit_cause.detail)), name)
             if self._failure_reason.child == name:
                 self._failure_reason = dataclasses.replace(self._failure_reason, words=exit_cause.detail)
         self._reconcile(now)
@@ -252,7 +252,7 @@ class Generation(Life):
                 self._fail(self._failure_reason, now)
             elif self.attach_control.is_attach_closed:
                 reason = "every worker is lost, and nobody can attach any more"
-                self._fail(self._failure_reason.with_prefix(f"{reason}; ") if self._failure_reason.reason else Cause(reason), now)
+                self._fail(self._failure_reason.with_prefix(f"{reason}; ") if self._failure_reason.reason else FailureReason(reason), now)
         if self.state in ACTIVE and self.state is not GenerationState.SNAPSHOTTING:
             self.processes.fill_slots(self.spec.workers)
             self._spawn_missing(now)
@@ -298,11 +298,11 @@ class Generation(Life):
         if not self.children and self.state is GenerationState.DRAINING:
             self._machine.advance(GenerationEvent.EMPTY)
 
-    def _on_ready(self, child: Child, event: ChildEvent, now: float) -> None:
+    def _on_ready(self, child: WorkerProcess, event: ChildEvent, now: float) -> None:
         child.ready_at = now
         child.advance(event)
         self._backoff.on_ready()
-        self._failure_reason = Cause()
+        self._failure_reason = FailureReason()
         self.attach_control.on_attached()
         self.processes.fill_slots(self.spec.workers)
         if self.state in LOADING:
@@ -315,7 +315,7 @@ class Generation(Life):
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
         self.processes.spawn(role, deadline, device or self.device, template)
 
-    def _stop(self, child: Child, now: float) -> None:
+    def _stop(self, child: WorkerProcess, now: float) -> None:
         if self.attach_control.is_valid:
             self.processes.stop(child, now + self._stop_timeout_s)
         else:
@@ -323,25 +323,25 @@ class Generation(Life):
 
     # --- what is lost -------------------------------------------------------------------------------------------
 
-    def _abort(self, child: Child, reason: str, now: float, *, has_answered: bool = False) -> None:
+    def _abort(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool = False) -> None:
         """End a child that hangs: first in a way that shows where it hangs."""
         previous_state = child.state
         self.processes.abort(child, now + ABORT_TIMEOUT_S)
         if previous_state in USABLE:
-            child.loss = Loss(reason, previous_state, has_answered=has_answered, has_timed_out=True)
+            child.loss = LossReason(reason, previous_state, has_answered=has_answered, has_timed_out=True)
             self._on_death(child, child.loss, now)
 
-    def _on_death(self, child: Child, loss: Loss, now: float) -> None:
+    def _on_death(self, child: WorkerProcess, loss: LossReason, now: float) -> None:
         """A child has ended, or has to be, without being asked to; that a try of the holder may cost it is known."""
         if not self._has_died_of_selftest(child, loss):
             self.deaths += 1
             self.counters.on_death()
         self._on_loss(child, loss, now)
 
-    def _has_died_of_selftest(self, child: Child, loss: Loss) -> bool:
+    def _has_died_of_selftest(self, child: WorkerProcess, loss: LossReason) -> bool:
         return child.role is Role.HOLDER and bool(self.selftest_search.current_cases) and not loss.is_external
 
-    def _on_loss(self, child: Child, loss: Loss, now: float) -> None:
+    def _on_loss(self, child: WorkerProcess, loss: LossReason, now: float) -> None:
         state_before = self.state
         if state_before in ACTIVE:
             self.counters.on_lost()
@@ -352,8 +352,8 @@ class Generation(Life):
         if child.role is Role.WORKER and self.state in ACTIVE:
             self._on_worker_lost(child, loss, now)
 
-    def _on_worker_lost(self, child: Child, loss: Loss, now: float) -> None:
-        cause = Cause(loss.reason, child.name, is_transient=loss.is_transient or loss.is_out_of_memory)
+    def _on_worker_lost(self, child: WorkerProcess, loss: LossReason, now: float) -> None:
+        cause = FailureReason(loss.reason, child.name, is_transient=loss.is_transient or loss.is_out_of_memory)
         if loss.previous_state is ChildState.READY:
             self._backoff.on_death(now - child.ready_at, now, has_answered=loss.has_answered)
             if self._backoff.delay_s and not self.attach_control.is_attach_closed:
@@ -370,7 +370,7 @@ class Generation(Life):
         if self._is_backing_off:
             self._progress_logger.log(f"the next worker is started in {self._backoff.delay_s:.1f} s")
 
-    def _on_holder_lost(self, holder: Child, loss: Loss, now: float) -> None:
+    def _on_holder_lost(self, holder: WorkerProcess, loss: LossReason, now: float) -> None:
         tried_inputs, has_died_of_selftest = describe_cases(self.selftest_search.current_cases), self._has_died_of_selftest(holder, loss)
         if self.state is GenerationState.BUILDING and self.selftest_search.on_holder_lost(
             has_timed_out=loss.has_timed_out, is_external=loss.is_external
@@ -378,19 +378,19 @@ class Generation(Life):
             self._progress_logger.log(f"the holder is lost while it tries {tried_inputs} as a canary: {loss.reason}", holder.name)
             self._machine.advance(GenerationEvent.RETRY)
         elif self.built is None or holder.hello is None:
-            retry_hint = Outlook.MAY_SUCCEED if loss.is_signaled and not has_died_of_selftest else Outlook.SAME_FAILURE
+            retry_hint = RetryHint.MAY_SUCCEED if loss.is_signaled and not has_died_of_selftest else RetryHint.SAME_FAILURE
             consequence = f"; it ran the configured canary, {tried_inputs}" if tried_inputs else ""
-            retry_hint = Outlook.WAIT_FOR_MEMORY if loss.is_out_of_memory else retry_hint
+            retry_hint = RetryHint.WAIT_FOR_MEMORY if loss.is_out_of_memory else retry_hint
             is_transient = loss.is_transient or loss.is_out_of_memory
-            cause = Cause(loss.reason, holder.name, suffix=consequence, retry_hint=retry_hint, is_transient=is_transient)
+            cause = FailureReason(loss.reason, holder.name, suffix=consequence, retry_hint=retry_hint, is_transient=is_transient)
             self._fail(cause, now)
         elif holder.name == self.attach_control.required_holder:
             consequence = "; the shared weights are invalid without it"
-            self._invalidate(Cause(loss.reason, holder.name, suffix=consequence), now)
+            self._invalidate(FailureReason(loss.reason, holder.name, suffix=consequence), now)
         else:
             self.attach_control.on_holder_lost()
 
-    def _invalidate(self, cause: Cause, now: float) -> None:
+    def _invalidate(self, cause: FailureReason, now: float) -> None:
         """What the workers compute on may be anything from now on: they have no time to finish."""
         self.attach_control.invalidate()
         for child in self.children.values():
@@ -399,7 +399,7 @@ class Generation(Life):
                 self.processes.kill(child)
         self._fail(cause, now)
 
-    def _fail(self, cause: Cause, now: float) -> None:
+    def _fail(self, cause: FailureReason, now: float) -> None:
         if self.state in ACTIVE:
             self._failure_reason = cause
             self.counters.on_lost(sum(child.state in USABLE for child in self.children.values()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 
-from weightd.daemon.generations.actions import Pin
-from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.progress import Cause, Standing
+from weightd.daemon.generations.actions import TakeSnapshot
+from weightd.daemon.generations.plan import SelfTestSpec
+from weightd.daemon.generations.progress import FailureReason, GenerationView
 from weightd.daemon.generations.states import ChildState, GenerationEvent, GenerationState
-from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import Broken, Hello
+from weightd.daemon.host.ends import ExitCause
+from weightd.protocol.messages.children import ProcessFailed, Hello
 from weightd.protocol.version import VERSION
 
 # An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's
@@ -20,14 +20,14 @@ HELLO_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 
 
-class Life(Standing, abc.ABC):
+class GenerationBase(GenerationView, abc.ABC):
     """The life of a generation: events and the clock go in, `Action`s come out. How it stands is that of `Standing`."""
 
     _stop_timeout_s = STOP_TIMEOUT_S
 
     def start(self) -> None:
         """Begin."""
-        self._actions.append(Pin())
+        self._actions.append(TakeSnapshot())
         self._log_progress()
 
     def on_resumed(self) -> None:
@@ -35,7 +35,7 @@ class Life(Standing, abc.ABC):
         self._machine.advance(GenerationEvent.RESUME)
 
     @abc.abstractmethod
-    def on_snapshot_taken(self, sha256: str, now: float, selftest: Canary | None = None, slice_digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()) -> None:
         """The snapshot exists: start the processes.
 
         Args:
@@ -47,7 +47,7 @@ class Life(Standing, abc.ABC):
 
     def fail(self, cause: str, now: float, *, is_transient: bool = False) -> None:
         """It cannot go on, for `cause`: everything that runs is wound down."""
-        self._fail(Cause(cause, is_transient=is_transient), now)
+        self._fail(FailureReason(cause, is_transient=is_transient), now)
 
     def give_up(self, consequence: str, now: float) -> None:
         """Its cause has led to this: everything that runs is wound down."""
@@ -62,7 +62,7 @@ class Life(Standing, abc.ABC):
         """A child that was READY for the daemon before this one is connected; `step` is the last one it has run."""
 
     @abc.abstractmethod
-    def on_process_failed(self, name: str, failure: Broken, now: float) -> None:
+    def on_process_failed(self, name: str, failure: ProcessFailed, now: float) -> None:
         """A child says that it cannot do what it is for."""
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class Life(Standing, abc.ABC):
         """A child does not answer any more. `useful`: it had answered something."""
 
     @abc.abstractmethod
-    def on_exit(self, name: str, exit_cause: End, now: float, *, has_answered: bool = False) -> None:
+    def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
         """A child has exited and has been waited for. `useful`: it had answered some request."""
 
     @abc.abstractmethod
@@ -86,7 +86,7 @@ class Life(Standing, abc.ABC):
         """Time has passed."""
 
     @abc.abstractmethod
-    def _fail(self, cause: Cause, now: float) -> None:
+    def _fail(self, cause: FailureReason, now: float) -> None:
         """It cannot go on."""
 
     def _limit_stop_deadlines(self, now: float, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ _MEMORY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Canary:
+class SelfTestSpec:
     """What a holder is told of the canary before it builds; the fields are those of `Build`.
 
     Attributes:
@@ -29,12 +29,12 @@ class Canary:
     failed_cases: SelfTestCases = ()
 
     @classmethod
-    def from_config(cls, key: SelfTestSetting) -> Canary:
+    def from_config(cls, key: SelfTestSetting) -> SelfTestSpec:
         """Return what the configuration says."""
         return cls(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
 
-class Rows(NamedTuple):
+class RowTestSpec(NamedTuple):
     """What is to be found out of the model's rows; the fields are those of `Build`.
 
     Attributes:
@@ -48,26 +48,26 @@ class Rows(NamedTuple):
     is_exact: bool = True
 
     @classmethod
-    def from_config(cls, config: ModelConfig) -> Rows:
+    def from_config(cls, config: ModelConfig) -> RowTestSpec:
         """Return what the configuration says: what is used only where it is exact is tested."""
         tables = (config.batching.max_rows > 1, config.batching.exact), (config.split.part_rows > 0, config.split.exact)
         used = [exact for is_used, exact in tables if is_used]
         return cls(config.max_batch_rows, config.batching.sizes, any(used) or not used)
 
-    def covers(self, other: Rows) -> bool:
+    def covers(self, other: RowTestSpec) -> bool:
         """Whether what is found out by this is enough for the other."""
         tested = self.max_rows >= other.max_rows and self.sizes == other.sizes and (self.is_exact or not other.is_exact)
         return tested or other.max_rows == 1
 
 
-NO_ROW_TEST = Rows()
+NO_ROW_TEST = RowTestSpec()
 
 # Of `RankTerms.reply`: each rank answers with its share of the rows, in the order of ranks.
 CONCAT = -1
 
 
 @dataclass(frozen=True)
-class RankTerms:
+class RankGroupSpec:
     """What the configuration says of a generation whose processes live and die together.
 
     Attributes:
@@ -90,7 +90,7 @@ class RankTerms:
 
 
 @dataclass(frozen=True)
-class Terms:
+class GenerationSpec:
     """What the model's configuration says about a generation.
 
     Attributes:
@@ -114,14 +114,14 @@ class Terms:
     is_sharing: bool = True
     can_outlive_holder: bool = False
     predict_timeout: float = 60.0
-    selftest: Canary = Canary()
+    selftest: SelfTestSpec = SelfTestSpec()
     can_fork_from_holder: bool = False
     devices: tuple[str, ...] = ()
-    row_test: Rows = NO_ROW_TEST
-    rank_group: RankTerms | None = None
+    row_test: RowTestSpec = NO_ROW_TEST
+    rank_group: RankGroupSpec | None = None
 
     @classmethod
-    def from_config(cls, config: ModelConfig, devices: tuple[str, ...]) -> Terms:
+    def from_config(cls, config: ModelConfig, devices: tuple[str, ...]) -> GenerationSpec:
         """Return what the configuration says of a generation on these devices."""
         return cls(
             config.workers,
@@ -130,10 +130,10 @@ class Terms:
             sharing=config.sharing != "off",
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
-            canary=Canary.from_config(config.selftest),
+            canary=SelfTestSpec.from_config(config.selftest),
             forks_built=config.can_fork_from_holder,
             devices=devices,
-            rows=Rows.from_config(config),
+            rows=RowTestSpec.from_config(config),
         )
 
     @property
@@ -141,11 +141,11 @@ class Terms:
         """Seconds for which a start that finds no room on a card is tried again: what has ended gives it back late."""
         return min(_MEMORY_TIMEOUT_S, self.load_timeout)
 
-    def without_sharing(self) -> Terms:
+    def without_sharing(self) -> GenerationSpec:
         """Return the same without sharing."""
         return replace(self, sharing=False, forks_built=False)
 
-    def without_forking(self) -> Terms:
+    def without_forking(self) -> GenerationSpec:
         """Return the same with workers that build for themselves."""
         return replace(self, forks_built=False)
 
@@ -161,7 +161,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """What a generation loads.
 
     Attributes:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from weightd.daemon.generations.access import Access
+from weightd.daemon.generations.access import AttachControl
 from weightd.daemon.generations.actions import Action
-from weightd.daemon.generations.child import FOREVER, Child, Footprint, Roster
-from weightd.daemon.generations.plan import Source, Terms
-from weightd.daemon.generations.restarts import Restarts
+from weightd.daemon.generations.child import FOREVER, WorkerProcess, DeviceUsage, GenerationProcesses
+from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.restarts import RestartBackoff
 from weightd.daemon.generations.states import (
     ACTIVE,
     ENDED,
@@ -21,16 +21,16 @@ from weightd.daemon.generations.states import (
     GenerationState,
     Machine,
 )
-from weightd.daemon.generations.tries import Tries, describe_cases
+from weightd.daemon.generations.tries import SelfTestSearch, describe_cases
 from weightd.daemon.host.logs import subject_extra
-from weightd.daemon.meters.meter import Mishaps
+from weightd.daemon.meters.meter import ProcessCounters
 from weightd.protocol.messages.children import Attached, Built
 from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd.generation")
 
 
-class Outlook(enum.Enum):
+class RetryHint(enum.Enum):
     """What another generation may expect where one has failed."""
 
     SAME_FAILURE = "same"  # the same end
@@ -39,7 +39,7 @@ class Outlook(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureReason:
     """Why a generation has failed, or has fewer workers than it should; as text it is for people.
 
     Attributes:
@@ -57,10 +57,10 @@ class Cause:
     log_tail: str = ""
     prefix: str = ""
     suffix: str = ""
-    retry_hint: Outlook = Outlook.SAME_FAILURE
+    retry_hint: RetryHint = RetryHint.SAME_FAILURE
     is_transient: bool = False
 
-    def with_prefix(self, prefix_text: str) -> Cause:
+    def with_prefix(self, prefix_text: str) -> FailureReason:
         """Return it with what it has led to."""
         return replace(self, before=f"{prefix_text}{self.prefix}")
 
@@ -70,7 +70,7 @@ class Cause:
         return f"{self.prefix}{child}{self.reason}{words}{self.suffix}"
 
 
-class Teller:
+class ProgressLogger:
     """Tells of one generation in the log, each thing once.
 
     Args:
@@ -138,7 +138,7 @@ def single_attach() -> int:
     return 1
 
 
-class Apart(NamedTuple):
+class UnmergedParty(NamedTuple):
     """A tenant or a user whose requests are not put together with others any more.
 
     Attributes:
@@ -150,7 +150,7 @@ class Apart(NamedTuple):
     note: str
 
 
-class Standing:
+class GenerationView:
     """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
 
     Args:
@@ -175,33 +175,33 @@ class Standing:
         at_once: returns how many workers may attach at the same time; at least one.
     """
 
-    _processes_type: type[Roster] = Roster
+    _processes_type: type[GenerationProcesses] = GenerationProcesses
 
     def __init__(
-        self, label: str, terms: Terms, device: str = CPU, source: Source | None = None, number: int = 1
+        self, label: str, terms: GenerationSpec, device: str = CPU, source: ModelSource | None = None, number: int = 1
     ) -> None:
         self.label = label
         self.spec = terms
         self.device = device
-        self.source = source or Source("")
+        self.source = source or ModelSource("")
         self.number = number
         self.sha256 = ""
         self.built: Built | None = None
-        self.unmerged_parties: dict[int, Apart] = {}
+        self.unmerged_parties: dict[int, UnmergedParty] = {}
         self.deaths: int = 0
-        self.counters = Mishaps()
-        self.selftest_search = Tries(terms.selftest, terms.row_test)
+        self.counters = ProcessCounters()
+        self.selftest_search = SelfTestSearch(terms.selftest, terms.row_test)
         self.attach_limit: Callable[[], int] = single_attach
-        self.device_usage = Footprint()
+        self.device_usage = DeviceUsage()
         self._actions: list[Action] = []
-        self._progress_logger = Teller(label, number)
+        self._progress_logger = ProgressLogger(label, number)
         self.processes = self._processes_type(label, self._actions.append, self.log_extra)
-        self.attach_control = Access(label, self.processes, self._actions.append, self._progress_logger.log, self.log_extra())
+        self.attach_control = AttachControl(label, self.processes, self._actions.append, self._progress_logger.log, self.log_extra())
         self.children = self.processes.children
         self.serving_processes = self.processes.serving_processes
         self._machine = Machine(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, label, self.log_extra())
-        self._failure_reason = Cause()
-        self._backoff = Restarts()
+        self._failure_reason = FailureReason()
+        self._backoff = RestartBackoff()
 
     @property
     def state(self) -> GenerationState:
@@ -214,7 +214,7 @@ class Standing:
         return str(self._failure_reason)
 
     @property
-    def retry_hint(self) -> Outlook:
+    def retry_hint(self) -> RetryHint:
         """What the next one may expect, if this one has failed."""
         return self._failure_reason.retry_hint
 
@@ -301,7 +301,7 @@ class Standing:
         """Return `extra` of an event of this generation, or of one of its children."""
         return self._progress_logger.log_extra(child)
 
-    def alive(self) -> Iterator[Child]:
+    def alive(self) -> Iterator[WorkerProcess]:
         """Yield the children that have a process."""
         return self.processes.alive()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.daemon.generations.actions import Dismiss, Enlist, Role, Spawn
-from weightd.daemon.generations.child import Child, Roster
+from weightd.daemon.generations.actions import RemoveSlot, AddSlot, Role, Spawn
+from weightd.daemon.generations.child import WorkerProcess, GenerationProcesses
 from weightd.daemon.generations.states import ChildState
 
 
-class Ranks(Roster):
+class RankProcesses(GenerationProcesses):
     """The ranks of a unit, in their order, and their broker."""
 
     def start(self, role: Role, name: str, device: str, deadline: float) -> None:
@@ -18,12 +18,12 @@ class Ranks(Roster):
         self._emit(Spawn(name, role))
 
     @property
-    def usable_ranks(self) -> list[Child]:
+    def usable_ranks(self) -> list[WorkerProcess]:
         """Those that the unit counts on."""
         return self.usable(Role.RANK)
 
     @property
-    def broker(self) -> Child | None:
+    def broker(self) -> WorkerProcess | None:
         """By which they find each other, where they need one."""
         return next(iter(self.usable(Role.BROKER)), None)
 
@@ -35,13 +35,13 @@ class Ranks(Roster):
     def add_slot(self) -> None:
         """Let all ranks together take requests."""
         self.serving_processes.update((each.name, None) for each in self.usable_ranks)
-        self._emit(Enlist(self._label))
+        self._emit(AddSlot(self._label))
 
     def remove_slot(self) -> None:
         """Nobody asks them any more."""
         if self.serving_processes:
             self.serving_processes.clear()
-            self._emit(Dismiss(self._label))
+            self._emit(RemoveSlot(self._label))
 
     def kill_all(self) -> None:
         """End every one, those that were told to leave, too."""
@@ -50,12 +50,12 @@ class Ranks(Roster):
             if child.state is not ChildState.KILLED:
                 self.kill(child)
 
-    def on_exit(self, child: Child) -> None:
+    def on_exit(self, child: WorkerProcess) -> None:
         """One has exited and has been waited for."""
         self.remove_slot()
         super().on_exit(child)
 
-    def _remove_slot_of(self, child: Child) -> None:
+    def _remove_slot_of(self, child: WorkerProcess) -> None:
         del child  # there is no seat of it alone
         self.remove_slot()
 

@@ -27,7 +27,7 @@ _MAX_DOUBLINGS = 10
 _JITTER = 0.25
 
 
-class Restarts:
+class RestartBackoff:
     """Counts deaths and says when the next start is due. Times are monotonic seconds.
 
     Args:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource, GenerationSpec
 from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.generations.states import RESUMABLE, ChildEvent, ChildState
-from weightd.daemon.generations.unit import Unit
+from weightd.daemon.generations.unit import RankGroup
 
 # A child looks for the daemon many times a second. One that computes is not there before it has finished that.
 RECONNECT_TIMEOUT_S = 5.0
@@ -16,7 +16,7 @@ RECONNECT_TIMEOUT_S = 5.0
 _PERSISTED_STATES = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
 
 
-def record_generation(generation: Life, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
+def record_generation(generation: GenerationBase, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
     """Return what the next daemon has to know to `resume` a generation; None if it cannot."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
@@ -39,11 +39,11 @@ def record_generation(generation: Life, seal: SealRecord | None, port: int = 0) 
         children=tuple(children),
         store_fingerprint=seal,
         port=port,
-        models=generation.models if isinstance(generation, Unit) else (),
+        models=generation.models if isinstance(generation, RankGroup) else (),
     )
 
 
-def resume_generation(label: str, spec: Terms, source: Source, record: GenerationRecord, now: float) -> Generation:
+def resume_generation(label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> Generation:
     """Return a generation that a daemon before this one has loaded; its workers serve once they are `back`."""
     generation = Generation(label, spec, record.device, source, record.number)
     generation.sha256, generation.built = record.sha256, record.built
@@ -63,9 +63,9 @@ def resume_generation(label: str, spec: Terms, source: Source, record: Generatio
     return generation
 
 
-def resume_rank_group(label: str, spec: Terms, source: Source, record: GenerationRecord, now: float) -> Unit:
+def resume_rank_group(label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> RankGroup:
     """Return a unit that a daemon before this one has loaded; it serves once all ranks are `back`, at the same step."""
-    generation = Unit(label, spec, record.device, source, record.number)
+    generation = RankGroup(label, spec, record.device, source, record.number)
     generation.sha256, generation.models, generation.built = record.sha256, record.models, record.built
     generation.device_usage.process_bytes = record.process_bytes
     for each in record.children:

@@ -93,7 +93,7 @@ class ChildEvent(enum.Enum):
     EXIT = "exit"
 
 
-class AccessState(enum.Enum):
+class AttachState(enum.Enum):
     """Who may still attach to a generation's weights."""
 
     OPEN = "open"  # anybody
@@ -107,7 +107,7 @@ class AccessState(enum.Enum):
     INVALID = "invalid"  # nobody: the weights are gone or changed, and no answer of a worker counts any more
 
 
-class AccessEvent(enum.Enum):
+class AttachEvent(enum.Enum):
     """What happens to who may attach."""
 
     FIX_PIDS = "fix"
@@ -156,7 +156,7 @@ USABLE = frozenset(
 ALIVE = USABLE | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
 
 # Lost workers cannot be replaced.
-ATTACH_CLOSED = frozenset({AccessState.ORPHANED, AccessState.CLOSED, AccessState.FILES_LOST, AccessState.FROZEN})
+ATTACH_CLOSED = frozenset({AttachState.ORPHANED, AttachState.CLOSED, AttachState.FILES_LOST, AttachState.FROZEN})
 
 _DISPLAYED_AS = {
     ChildState.ADMITTED: ChildState.GREETED,
@@ -202,22 +202,22 @@ CHILD_TRANSITIONS: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
     **{(state, ChildEvent.EXIT): ChildState.GONE for state in ChildState if state in ALIVE},
 }
 
-ATTACH_TRANSITIONS: Mapping[tuple[AccessState, AccessEvent], AccessState] = {
-    (AccessState.OPEN, AccessEvent.FIX_PIDS): AccessState.LISTED,
-    (AccessState.OPEN, AccessEvent.FORK): AccessState.FORK_ONLY,
-    (AccessState.FORK_ONLY, AccessEvent.ORPHAN): AccessState.ORPHANED,
-    (AccessState.LISTED, AccessEvent.UNSHARE): AccessState.OPEN,
-    (AccessState.LISTED, AccessEvent.REQUEST_ALLOW): AccessState.ALLOW_PENDING,
-    (AccessState.ALLOW_PENDING, AccessEvent.ALLOW): AccessState.LISTED,
-    (AccessState.ALLOW_PENDING, AccessEvent.REFUSE): AccessState.CLOSED,
-    (AccessState.LISTED, AccessEvent.LOSE_HOLDER): AccessState.FROZEN,
-    (AccessState.ALLOW_PENDING, AccessEvent.LOSE_HOLDER): AccessState.FROZEN,
-    (AccessState.OPEN, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
-    (AccessState.FORK_ONLY, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
-    (AccessState.LISTED, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
-    (AccessState.ALLOW_PENDING, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
-    (AccessState.CLOSED, AccessEvent.LOSE_HOLDER): AccessState.FROZEN,
-    **{(state, AccessEvent.INVALIDATE): AccessState.INVALID for state in AccessState if state != AccessState.INVALID},
+ATTACH_TRANSITIONS: Mapping[tuple[AttachState, AttachEvent], AttachState] = {
+    (AttachState.OPEN, AttachEvent.FIX_PIDS): AttachState.LISTED,
+    (AttachState.OPEN, AttachEvent.FORK): AttachState.FORK_ONLY,
+    (AttachState.FORK_ONLY, AttachEvent.ORPHAN): AttachState.ORPHANED,
+    (AttachState.LISTED, AttachEvent.UNSHARE): AttachState.OPEN,
+    (AttachState.LISTED, AttachEvent.REQUEST_ALLOW): AttachState.ALLOW_PENDING,
+    (AttachState.ALLOW_PENDING, AttachEvent.ALLOW): AttachState.LISTED,
+    (AttachState.ALLOW_PENDING, AttachEvent.REFUSE): AttachState.CLOSED,
+    (AttachState.LISTED, AttachEvent.LOSE_HOLDER): AttachState.FROZEN,
+    (AttachState.ALLOW_PENDING, AttachEvent.LOSE_HOLDER): AttachState.FROZEN,
+    (AttachState.OPEN, AttachEvent.LOSE_FILES): AttachState.FILES_LOST,
+    (AttachState.FORK_ONLY, AttachEvent.LOSE_FILES): AttachState.FILES_LOST,
+    (AttachState.LISTED, AttachEvent.LOSE_FILES): AttachState.FILES_LOST,
+    (AttachState.ALLOW_PENDING, AttachEvent.LOSE_FILES): AttachState.FILES_LOST,
+    (AttachState.CLOSED, AttachEvent.LOSE_HOLDER): AttachState.FROZEN,
+    **{(state, AttachEvent.INVALIDATE): AttachState.INVALID for state in AttachState if state != AttachState.INVALID},
 }
 
 S = TypeVar("S", bound=enum.Enum)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.host.ends import By, End
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
 
 # What libraries say of a peer that has not come: MindSpore's, HCCL's of a link and of a collective, and MindSpore's of
 # every predict after one that has failed.
@@ -28,7 +28,7 @@ def is_peer_failure_text(text: str) -> bool:
     return any(each in text for each in _PEER_FAILURE_TEXTS)
 
 
-def is_peer_failure_exit(role: Role, exit_cause: End, *, has_connected: bool) -> bool:
+def is_peer_failure_exit(role: Role, exit_cause: ExitCause, *, has_connected: bool) -> bool:
     """Return whether a process may have ended in this way because of another one.
 
     Args:
@@ -41,13 +41,13 @@ def is_peer_failure_exit(role: Role, exit_cause: End, *, has_connected: bool) ->
     return exit_cause.status in _BROKER_LOST_STATUSES or is_peer_failure_text(exit_cause.detail)
 
 
-def is_port_taken(exit_cause: End, *, has_connected: bool) -> bool:
+def is_port_taken(exit_cause: ExitCause, *, has_connected: bool) -> bool:
     """Return whether a broker that was told to begin has most likely found its port taken: the next gets another."""
     return not has_connected and exit_cause.status == _LISTEN_FAILED_STATUS
 
 
-def is_independent_exit(exit_cause: End) -> bool:
+def is_independent_exit(exit_cause: ExitCause) -> bool:
     """Return whether a process that the daemon has sent SIGKILL had ended before that came."""
-    if exit_cause.status is None or exit_cause.initiator is By.SHIM:
+    if exit_cause.status is None or exit_cause.initiator is ExitInitiator.SHIM:
         return False
-    return exit_cause.status != -signal.SIGKILL or exit_cause.initiator is not By.DAEMON
+    return exit_cause.status != -signal.SIGKILL or exit_cause.initiator is not ExitInitiator.DAEMON

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightd.daemon.generations.plan import NO_ROW_TEST, Canary, Rows
+from weightd.daemon.generations.plan import NO_ROW_TEST, SelfTestSpec, RowTestSpec
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Attach, Build, Built, Probing
+from weightd.protocol.messages.children import Attach, Build, Built, TryingSelfTest
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 
 # Holders that may die in the search for one canary.
@@ -27,7 +27,7 @@ def _describe_case(case: SelfTestCase) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in case.items()) or "no input"
 
 
-class Tries:
+class SelfTestSearch:
     """What is known of a generation's canary.
 
     Args:
@@ -39,7 +39,7 @@ class Tries:
         trying: what the holder runs its model on; nothing while it does something else.
     """
 
-    def __init__(self, known: Canary, row_test: Rows = NO_ROW_TEST) -> None:
+    def __init__(self, known: SelfTestSpec, row_test: RowTestSpec = NO_ROW_TEST) -> None:
         self.spec = known
         self._row_test = row_test
         self.current_cases: SelfTestCases = ()
@@ -57,7 +57,7 @@ class Tries:
         """Return what a worker is told, after the holder has `built`."""
         return Attach(built.handle, built.selftest_cases, *self._row_test, built.row_support, built.rebuilds_per_shape, built.first_shapes)
 
-    def on_trying_selftest(self, message: Probing) -> None:
+    def on_trying_selftest(self, message: TryingSelfTest) -> None:
         """The holder has said what it tries."""
         # A configured canary comes first.
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
@@ -91,5 +91,5 @@ class Tries:
             self.spec = replace(self.spec, unfit=failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
             return self._deaths < MAX_HOLDER_DEATHS
         should_stop = has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_SELFTEST_UNFIT_CASES
-        self.spec = Canary(not should_stop, (), failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
+        self.spec = SelfTestSpec(not should_stop, (), failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
         return True

@@ -12,19 +12,19 @@ from dataclasses import replace
 
 from weightd.daemon.generations import accord, symptoms
 from weightd.daemon.generations.actions import Role, Send
-from weightd.daemon.generations.child import FOREVER, Child, Loss
-from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, hello_mismatch
-from weightd.daemon.generations.plan import Canary, RankTerms, Source, Terms
-from weightd.daemon.generations.progress import Cause, Outlook
-from weightd.daemon.generations.ranks import Ranks, broker_name, rank_name
+from weightd.daemon.generations.child import FOREVER, WorkerProcess, LossReason
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
+from weightd.daemon.generations.plan import SelfTestSpec, RankGroupSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.progress import FailureReason, RetryHint
+from weightd.daemon.generations.ranks import RankProcesses, broker_name, rank_name
 from weightd.daemon.generations.states import ACTIVE, USABLE, ChildEvent, ChildState, GenerationEvent, GenerationState
-from weightd.daemon.host.ends import By, End
-from weightd.protocol.messages.children import Broken, Built, Hello
-from weightd.protocol.messages.ranks import Enter, Entered, Warm, Warmed
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.protocol.messages.children import ProcessFailed, Built, Hello
+from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RunSelfTest, SelfTestDone
 from weightd.shared.devices import CPU
 
 
-class Unit(Life):
+class RankGroup(GenerationBase):
     """The life of a unit.
 
     Args:
@@ -39,22 +39,22 @@ class Unit(Life):
         step: the last one that its ranks have run for the daemon before this one; 0 for none.
     """
 
-    processes: Ranks
-    _processes_type = Ranks
+    processes: RankProcesses
+    _processes_type = RankProcesses
 
     def __init__(
-        self, label: str, spec: Terms, device: str = CPU, source: Source | None = None, number: int = 1
+        self, label: str, spec: GenerationSpec, device: str = CPU, source: ModelSource | None = None, number: int = 1
     ) -> None:
         super().__init__(label, spec, device, source, number)
         if spec.rank_group is None:
             raise ValueError(f"{label}: expected terms of ranks, got those of workers")
-        self.group_spec: RankTerms = spec.rank_group
+        self.group_spec: RankGroupSpec = spec.rank_group
         self.models: tuple[Built, ...] = ()
         self.step = 0
         self._slice_digests: tuple[str, ...] = ()
         self._rank_names = [rank_name(label, rank) for rank in range(self.group_spec.size)]
-        self._joined: dict[str, Entered] = {}
-        self._selftests: dict[int, Warmed] = {}
+        self._joined: dict[str, JoinedGroup] = {}
+        self._selftests: dict[int, SelfTestDone] = {}
         self._reconnect_steps: dict[str, int] = {}
         # What it has failed of may only follow from what is not known yet.
         self._is_consequential = False
@@ -66,9 +66,9 @@ class Unit(Life):
         super().on_resumed()
         expected = {*self._rank_names, *([broker_name(self.label)] if self.group_spec.has_broker else [])}
         if {*self.children} != expected:
-            self._end_group(Cause(f"expected {', '.join(sorted(expected))}, got {', '.join(sorted(self.children))}"))
+            self._end_group(FailureReason(f"expected {', '.join(sorted(expected))}, got {', '.join(sorted(self.children))}"))
 
-    def on_snapshot_taken(self, sha256: str, now: float, selftest: Canary | None = None, slice_digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()) -> None:
         """The snapshot exists: start all processes, the broker first. `digests` are those of the ranks' slices."""
         del selftest  # it is configured, with the right answer
         if self.state is not GenerationState.SNAPSHOTTING:
@@ -91,7 +91,7 @@ class Unit(Life):
             return
         mismatch = self._hello_mismatch(child, hello)
         if mismatch:
-            self._on_loss(child, Loss(mismatch, child.state))
+            self._on_loss(child, LossReason(mismatch, child.state))
             return
         child.hello = hello
         child.advance(ChildEvent.HELLO)
@@ -101,7 +101,7 @@ class Unit(Life):
             self._join_group(now)
         self._log_progress()
 
-    def on_joined(self, name: str, joined: Entered, now: float) -> None:
+    def on_joined(self, name: str, joined: JoinedGroup, now: float) -> None:
         """A rank is in the group, and has loaded; when all have, they are to run the canary."""
         child = self._expect_message(name, ChildState.BUILDING, "entered", now)
         if child is None:
@@ -112,14 +112,14 @@ class Unit(Life):
             self._run_selftest(now)
         self._log_progress()
 
-    def on_selftest_done(self, name: str, selftest: Warmed, now: float) -> None:
+    def on_selftest_done(self, name: str, selftest: SelfTestDone, now: float) -> None:
         """A rank has run the canary, and found its answer right; when all have, they serve."""
         child = self._expect_message(name, ChildState.ATTACHING, "warmed", now)
         if child is None:
             return
         if not self.group_spec.is_sliced and len(selftest.members) != self.group_spec.model_count:
             reason = f"expected the canaries of {self.group_spec.model_count} models, got {len(selftest.members)}"
-            self._on_loss(child, Loss(reason, child.state))
+            self._on_loss(child, LossReason(reason, child.state))
             return
         self._selftests[self._rank_names.index(name)] = selftest
         child.ready_at = now
@@ -127,7 +127,7 @@ class Unit(Life):
         if len(self._selftests) == self.group_spec.size:
             unverified = accord.unverified_rank(self._selftests, self.group_spec) if self.group_spec.is_sliced else ""
             if unverified:
-                self._end_group(Cause(unverified))
+                self._end_group(FailureReason(unverified))
                 return
             self._set_models(accord.verified_models(self.models, self._selftests, self.group_spec))
             if self.models[0].row_support is not None:
@@ -146,7 +146,7 @@ class Unit(Life):
         if len(self._reconnect_steps) == self.group_spec.size:
             if len({*self._reconnect_steps.values()}) > 1:
                 steps = ", ".join(f"{each} the step {self._reconnect_steps[each]}" for each in self._rank_names)
-                self._end_group(Cause(f"the ranks are not in step: the last that was run is of {steps}"))
+                self._end_group(FailureReason(f"the ranks are not in step: the last that was run is of {steps}"))
                 return
             self.step = step
             self._start_serving()
@@ -156,13 +156,13 @@ class Unit(Life):
         """A process says what none of a unit says, or not now."""
         child = self.children.get(name)
         if child is not None and child.state in USABLE:
-            self._on_loss(child, Loss(f"it said {message_name}, which nobody has asked it for", child.state))
+            self._on_loss(child, LossReason(f"it said {message_name}, which nobody has asked it for", child.state))
 
-    def on_process_failed(self, name: str, failure: Broken, now: float) -> None:
+    def on_process_failed(self, name: str, failure: ProcessFailed, now: float) -> None:
         """A process says that it cannot do what it is for."""
         child = self._find_unkilled(name)
         if child is not None:
-            loss = Loss(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
+            loss = LossReason(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
             self._on_loss(child, loss, is_consequential=symptoms.is_peer_failure_text(failure.reason))
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
@@ -170,16 +170,16 @@ class Unit(Life):
         child = self._find_unkilled(name)
         if child is not None:
             loss_reason = f"a predict failed: {reason}" if reason else "a predict failed"
-            self._on_loss(child, Loss(loss_reason, child.state), is_consequential=True)
+            self._on_loss(child, LossReason(loss_reason, child.state), is_consequential=True)
 
     def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
         """A rank does not answer any more, be it that it waits for another one."""
         del has_answered
         child = self._find_unkilled(name)
         if child is not None:
-            self._on_loss(child, Loss(reason, child.state, has_timed_out=True), is_consequential=True)
+            self._on_loss(child, LossReason(reason, child.state, has_timed_out=True), is_consequential=True)
 
-    def on_exit(self, name: str, exit_cause: End, now: float, *, has_answered: bool = False) -> None:
+    def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
         """A process has exited and has been waited for."""
         child = self.children.get(name)
         if child is None:
@@ -191,7 +191,7 @@ class Unit(Life):
         if was in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_port_taken = was is ChildState.HOLDING and symptoms.is_port_taken(exit_cause, has_connected=have_met)
             is_transient = exit_cause.is_transient
-            loss = Loss(str(exit_cause), was, has_answered=has_answered, is_signaled=exit_cause.is_killed, is_out_of_memory=is_port_taken, is_transient=is_transient)
+            loss = LossReason(str(exit_cause), was, has_answered=has_answered, is_signaled=exit_cause.is_killed, is_out_of_memory=is_port_taken, is_transient=is_transient)
             self._on_loss(child, loss, is_consequential=is_consequential)
         elif was is ChildState.KILLED:
             self._on_killed_exit(child, exit_cause, is_independent=symptoms.is_independent_exit(exit_cause) and not is_consequential)
@@ -214,7 +214,7 @@ class Unit(Life):
         """Time has passed: who has taken too long ends all."""
         for child in list(self.children.values()):
             if now >= child.deadline and child.state is not ChildState.KILLED:
-                loss = Loss(f"{child.state.display_name} took too long", child.state, has_timed_out=True)
+                loss = LossReason(f"{child.state.display_name} took too long", child.state, has_timed_out=True)
                 self._on_loss(child, loss, is_consequential=True)
 
     # --- how it stands ------------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ class Unit(Life):
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
-    def _find_unkilled(self, name: str) -> Child | None:
+    def _find_unkilled(self, name: str) -> WorkerProcess | None:
         """The process, unless it is being killed."""
         child = self.children.get(name)
         return child if child is not None and child.state is not ChildState.KILLED else None
 
-    def _expect_message(self, name: str, state: ChildState, message_name: str, now: float) -> Child | None:
+    def _expect_message(self, name: str, state: ChildState, message_name: str, now: float) -> WorkerProcess | None:
         """The process, if it is its turn to say this; whoever else says it does not know where it is."""
         child = self.children.get(name)
         if child is None or child.state is state:
@@ -274,7 +274,7 @@ class Unit(Life):
         self.on_unexpected_message(name, message_name, now)
         return None
 
-    def _hello_mismatch(self, child: Child, hello: Hello) -> str:
+    def _hello_mismatch(self, child: WorkerProcess, hello: Hello) -> str:
         if child.role is Role.BROKER:
             return hello_mismatch(hello, hello.sha256)
         rank = self._rank_names.index(child.name)
@@ -285,14 +285,14 @@ class Unit(Life):
         slices = {each.name: each.hello.slice for each in self.processes.usable_ranks if each.hello and each.hello.slice}
         mismatch = accord.signature_mismatch(slices) if self.group_spec.is_sliced else ""
         if mismatch:
-            self._end_group(Cause(mismatch))
+            self._end_group(FailureReason(mismatch))
             return
         self._machine.advance(GenerationEvent.GATHERED)
         deadline = now + max(self.spec.load_timeout, self.group_spec.connect_timeout)
         for child in list(self.children.values()):
             is_rank = child.role is Role.RANK
             child.advance(ChildEvent.BUILD if is_rank else ChildEvent.HOLD, deadline if is_rank else FOREVER)
-            self._actions.append(Send(child.name, Enter()))
+            self._actions.append(Send(child.name, JoinGroup()))
 
     def _run_selftest(self, now: float) -> None:
         """All have: their first predict is where they meet, so they begin it at once."""
@@ -301,11 +301,11 @@ class Unit(Life):
         if not self.group_spec.is_sliced and model_count != self.group_spec.model_count:
             mismatch = f"expected {self.group_spec.model_count} models in one process, got {model_count}"
         if mismatch:
-            self._end_group(Cause(mismatch))
+            self._end_group(FailureReason(mismatch))
             return
         self._machine.advance(GenerationEvent.BUILT)
         self._set_models(accord.loaded_models(self._joined[self._rank_names[0]], self.group_spec))
-        order = Warm(self.spec.row_test.max_rows, self.spec.row_test.sizes)
+        order = RunSelfTest(self.spec.row_test.max_rows, self.spec.row_test.sizes)
         for child in self.processes.usable_ranks:
             # Beside the time in which all have to come, the canary itself takes some.
             child.advance(ChildEvent.RUN_SELFTEST, now + self.group_spec.connect_timeout + self.spec.predict_timeout)
@@ -334,13 +334,13 @@ class Unit(Life):
 
     # --- what is lost -------------------------------------------------------------------------------------------
 
-    def _on_loss(self, child: Child, loss: Loss, *, is_consequential: bool = False) -> None:
+    def _on_loss(self, child: WorkerProcess, loss: LossReason, *, is_consequential: bool = False) -> None:
         """One is of no use any more: all end."""
         if loss.previous_state in USABLE:
             self.deaths += 1
             self.counters.on_death()
         retry_hint = self._retry_hint(loss, is_consequential=is_consequential)
-        cause = Cause(loss.reason, child.name, retry_hint=retry_hint, is_transient=loss.is_transient or loss.is_out_of_memory)
+        cause = FailureReason(loss.reason, child.name, retry_hint=retry_hint, is_transient=loss.is_transient or loss.is_out_of_memory)
         if self.state in ACTIVE:
             self._is_consequential = is_consequential
             self._end_group(cause)
@@ -348,26 +348,26 @@ class Unit(Life):
             self._progress_logger.log(f"{child.name} lost: {loss.reason}", child.name)
             self.processes.kill_all()
 
-    def _retry_hint(self, loss: Loss, *, is_consequential: bool) -> Outlook:
+    def _retry_hint(self, loss: LossReason, *, is_consequential: bool) -> RetryHint:
         if loss.is_out_of_memory:
-            return Outlook.WAIT_FOR_MEMORY
-        return Outlook.MAY_SUCCEED if loss.is_signaled or (is_consequential and not loss.has_timed_out) else Outlook.SAME_FAILURE
+            return RetryHint.WAIT_FOR_MEMORY
+        return RetryHint.MAY_SUCCEED if loss.is_signaled or (is_consequential and not loss.has_timed_out) else RetryHint.SAME_FAILURE
 
-    def _on_killed_exit(self, child: Child, exit_cause: End, *, is_independent: bool) -> None:
+    def _on_killed_exit(self, child: WorkerProcess, exit_cause: ExitCause, *, is_independent: bool) -> None:
         """One that was killed has ended; it may have done so before, and have been what the others have died of."""
         if self._failure_reason.child == child.name:
             self._failure_reason = replace(self._failure_reason, words=exit_cause.detail or self._failure_reason.log_tail)
         elif self._is_consequential and is_independent:
             # By another signal than the one that the daemon has sent.
-            self._failure_reason = replace(self._failure_reason, why=str(replace(exit_cause, by=By.UNKNOWN)), child=child.name, words="")
+            self._failure_reason = replace(self._failure_reason, why=str(replace(exit_cause, by=ExitInitiator.UNKNOWN)), child=child.name, words="")
             self._is_consequential = False
             self._progress_logger.log(f"the first that was lost is {self._failure_reason}", child.name)
 
-    def _fail(self, cause: Cause, now: float) -> None:
+    def _fail(self, cause: FailureReason, now: float) -> None:
         del now  # nobody has time to finish
         self._end_group(cause)
 
-    def _end_group(self, cause: Cause) -> None:
+    def _end_group(self, cause: FailureReason) -> None:
         """It cannot go on: no rank is of use without the others, and what they still say is of no worth."""
         if self.state not in ACTIVE:
             return

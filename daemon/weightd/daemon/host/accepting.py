@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 
 from weightd.daemon.host import clock
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.timers import Timer
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 # With one wake-up, by default: more wait for the next one.
 _MAX_ACCEPTED = 64
@@ -32,7 +32,7 @@ _SO_PASSRIGHTS = 83
 _NEVER = float("inf")
 
 
-class Accepting:
+class Acceptor:
     """Accepts connections.
 
     Args:
@@ -46,7 +46,7 @@ class Accepting:
     def __init__(
         self,
         listener: socket.socket,
-        loop: Loop,
+        loop: EventLoop,
         on_connection: Callable[[socket.socket], object],
         report: Callable[[str], object],
         max_accepted: int = _MAX_ACCEPTED,
@@ -57,7 +57,7 @@ class Accepting:
         self._report = report
         self._max_accepted = max_accepted
         self._resume_timer = Timer(self._resume)
-        self._rate_limited_log = Seldom(_LOG_INTERVAL_S)
+        self._rate_limited_log = RateLimitedLog(_LOG_INTERVAL_S)
         loop.add(listener.fileno(), self.accept)
         loop.add_timer(self._resume_timer)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from weightd.shared.tokenbuckets import TokenBuckets
 
 
-class Limits(NamedTuple):
+class UserConnectionLimits(NamedTuple):
     """Limits of one user.
 
     Attributes:
@@ -26,14 +26,14 @@ class Limits(NamedTuple):
         return float(max(1.0, self.rate, self.max_connections))
 
 
-class Admission:
+class ConnectionAdmission:
     """Counts the connections of each user and applies the limits; a decision takes the same time for any number.
 
     Args:
         limits: of each user.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: UserConnectionLimits) -> None:
         self._limits = limits
         self._rates = TokenBuckets(limits.rate, limits.burst)
         self._open_connections = Counter[str]()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from weightd.daemon.host.logs import fields_extra
 from weightd.protocol.codec import clip
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 _log = logging.getLogger("weightd.audit")
 
@@ -29,7 +29,7 @@ _REFUSAL_INTERVAL_S = 10.0
 _MAX_DETAIL_BYTES = 512
 
 
-class Entry(NamedTuple):
+class AuditEntry(NamedTuple):
     """Who does what.
 
     Attributes:
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     weights: str = ""
 
 
-def write(entry: Entry, result: str, detail: str = "", **extra_fields: str) -> None:
+def write(entry: AuditEntry, result: str, detail: str = "", **extra_fields: str) -> None:
     """Write an entry, with how it has ended; fields that are "" are left out."""
     level = logging.INFO if result == OK else logging.WARNING
     if not _log.isEnabledFor(level):
@@ -70,13 +70,13 @@ def write(entry: Entry, result: str, detail: str = "", **extra_fields: str) -> N
     _log.log(level, "audit %s", text, extra=fields_extra(journal))
 
 
-class Refusals:
+class RefusalLog:
     """Writes what clients may bring about at will: at once, then for each user seldom, with how many are left out."""
 
     def __init__(self) -> None:
-        self._rate_limited_log = Seldom(_REFUSAL_INTERVAL_S)
+        self._rate_limited_log = RateLimitedLog(_REFUSAL_INTERVAL_S)
 
-    def write(self, entry: Entry, result: str, detail: str, now: float) -> None:
+    def write(self, entry: AuditEntry, result: str, detail: str, now: float) -> None:
         """Write the entry, or count it. Users of no tenant count as one, and so do hosts: there may be many."""
         has_own_limit = entry.tenant and not entry.user.startswith("host ")
         left_out = self._rate_limited_log.record(f"{result} {entry.user} of {entry.tenant}" if has_own_limit else "", now)

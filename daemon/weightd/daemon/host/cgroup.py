@@ -45,7 +45,7 @@ _V2_FILES = _Names("memory.current", ("memory.max", "memory.high"), "inactive_fi
 _V1_FILES = _Names("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_inactive_file")
 
 
-class Group(NamedTuple):
+class ControlGroup(NamedTuple):
     """A control group: where its hierarchy is mounted, which it is below there, and whether it is of version 2."""
 
     mount: Path
@@ -127,12 +127,12 @@ def cores(proc: Path = Path("/proc/self")) -> float | None:
     return min((each for each in shares if each is not None), default=None)
 
 
-def _find_group(proc: Path, controller: str) -> Group | None:
+def _find_group(proc: Path, controller: str) -> ControlGroup | None:
     membership, mountinfo = _read_text(proc / "cgroup"), _read_text(proc / "mountinfo")
     return locate(membership, mountinfo, controller) if membership is not None and mountinfo is not None else None
 
 
-def locate(membership: str, mountinfo: str, controller: str = "memory") -> Group | None:
+def locate(membership: str, mountinfo: str, controller: str = "memory") -> ControlGroup | None:
     """Return the control group that has the memory, or what another controller limits; None if it is not seen.
 
     The path in the first is seen from the root of the namespace, and so is the root of a mount in the second: what is
@@ -148,7 +148,7 @@ def locate(membership: str, mountinfo: str, controller: str = "memory") -> Group
         return None
     path, unified = found
     groups = [
-        Group(Path(point), below, unified) for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
+        ControlGroup(Path(point), below, unified) for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
     ]
     # Of several, the one that shows most of what is above.
     return max(groups, key=lambda group: len(group.relative_path.parts), default=None)

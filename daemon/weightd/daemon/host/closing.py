@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 # Descriptors of one user that may wait. Beyond that the connections of this user end.
 MAX_PENDING = 64
@@ -39,11 +39,11 @@ _WARNING_INTERVAL_S = 60.0
 INTERRUPT = signal.SIGURG
 
 
-class DescriptorsError(Exception):
+class UnexpectedDescriptors(Exception):
     """A peer has sent descriptors where there is no use for any."""
 
 
-class Closing:
+class DescriptorCloser:
     """Closes descriptors in threads, each of which closes those of one user at a time.
 
     Past 32 threads the descriptors of further users wait until a thread has closed all of its user. Where many of a
@@ -64,7 +64,7 @@ class Closing:
         self._thread_count = 0
         # Of each thread that has nothing to close: where it is given a user.
         self._idle_inboxes: list[SimpleQueue[str]] = []
-        self._rate_limited_log = Seldom(_WARNING_INTERVAL_S)
+        self._rate_limited_log = RateLimitedLog(_WARNING_INTERVAL_S)
 
     def is_backlogged(self, user: str) -> bool:
         """Return whether so many descriptors of a user wait that it may send no more for now."""
@@ -176,7 +176,7 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     """
     data, _, flags, _ = connection.recvmsg(nbytes, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
-        raise DescriptorsError("expected data alone, got descriptors")
+        raise UnexpectedDescriptors("expected data alone, got descriptors")
     return connection.recv(len(data)) if data else b""
 
 
@@ -194,6 +194,6 @@ def _has_unread_descriptors(connection: socket.socket) -> bool:
         try:
             while receive(connection, _CHUNK_BYTES):
                 pass
-        except DescriptorsError:
+        except UnexpectedDescriptors:
             return True
     return False

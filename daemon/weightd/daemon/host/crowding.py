@@ -28,7 +28,7 @@ _NO_TENANT_DIVISOR = 4
 _GUARANTEED_DIVISOR = 32
 
 
-class Guest(Protocol):
+class LimitedConnection(Protocol):
     """A connection.
 
     Attributes:
@@ -50,7 +50,7 @@ class Guest(Protocol):
         ...
 
 
-G = TypeVar("G", bound=Guest)
+G = TypeVar("G", bound=LimitedConnection)
 
 
 def raise_descriptor_limit() -> None:
@@ -145,7 +145,7 @@ class _Account(Generic[G]):
         return self.connections.next_to_evict()
 
 
-class Crowd(Generic[G]):
+class ConnectionLimiter(Generic[G]):
     """Connections by account and user, and which of them have to end when there are too many.
 
     An account is a tenant; all users without a tenant are one account, `NO_TENANT`, which has at most a quarter of the

@@ -9,7 +9,7 @@ from pathlib import Path
 from weightd.protocol.errors import WeightdError
 
 
-class ClaimError(WeightdError):
+class PathInUse(WeightdError):
     """The daemon cannot have a path for itself; the text says which, and who has it."""
 
 
@@ -24,11 +24,11 @@ def make_directory(path: Path, mode: int) -> None:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+        raise PathInUse(f"cannot make the directory {path}: {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
-        raise ClaimError(f"{path}: expected a directory of this user, not a link or another user's")
+        raise PathInUse(f"{path}: expected a directory of this user, not a link or another user's")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ClaimError(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
+        raise PathInUse(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
     check_not_replaceable(path, status)
 
 
@@ -39,7 +39,7 @@ def check_not_replaceable(path: Path, status: os.stat_result) -> None:
         ClaimError: this is one.
     """
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise ClaimError(
+        raise PathInUse(
             f"{path}: every user may remove what is there and put something else in its place: expected mode "
             f"{stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH:04o}, or the sticky bit; chmod o-w, or +t"
         )

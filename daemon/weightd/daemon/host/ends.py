@@ -23,7 +23,7 @@ _CRASH_SIGNALS = frozenset(
 )
 
 
-class By(enum.Enum):
+class ExitInitiator(enum.Enum):
     """Who has ended it, as far as that is known; the value says it for people."""
 
     UNKNOWN = ""
@@ -32,7 +32,7 @@ class By(enum.Enum):
     KERNEL = "the kernel was out of memory"
 
 
-class Lost(enum.Enum):
+class MissingFile(enum.Enum):
     """What of the daemon's own files has vanished, so that a child cannot be started."""
 
     NONE = "nothing"
@@ -41,7 +41,7 @@ class Lost(enum.Enum):
 
 
 @dataclass(frozen=True)
-class End:
+class ExitCause:
     """The end of a child.
 
     Attributes:
@@ -54,9 +54,9 @@ class End:
 
     status: int | None
     detail: str = ""
-    initiator: By = By.UNKNOWN
+    initiator: ExitInitiator = ExitInitiator.UNKNOWN
     has_transient_start_failure: bool = False
-    missing_file: Lost = Lost.NONE
+    missing_file: MissingFile = MissingFile.NONE
 
     @property
     def is_transient(self) -> bool:
@@ -66,7 +66,7 @@ class End:
     @property
     def may_be_own_fault(self) -> bool:
         """Whether what it was doing may be why: it has crashed or exited. What came from outside blames nobody."""
-        if self.status is None or self.initiator is not By.UNKNOWN:
+        if self.status is None or self.initiator is not ExitInitiator.UNKNOWN:
             return False
         return self.status >= 0 or -self.status in _CRASH_SIGNALS
 
@@ -78,7 +78,7 @@ class End:
     @property
     def is_killed(self) -> bool:
         """Whether a signal has ended it, as far as is known: that may go better the next time."""
-        return self.initiator is By.SHIM if self.status is None else self.status < 0
+        return self.initiator is ExitInitiator.SHIM if self.status is None else self.status < 0
 
     @property
     def description(self) -> str:
@@ -89,7 +89,7 @@ class End:
         return ": ".join(each for each in (self.description, self.detail) if each)
 
 
-class Coroner:
+class ExitClassifier:
     """Tells how children have ended.
 
     Args:
@@ -106,22 +106,22 @@ class Coroner:
         """The daemon has sent a child a signal."""
         self._signalled.add(name)
 
-    def classify(self, name: str, status: int | None, detail: str) -> End:
+    def classify(self, name: str, status: int | None, detail: str) -> ExitCause:
         """Return how a child has ended: with this status, None if it has gone with its keeper, and these last words."""
         was_signalled = name in self._signalled
         self._signalled.discard(name)
         if status is None:
-            return End(None, detail, By.SHIM)
+            return ExitCause(None, detail, ExitInitiator.SHIM)
         if was_signalled and status < 0:
-            return End(status, detail, By.DAEMON)
+            return ExitCause(status, detail, ExitInitiator.DAEMON)
         if status == -signal.SIGKILL and self._count_oom_kills() > self._attributed_oom_kills:
             # One of them: the ends of several are told one after another.
             self._attributed_oom_kills += 1
-            return End(status, detail, By.KERNEL)
-        return End(status, detail)
+            return ExitCause(status, detail, ExitInitiator.KERNEL)
+        return ExitCause(status, detail)
 
 
-def describe_status(status: int, initiator: By = By.UNKNOWN) -> str:
+def describe_status(status: int, initiator: ExitInitiator = ExitInitiator.UNKNOWN) -> str:
     """Return an exit status (negative: the signal) in words, with a hint where one helps."""
     if status >= 0:
         return f"exited with status {status}"

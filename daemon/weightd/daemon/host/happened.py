@@ -39,7 +39,7 @@ _Source = tuple[bool, str]
 """Of an event: whether a client has caused it, and which, or the model that it is about."""
 
 
-class Happened(logging.Handler):
+class EventLog(logging.Handler):
     """Keeps the last events, so many and of so many bytes; their numbers go on from one daemon to the next.
 
     Beyond that the oldest event is dropped of the client, or the model, that has most of them: of clients while they

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightd.daemon.host.directories import ClaimError, make_directory
+from weightd.daemon.host.directories import PathInUse, make_directory
 from weightd.shared import paths, tcp
 
 # Owner and group may connect: who is in the group is the operator's decision.
@@ -36,7 +36,7 @@ def _listen_address(descriptor: int) -> str:
     try:
         listener = socket.socket(fileno=descriptor)
     except OSError as error:
-        raise ClaimError(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
+        raise PathInUse(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
     try:
         name: Any = listener.getsockname()
         is_stream = listener.type == socket.SOCK_STREAM
@@ -48,7 +48,7 @@ def _listen_address(descriptor: int) -> str:
             return f"tcp://[{name[0]}]:{name[1]}"
     finally:
         listener.detach()
-    raise ClaimError(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
+    raise PathInUse(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
 
 
 # --- what is opened here ------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def reserve_socket_path(path: Path) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ClaimError):
+        with contextlib.suppress(PathInUse):
             _remove_socket(path)
 
 
@@ -137,9 +137,9 @@ def _bind_tcp(address: str) -> socket.socket:
     return listener
 
 
-def _listen_error(address: str, error: OSError) -> ClaimError:
+def _listen_error(address: str, error: OSError) -> PathInUse:
     # What Python itself refuses, such as a path that is too long, has no number.
-    return ClaimError(f"cannot listen on {address}: {error.strerror or error}")
+    return PathInUse(f"cannot listen on {address}: {error.strerror or error}")
 
 
 def _check_no_listener(path: Path) -> None:
@@ -151,17 +151,17 @@ def _check_no_listener(path: Path) -> None:
         except (FileNotFoundError, ConnectionRefusedError):
             return
         except OSError as error:
-            raise ClaimError(f"{path}: {error.strerror or error}") from None
-    raise ClaimError(f"{path}: another program listens there")
+            raise PathInUse(f"{path}: {error.strerror or error}") from None
+    raise PathInUse(f"{path}: another program listens there")
 
 
 def _remove_socket(path: Path) -> None:
     """Remove the socket; never anything else."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
+            raise PathInUse(f"{path}: expected a socket or nothing there, and will not remove what is there")
         path.unlink()
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ClaimError(f"{path}: {error.strerror}") from None
+        raise PathInUse(f"{path}: {error.strerror}") from None

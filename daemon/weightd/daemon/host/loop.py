@@ -26,7 +26,7 @@ _HANGUP_ONLY = select.EPOLLET
 _READABLE = ~_OUT
 
 
-class Loop:
+class EventLoop:
     """Handlers by what they wait for: a file descriptor or a time.
 
     All descriptors stand in one epoll, and all times in one heap: a hundred children, a thousand connections or a

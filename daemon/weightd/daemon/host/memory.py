@@ -13,7 +13,7 @@ from weightd.daemon.host import cgroup
 MIB = 1024 * 1024
 
 
-class Held(NamedTuple):
+class ProcessMemory(NamedTuple):
     """What a process takes of memory, in bytes.
 
     Attributes:
@@ -28,12 +28,12 @@ class Held(NamedTuple):
     anonymous_bytes: int
 
 
-def read_process_memory(pid: int) -> Held | None:
+def read_process_memory(pid: int) -> ProcessMemory | None:
     """Return what the process takes; None when it is gone or not ours to look at."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()[1:]
         sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines)}
-        return Held(sizes["Pss:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"], sizes["Anonymous:"])
+        return ProcessMemory(sizes["Pss:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"], sizes["Anonymous:"])
     except (OSError, ValueError, KeyError):
         return None
 

@@ -25,7 +25,7 @@ _FLAGS_FIELD = 6
 
 
 @dataclass(frozen=True)
-class Process:
+class ChildProcess:
     """A child, of this process or of its keeper.
 
     Attributes:
@@ -48,7 +48,7 @@ def start(
     *,
     stdout: int | None = None,
     stdin_data: bytes = b"",
-) -> Process:
+) -> ChildProcess:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
     It is born with SIGINT blocked: see `parent.without_interrupts`.
@@ -82,7 +82,7 @@ def stdin_memfd(stdin_data: bytes) -> Generator[int, None, None]:
         yield file.fileno()
 
 
-def adopt(pid: int, log: Path) -> Process:
+def adopt(pid: int, log: Path) -> ChildProcess:
     """Return a child that was not started by this process, and has not been waited for.
 
     Raises:
@@ -97,15 +97,15 @@ def adopt(pid: int, log: Path) -> Process:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
-    return Process(pid, pidfd, log, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return ChildProcess(pid, pidfd, log, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
+def kill(process: ChildProcess, number: signal.Signals = signal.SIGKILL) -> None:
     """Send the child a signal, unless it has exited; its pidfd becomes readable when it is gone."""
     exitwatch.send_signal(process.pidfd, process.pid, number)
 
 
-def is_alive(process: Process) -> bool:
+def is_alive(process: ChildProcess) -> bool:
     """Return whether the child is neither gone nor going.
 
     A process that exits gives its memory and its descriptors back first, and its pidfd tells afterwards: on a busy
@@ -125,13 +125,13 @@ def is_alive(process: Process) -> bool:
     return not is_exiting and not exitwatch.has_exited(process.pidfd)
 
 
-def reap(process: Process) -> int | None:
+def reap(process: ChildProcess) -> int | None:
     """Wait for a child whose pidfd is readable; return its exit status (negative: the signal), None if nobody knows."""
     os.close(process.pidfd)
     return process.wait()
 
 
-def log_tail(process: Process) -> str:
+def log_tail(process: ChildProcess) -> str:
     """Return the end of the child's log, on one line; first the limit of the system that it tells of, if it does."""
     try:
         with process.log.open("rb") as log:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weightd.daemon.host import cgroup
-from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.directories import PathInUse
 
 _EAGAIN_TEXT = "Resource temporarily unavailable"
 
 
-class Shortage(enum.Enum):
+class ResourceShortage(enum.Enum):
     """What a process could not get."""
 
     TASKS = "a process or thread"
@@ -29,7 +29,7 @@ class Shortage(enum.Enum):
 
 # In this order: the text of the host's limit begins with that of the process's.
 _PATTERNS = {
-    Shortage.TASKS: re.compile(
+    ResourceShortage.TASKS: re.compile(
         r"can't start new thread"
         rf"|pthread_create\b[^|]{{0,200}}(?:fail|EAGAIN|{_EAGAIN_TEXT})"
         rf"|{_EAGAIN_TEXT} \([\w/]*thread\.cpp"
@@ -37,13 +37,13 @@ _PATTERNS = {
         rf".{{0,300}}{_EAGAIN_TEXT}",
         re.DOTALL,
     ),
-    Shortage.HOST_FILES: re.compile("Too many open files in system"),
-    Shortage.FILES: re.compile("Too many open files"),
-    Shortage.MEMORY: re.compile(r"Cannot allocate memory|\bMemoryError\b|std::bad_alloc"),
+    ResourceShortage.HOST_FILES: re.compile("Too many open files in system"),
+    ResourceShortage.FILES: re.compile("Too many open files"),
+    ResourceShortage.MEMORY: re.compile(r"Cannot allocate memory|\bMemoryError\b|std::bad_alloc"),
 }
 
 
-def find_shortage(text: str) -> Shortage | None:
+def find_shortage(text: str) -> ResourceShortage | None:
     """Return what is missing according to an error text or the end of a log; None if it is something else."""
     return next((what for what, sign in _PATTERNS.items() if sign.search(text)), None)
 
@@ -73,7 +73,7 @@ def check_threads(count: int) -> None:
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        raise ClaimError(with_limit_hint(str(error))) from None
+        raise PathInUse(with_limit_hint(str(error))) from None
     finally:
         stop.set()
         for thread in started:
@@ -116,10 +116,10 @@ def _explain_memory(proc: Path) -> str:
 
 
 _EXPLANATIONS = {
-    Shortage.TASKS: _explain_tasks,
-    Shortage.FILES: _explain_files,
-    Shortage.HOST_FILES: _explain_host_files,
-    Shortage.MEMORY: _explain_memory,
+    ResourceShortage.TASKS: _explain_tasks,
+    ResourceShortage.FILES: _explain_files,
+    ResourceShortage.HOST_FILES: _explain_host_files,
+    ResourceShortage.MEMORY: _explain_memory,
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.directories import PathInUse
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.routing import seed_routing_ids
 from weightd.protocol import limits
 from weightd.shared import multipart
@@ -32,7 +32,7 @@ LINGER_MS = 1000
 _UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?P<pid>[0-9]{1,10})")
 
 
-class Received(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message: who sent it, the header and the tensor frames, and the peer's pid where the kernel told it."""
 
     peer: bytes
@@ -58,13 +58,13 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
+        raise PathInUse(f"cannot listen on {address}: {error.strerror}") from None
     finally:
         os.umask(old_umask)
     return socket
 
 
-def watch_socket(loop: Loop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
+def watch_socket(loop: EventLoop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
     """Have a loop call `handler` whenever a socket is readable.
 
     The descriptor of a ZeroMQ socket reports once that a message has come, and whoever uses the socket next may take
@@ -83,14 +83,14 @@ def watch_socket(loop: Loop, socket: zmq.Socket[bytes], handler: Callable[[], ob
     return schedule_check
 
 
-def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[Received]:
+def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[ReceivedMessage]:
     """Yield the messages that wait, at most a batch. Large tensor frames are not copied."""
     for _ in range(RECEIVE_BATCH_SIZE):
         try:
             identity, *frames = multipart.receive(socket, multipart.NOBLOCK)
         except zmq.Again:
             return
-        yield Received(identity.bytes, [multipart.frame_content(frame) for frame in frames], identity)
+        yield ReceivedMessage(identity.bytes, [multipart.frame_content(frame) for frame in frames], identity)
         # Cheaper than the exception of a read that finds nothing.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return

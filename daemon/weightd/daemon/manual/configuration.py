@@ -6,18 +6,18 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weightd.daemon.config.batching import Batching, Split
+from weightd.daemon.config.batching import BatchingConfig, SplitConfig
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol.version import VERSION
 from weightd.shared.manual.reference import Key, iterate_keys
-from weightd.shared.manual.roff import Page, bold, italic
+from weightd.shared.manual.roff import ManPage, bold, italic
 
 # As they stand in the file, in the order in which one writes them.
 TABLES: Mapping[str, type[Any]] = {
@@ -25,10 +25,10 @@ TABLES: Mapping[str, type[Any]] = {
     "listeners.NAME": ListenerConfig,
     "tenants.NAME": TenantConfig,
     "models.NAME": ModelConfig,
-    "models.NAME.batching": Batching,
-    "models.NAME.split": Split,
+    "models.NAME.batching": BatchingConfig,
+    "models.NAME.split": SplitConfig,
     "models.NAME.mindspore_lite": MindSporeLiteOptions,
-    "models.NAME.ranks": Ranks,
+    "models.NAME.ranks": RanksConfig,
     "groups.NAME": GroupConfig,
     "devices.NAME": DeviceConfig,
 }
@@ -109,7 +109,7 @@ _EXAMPLE_HEADER = """\
 
 def page() -> str:
     """Return weightd.toml(5)."""
-    page = Page("weightd.toml", 5, VERSION, "the configuration of weightd")
+    page = ManPage("weightd.toml", 5, VERSION, "the configuration of weightd")
     page.heading("DESCRIPTION")
     page.text(_DESCRIPTION)
     for table, cls in TABLES.items():

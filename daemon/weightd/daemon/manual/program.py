@@ -9,7 +9,7 @@ from weightd.daemon.command import parser
 from weightd.protocol.version import VERSION
 from weightd.shared.manual import commands, completion
 from weightd.shared.manual.page import write_sections, table
-from weightd.shared.manual.roff import Page
+from weightd.shared.manual.roff import ManPage
 
 # What the shell offers for a metavar.
 _COMPLETIONS: Mapping[str, str] = {
@@ -70,7 +70,7 @@ FILES: Mapping[str, str] = {
 
 def page() -> str:
     """Return weightd(8)."""
-    page = Page("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
+    page = ManPage("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
     write_sections(page, commands.read_parser(parser()))
     page.heading("EXIT STATUS")
     table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))

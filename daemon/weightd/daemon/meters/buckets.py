@@ -20,14 +20,14 @@ ROWS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 @dataclass(frozen=True)
-class BucketFigures:
+class HistogramRecord:
     """What has been counted, as it is written down."""
 
     counts: tuple[int, ...] = field(metadata=list_of(integer(0, MAX_COUNT), limits.MAX_BUCKETS + 1))
     sum: float = field(metadata=number(_MAX_SUM))
 
 
-class Buckets:
+class HistogramCounter:
     """How many values there were up to each bound and beyond the one before, and beyond the last.
 
     Args:
@@ -55,15 +55,15 @@ class Buckets:
         """How many values there were."""
         return sum(self.counts)
 
-    def to_record(self) -> BucketFigures:
+    def to_record(self) -> HistogramRecord:
         """Return what is to be written down."""
-        return BucketFigures(tuple(min(each, MAX_COUNT) for each in self.counts), min(self.sum, _MAX_SUM))
+        return HistogramRecord(tuple(min(each, MAX_COUNT) for each in self.counts), min(self.sum, _MAX_SUM))
 
     def to_histogram(self) -> Histogram:
         """Return what has been counted."""
         return Histogram(tuple(self.counts), self.sum)
 
-    def restore(self, record: BucketFigures) -> None:
+    def restore(self, record: HistogramRecord) -> None:
         """Count what was written down, too; of other bounds it is of no use."""
         if len(record.counts) == len(self.counts):
             self.counts = [now + before for now, before in zip(self.counts, record.counts, strict=True)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, Buckets
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, HistogramCounter
 
 
-class Meter:
+class ModelCounters:
     """Counts what becomes of the requests for one model, and of its processes.
 
     Attributes:
@@ -32,10 +32,10 @@ class Meter:
     )
 
     def __init__(self) -> None:
-        self.requests = Buckets(SECONDS_BOUNDS)
-        self.queue = Buckets(SECONDS_BOUNDS)
-        self.compute = Buckets(SECONDS_BOUNDS)
-        self.rows = Buckets(ROWS_BOUNDS)
+        self.requests = HistogramCounter(SECONDS_BOUNDS)
+        self.queue = HistogramCounter(SECONDS_BOUNDS)
+        self.compute = HistogramCounter(SECONDS_BOUNDS)
+        self.rows = HistogramCounter(ROWS_BOUNDS)
         self.unexpected_exits = 0
         self.restarts = 0
         self.selftest_failures = 0
@@ -54,7 +54,7 @@ class Meter:
             self.restarts += 1
 
 
-class Mishaps:
+class ProcessCounters:
     """Counts what befalls processes, of each model that these serve.
 
     Args:
@@ -63,7 +63,7 @@ class Mishaps:
 
     __slots__ = ("_counters",)
 
-    def __init__(self, *counters: Meter) -> None:
+    def __init__(self, *counters: ModelCounters) -> None:
         self._counters = counters
 
     def on_death(self) -> None:

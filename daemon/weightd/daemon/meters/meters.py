@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from weightd.daemon.meters.buckets import MAX_COUNT, BucketFigures
-from weightd.daemon.meters.meter import Meter
+from weightd.daemon.meters.buckets import MAX_COUNT, HistogramRecord
+from weightd.daemon.meters.meter import ModelCounters
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, record, text
 
@@ -14,14 +14,14 @@ _COUNT = integer(0, MAX_COUNT)
 
 
 @dataclass(frozen=True)
-class MeterFigures:
+class ModelCounterRecord:
     """A meter as it is written down; the fields are those of `Meter`."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
-    requests: BucketFigures = field(metadata=record(BucketFigures))
-    queue: BucketFigures = field(metadata=record(BucketFigures))
-    compute: BucketFigures = field(metadata=record(BucketFigures))
-    rows: BucketFigures = field(metadata=record(BucketFigures))
+    requests: HistogramRecord = field(metadata=record(HistogramRecord))
+    queue: HistogramRecord = field(metadata=record(HistogramRecord))
+    compute: HistogramRecord = field(metadata=record(HistogramRecord))
+    rows: HistogramRecord = field(metadata=record(HistogramRecord))
     unexpected_exits: int = field(metadata=_COUNT)
     restarts: int = field(metadata=_COUNT)
     selftest_failures: int = field(metadata=_COUNT)
@@ -33,27 +33,27 @@ class MeterFigures:
         return self.model
 
 
-class Meters:
+class CounterRegistry:
     """There are as many as models are configured; a model that is gone takes its own with it."""
 
     def __init__(self) -> None:
-        self._by_model: dict[str, Meter] = {}
+        self._by_model: dict[str, ModelCounters] = {}
 
-    def counters_of(self, model: str) -> Meter:
+    def counters_of(self, model: str) -> ModelCounters:
         """Return the meter of a model of the configuration."""
         counters = self._by_model.get(model)
         if counters is None:
-            counters = self._by_model[model] = Meter()
+            counters = self._by_model[model] = ModelCounters()
         return counters
 
     def keep_only(self, models: Collection[str]) -> None:
         """These are all there are: forget the others."""
         self._by_model = {name: counters for name, counters in self._by_model.items() if name in models}
 
-    def records(self) -> Iterator[MeterFigures]:
+    def records(self) -> Iterator[ModelCounterRecord]:
         """Yield what is to be written down."""
         for model, counters in list(self._by_model.items()):
-            yield MeterFigures(
+            yield ModelCounterRecord(
                 model,
                 counters.requests.to_record(),
                 counters.queue.to_record(),
@@ -65,7 +65,7 @@ class Meters:
                 min(counters.batch_mismatches, MAX_COUNT),
             )
 
-    def restore(self, records: Iterable[MeterFigures]) -> None:
+    def restore(self, records: Iterable[ModelCounterRecord]) -> None:
         """Go on from what was written down."""
         for each in records:
             counters = self.counters_of(each.model)

@@ -12,7 +12,7 @@ _COUNT = integer(0, MAX_COUNT)
 
 
 @dataclass(frozen=True)
-class TotalFigures:
+class DaemonCounterRecord:
     """The totals as they are written down; the fields are those of `Totals`."""
 
     reloads: int = field(metadata=_COUNT)
@@ -25,7 +25,7 @@ class TotalFigures:
         return ""
 
 
-class Totals:
+class DaemonCounters:
     """Counts what concerns no single model.
 
     Args:
@@ -47,12 +47,12 @@ class Totals:
         """Answers that could not be sent, by this daemon and those before it."""
         return self._restored_dropped + self._count_dropped()
 
-    def records(self) -> Iterator[TotalFigures]:
+    def records(self) -> Iterator[DaemonCounterRecord]:
         """Yield what is to be written down."""
         counted = self.reloads, self.refused_reloads, self.dropped_responses
-        yield TotalFigures(*(min(each, MAX_COUNT) for each in counted))
+        yield DaemonCounterRecord(*(min(each, MAX_COUNT) for each in counted))
 
-    def restore(self, records: Iterable[TotalFigures]) -> None:
+    def restore(self, records: Iterable[DaemonCounterRecord]) -> None:
         """Go on from what was written down."""
         for each in records:
             self.reloads += each.reloads

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.host import cores, memory
 from weightd.daemon.host.memory import MIB
@@ -18,7 +18,7 @@ _PROCESS_BYTES = 64 * MIB
 class _LimitedGeneration(NamedTuple):
     """A generation, and how much memory one of its processes takes while it builds."""
 
-    generation: Life
+    generation: GenerationBase
     build_bytes: Callable[[], int]
 
     @property
@@ -27,7 +27,7 @@ class _LimitedGeneration(NamedTuple):
         return self.generation.processes.count(ChildState.BUILDING, ChildState.ATTACHING)
 
 
-class Attaching:
+class LoadLimiter:
     """Bounds how many processes load a model at the same time: each needs a core, and memory before it shares.
 
     Args:
@@ -42,7 +42,7 @@ class Attaching:
         self._usable_cores = usable_cores
         self._generations: list[_LimitedGeneration] = []
 
-    def limit(self, generation: Life, model_bytes: Callable[[], int], build_factor: float) -> None:
+    def limit(self, generation: GenerationBase, model_bytes: Callable[[], int], build_factor: float) -> None:
         """Tell a generation how many of its workers may attach at once, whenever it asks.
 
         Args:

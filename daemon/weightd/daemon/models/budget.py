@@ -15,7 +15,7 @@ from weightd.daemon.host.memory import MIB
 
 
 @dataclass(frozen=True)
-class Need:
+class ResourceRequest:
     """What a generation takes on its device.
 
     Attributes:
@@ -41,12 +41,12 @@ class Need:
         """The bytes altogether, of one card."""
         return self.copy_count * card_bytes(self.weight_bytes) + self.process_count * self.process_bytes + self.buffer_bytes
 
-    def for_rank(self, rank: int) -> Need:
+    def for_rank(self, rank: int) -> ResourceRequest:
         """Return what that takes on the card of this rank."""
-        return Need(self.slice_bytes[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
+        return ResourceRequest(self.slice_bytes[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
 
 
-class Room(Protocol):
+class Placement(Protocol):
     """Where a generation may find room: a device, or the cards of all ranks. The methods are those of `Device`."""
 
     name: str
@@ -61,15 +61,15 @@ class Room(Protocol):
         """The labels of those that wait."""
         raise NotImplementedError
 
-    def reserve(self, label: str, request: Need) -> str:
+    def reserve(self, label: str, request: ResourceRequest) -> str:
         """Promise `need` to a generation; return why that cannot be done, or ""."""
         raise NotImplementedError
 
-    def rejection_reason(self, label: str, request: Need, *, excluding: Collection[str] = ()) -> str:
+    def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
         """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
         raise NotImplementedError
 
-    def restore(self, label: str, request: Need, port: int = 0) -> None:
+    def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
 
     def port(self, label: str) -> int:
@@ -93,7 +93,7 @@ class Room(Protocol):
 
 
 @dataclass
-class Device:
+class DeviceBudget:
     """One device, and what has been promised of it.
 
     Attributes:
@@ -112,7 +112,7 @@ class Device:
     max_processes: int | None = None
     reported_bytes: int | None = None
     free_bytes: int | None = None
-    reserved: dict[str, Need] = field(default_factory=dict[str, Need])
+    reserved: dict[str, ResourceRequest] = field(default_factory=dict[str, ResourceRequest])
     leaving: set[str] = field(default_factory=set[str])
     waiting: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
     ports: dict[str, int] = field(default_factory=dict[str, int])
@@ -127,7 +127,7 @@ class Device:
         """Promised processes."""
         return sum(need.process_count for need in self.reserved.values())
 
-    def reserve(self, label: str, request: Need) -> str:
+    def reserve(self, label: str, request: ResourceRequest) -> str:
         """Promise `need` to a generation; return why that cannot be done, or ""."""
         reason = self.rejection_reason(label, request)
         if not reason:
@@ -135,12 +135,12 @@ class Device:
             self.waiting.pop(label, None)
         return reason
 
-    def rejection_reason(self, label: str, request: Need, *, excluding: Collection[str] = ()) -> str:
+    def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
         """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
         other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
         return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(label, request, other_requests)
 
-    def restore(self, label: str, request: Need, port: int = 0) -> None:
+    def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
         self.reserved[label] = request
         if port:
@@ -177,7 +177,7 @@ class Device:
         for tell in list(self.waiting.values()):
             tell()
 
-    def _process_limit_reason(self, label: str, request: Need, other_requests: Mapping[str, Need]) -> str:
+    def _process_limit_reason(self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]) -> str:
         used = sum(had.process_count for had in other_requests.values())
         if self.max_processes is None or used + request.process_count <= self.max_processes:
             return ""
@@ -186,7 +186,7 @@ class Device:
         text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count} ({process_kinds})"
         return f"{text}{_format_reservations(reserved_by_label)}"
 
-    def _memory_limit_reason(self, label: str, request: Need, other_requests: Mapping[str, Need]) -> str:
+    def _memory_limit_reason(self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]) -> str:
         used = sum(had.total_bytes for had in other_requests.values())
         if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
             return ""
@@ -202,11 +202,11 @@ def _format_reservations(reservations: Mapping[str, str]) -> str:
     return f"; {', '.join(f'{label} has {what}' for label, what in reservations.items())}" if reservations else ""
 
 
-def _format_copies(request: Need) -> str:
+def _format_copies(request: ResourceRequest) -> str:
     return "one copy" if request.copy_count == 1 else f"{request.copy_count} copies"
 
 
-def _format_processes(request: Need) -> str:
+def _format_processes(request: ResourceRequest) -> str:
     if request.buffer_bytes:
         return f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
     return f"{request.process_count} processes of {_format_mib(request.process_bytes)}"

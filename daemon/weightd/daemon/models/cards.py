@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.models.budget import DeviceBudget, ResourceRequest
 
 # A name of more is not for people any more.
 _MAX_NAMES = 8
 
 
-class Cards:
+class CardGroup:
     """The cards of a group, in the order of its ranks; a generation is promised all, or nothing.
 
     Args:
@@ -25,7 +25,7 @@ class Cards:
     # Stands for the library's own port, which need not be told.
     LIBRARY_PORT = 0
 
-    def __init__(self, devices: Sequence[Device], ports: Sequence[int] = ()) -> None:
+    def __init__(self, devices: Sequence[DeviceBudget], ports: Sequence[int] = ()) -> None:
         names = [device.name for device in devices]
         self.name = "+".join(names) if len(names) <= _MAX_NAMES else f"{names[0]}+...+{names[-1]}, {len(names)} cards"
         self._devices = devices
@@ -41,7 +41,7 @@ class Cards:
         """The labels of those that wait for room."""
         return {label for device in self._devices for label in device.waiting}
 
-    def reserve(self, label: str, request: Need) -> str:
+    def reserve(self, label: str, request: ResourceRequest) -> str:
         """Promise every card's share of `need` to a generation, and a port; return why that cannot be done, or ""."""
         reason = self.rejection_reason(label, request)
         if not reason:
@@ -50,7 +50,7 @@ class Cards:
                 device.waiting.pop(label, None)
         return reason
 
-    def rejection_reason(self, label: str, request: Need, *, excluding: Collection[str] = ()) -> str:
+    def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
         """Return why that cannot be promised, though the generations `without` were gone, or ""."""
         for rank, device in enumerate(self._devices):
             refusal = device.rejection_reason(label, request.for_rank(rank), excluding=excluding)
@@ -58,7 +58,7 @@ class Cards:
                 return refusal
         return "" if self._free_ports(excluding) else self._port_conflict(label, excluding)
 
-    def restore(self, label: str, request: Need, port: int = LIBRARY_PORT) -> None:
+    def restore(self, label: str, request: ResourceRequest, port: int = LIBRARY_PORT) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
         for rank, device in enumerate(self._devices):
             device.restore(label, request.for_rank(rank))

@@ -7,45 +7,45 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weightd.daemon.children.owner import Owner
+from weightd.daemon.children.owner import ProcessEventHandler
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
+from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Send, Spawn
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import resume_generation, resume_rank_group
-from weightd.daemon.generations.unit import Unit
-from weightd.daemon.host.ends import End, Lost
+from weightd.daemon.generations.unit import RankGroup
+from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.daemon.models import rows, units
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.ports import Children
-from weightd.daemon.models.ranks import Places
+from weightd.daemon.models.ports import ProcessManager
+from weightd.daemon.models.ranks import RendezvousTable
 from weightd.daemon.models.snapshots import Snapshots
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import (
     Allowed,
     Attached,
-    Back,
-    Broken,
+    Reconnected,
+    ProcessFailed,
     Built,
     ChildMessage,
     Failed,
     Forked,
     Hello,
     Pong,
-    Probing,
+    TryingSelfTest,
     Result,
-    Skipped,
-    Unequal,
+    PredictCancelled,
+    BatchMismatch,
 )
 from weightd.protocol.messages.ranks import Done
 
 _log = logging.getLogger("weightd")
 
 
-class Crew:
+class ProcessEvents:
     """Stands between the processes of a model, its generations and its desk.
 
     Args:
@@ -62,11 +62,11 @@ class Crew:
 
     def __init__(
         self,
-        event_handler: Owner,
+        event_handler: ProcessEventHandler,
         config: ModelConfig,
-        process_manager: Children,
+        process_manager: ProcessManager,
         snapshots: Snapshots,
-        dispatcher: Desk,
+        dispatcher: Dispatcher,
         reconcile: Callable[[float], None],
     ) -> None:
         self.past_deaths = 0
@@ -77,19 +77,19 @@ class Crew:
         self._dispatcher = dispatcher
         self._reconcile = reconcile
         # Whose child it is, by the child's name.
-        self._by_process: dict[str, tuple[Deployment, Life]] = {}
-        self._rendezvous = Places()
+        self._by_process: dict[str, tuple[Deployment, GenerationBase]] = {}
+        self._rendezvous = RendezvousTable()
 
     def __bool__(self) -> bool:
         return bool(self._by_process)
 
     def resume(
-        self, label: str, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
-    ) -> Life | None:
+        self, label: str, deployment: Deployment, sources: Mapping[int, ModelSource], record: GenerationRecord, now: float
+    ) -> GenerationBase | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
         spec = deployment.spec if record.is_sharing else deployment.spec.without_sharing()
         resume_function = resume_generation if spec.rank_group is None else resume_rank_group
-        generation: Life = resume_function(label, spec, sources[record.source], record, now)
+        generation: GenerationBase = resume_function(label, spec, sources[record.source], record, now)
         if not self._process_manager.resume(self._event_handler, generation, record.store_fingerprint):
             _log.error(
                 "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.log_extra()
@@ -112,13 +112,13 @@ class Crew:
         match message:
             case Result() if self._can_trust_answers(generation):
                 self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_result(child, message, frames, now), now)
-            case Done() if self._can_trust_answers(generation) and isinstance(generation, Unit):
+            case Done() if self._can_trust_answers(generation) and isinstance(generation, RankGroup):
                 self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_done(child, message.request, now), now)
             case Failed() if self._can_trust_answers(generation):
                 self._on_batch_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.verify_store(deployment, generation, now)
-            case Skipped():
+            case PredictCancelled():
                 self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_cancelled(child, message.request, now), now)
             case Pong():
                 self._on_pong(child, generation, message, now)
@@ -129,15 +129,15 @@ class Crew:
                 self._reconcile_deployment(deployment, now)
 
     def _on_load_message(
-        self, child: str, deployment: Deployment, generation: Life, message: ChildMessage, now: float
+        self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
         match message:
             case Hello():
                 generation.on_hello(child, message, now)
-            case Back():
+            case Reconnected():
                 generation.on_reconnected(child, now, message.step)
                 self._watch_if_ready(child, generation, now)
-            case Broken():
+            case ProcessFailed():
                 if child in generation.ready_workers:
                     # By its own word: what it has is not to blame.
                     self._dispatcher.on_process_failed(child, message.reason, now)
@@ -151,7 +151,7 @@ class Crew:
         self, child: str, deployment: Deployment, generation: Generation, message: ChildMessage, now: float
     ) -> None:
         match message:
-            case Probing():
+            case TryingSelfTest():
                 generation.on_trying_selftest(child, message)
             case Built():
                 self._process_manager.on_exported(generation)
@@ -164,16 +164,16 @@ class Crew:
                 generation.on_attached(child, message, now)
                 self._watch_if_ready(child, generation, now)
                 deployment.on_device_memory(generation, message.device)
-            case Unequal():
+            case BatchMismatch():
                 generation.on_batch_mismatch(message.note, {each: self._dispatcher.party_names.name_of(each) for each in message.parties})
                 self._update_batching_policy(generation)
             case _:
                 units.on_message(child, deployment, generation, self._dispatcher, message, now)
 
-    def on_exit(self, child: str, exit_cause: End, now: float) -> None:
+    def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
         """A child has exited."""
         entry = self._by_process.pop(child, None)
-        if entry is not None and exit_cause.missing_file is Lost.SNAPSHOT:
+        if entry is not None and exit_cause.missing_file is MissingFile.SNAPSHOT:
             self._snapshots.on_lost(entry[1].source)
         if entry is not None and not self._can_trust_answers(entry[1]):
             self.verify_store(*entry, now)
@@ -192,10 +192,10 @@ class Crew:
 
     # --- what is done to them -----------------------------------------------------------------------------------
 
-    def perform(self, deployment: Deployment, generation: Life, action: Action, now: float) -> None:
+    def perform(self, deployment: Deployment, generation: GenerationBase, action: Action, now: float) -> None:
         """Do what a generation wants."""
         match action:
-            case Pin():
+            case TakeSnapshot():
                 self._snapshots.request(generation.source, now + self._config.load_timeout)
             case Spawn(name, role, template):
                 self._by_process[name] = deployment, generation
@@ -206,25 +206,25 @@ class Crew:
                 self._process_manager.send_order(name, order)
             case Kill(name, abort):
                 self._process_manager.kill(name, abort=abort)
-            case Enlist(name):
+            case AddSlot(name):
                 self._add_slot(name, generation, now)
-            case Dismiss(name):
+            case RemoveSlot(name):
                 self._dispatcher.remove_slot(name)
                 if not generation.attach_control.is_valid:
                     # It will not answer what it has, and is not to blame.
                     self._dispatcher.release_slot(name)
-            case Forget():
+            case DeleteFiles():
                 self.past_deaths += generation.deaths
                 self._rendezvous.drop(generation.label)
                 self._process_manager.remove_files(generation)
 
-    def reconfigure(self, config: ModelConfig, serving: Iterable[Life]) -> None:
+    def reconfigure(self, config: ModelConfig, serving: Iterable[GenerationBase]) -> None:
         """Have what serves do as another configuration says that has the same loaded."""
         self._config = config
         for generation in serving:
             self._update_batching_policy(generation)
 
-    def run_watchdog(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
+    def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
         for process, why in self._dispatcher.overdue_processes(now):
             self.end_process(process, why, now)
@@ -246,7 +246,7 @@ class Crew:
                 generation.on_hung(mate, reason, now, has_answered=self._dispatcher.has_answered(mate))
                 self._reconcile_deployment(deployment, now)
 
-    def verify_store(self, deployment: Deployment, generation: Life, now: float) -> None:
+    def verify_store(self, deployment: Deployment, generation: GenerationBase, now: float) -> None:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
         if not isinstance(generation, Generation):
             return  # a unit has none
@@ -256,8 +256,8 @@ class Crew:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _add_slot(self, name: str, generation: Life, now: float) -> None:
-        if isinstance(generation, Unit):
+    def _add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
+        if isinstance(generation, RankGroup):
             units.add_slot(generation, self._config, self._dispatcher, now)
             return
         policy = rows.batching_policy(self._config, generation)
@@ -265,12 +265,12 @@ class Crew:
         concurrency = child.hello.concurrency if child.hello is not None else 1
         self._dispatcher.add_slot(name, device=child.device, policy=policy, concurrency=concurrency)
 
-    def _update_batching_policy(self, generation: Life) -> None:
+    def _update_batching_policy(self, generation: GenerationBase) -> None:
         policy = rows.batching_policy(self._config, generation)
         for each in generation.slots:
             self._dispatcher.scheduler.slots.set_policy(each, policy)
 
-    def _can_trust_answers(self, generation: Life) -> bool:
+    def _can_trust_answers(self, generation: GenerationBase) -> bool:
         """Whether what the generation's workers say can be passed on."""
         return generation.attach_control.can_trust_answers(self._process_manager.is_alive) and self._process_manager.is_store_intact(generation)
 
@@ -278,7 +278,7 @@ class Crew:
         deployment.reconcile(now)
         self._reconcile(now)
 
-    def _on_batch_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
+    def _on_batch_failed(self, child: str, deployment: Deployment, generation: GenerationBase, failed: Failed, now: float) -> None:
         reason = self._dispatcher.on_batch_failed(child, failed, now)
         if failed.is_exiting:
             generation.on_leaving(child, now, failed.error)
@@ -286,20 +286,20 @@ class Crew:
         else:
             self._end_if_out_of_step(child, deployment, generation, reason, now)
 
-    def _end_if_out_of_step(self, child: str, deployment: Deployment, generation: Life, reason: str, now: float) -> None:
+    def _end_if_out_of_step(self, child: str, deployment: Deployment, generation: GenerationBase, reason: str, now: float) -> None:
         """End who computes together and is not in step any more, for this reason; "": they are."""
         if reason:
-            generation.on_process_failed(child, Broken(clip(reason)), now)
+            generation.on_process_failed(child, ProcessFailed(clip(reason)), now)
             self._reconcile_deployment(deployment, now)
 
-    def _on_pong(self, child: str, generation: Life, pong: Pong, now: float) -> None:
+    def _on_pong(self, child: str, generation: GenerationBase, pong: Pong, now: float) -> None:
         self._dispatcher.fault_isolator.watchdog.on_pong(child, now)
         built = generation.built
         if built is not None and pong.selftest_digest and built.selftest_digest and pong.selftest_digest != built.selftest_digest:
             generation.counters.on_selftest_failed()
             self.end_process(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 
-    def _watch_if_ready(self, child: str, generation: Life, now: float) -> None:
+    def _watch_if_ready(self, child: str, generation: GenerationBase, now: float) -> None:
         if child in generation.ready_workers and isinstance(generation, Generation):
             self._dispatcher.fault_isolator.watchdog.add(child, now)
 

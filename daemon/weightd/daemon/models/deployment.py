@@ -11,21 +11,21 @@ import logging
 from collections.abc import Callable
 
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.generations.actions import Action, Enlist, Forget
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Canary, Source, Terms
-from weightd.daemon.generations.progress import Outlook
-from weightd.daemon.generations.restarts import Restarts
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.generations.actions import Action, AddSlot, DeleteFiles
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import SelfTestSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.progress import RetryHint
+from weightd.daemon.generations.restarts import RestartBackoff
 from weightd.daemon.generations.states import ACTIVE, GenerationState
-from weightd.daemon.models.budget import Need, Room
-from weightd.daemon.models.stage import LOADING_STATES, Deployed, Stage, StageEvent, Succession
+from weightd.daemon.models.budget import ResourceRequest, Placement
+from weightd.daemon.models.stage import LOADING_STATES, DeploymentView, DeploymentState, DeploymentEvent, RolloutPolicy
 from weightd.protocol.messages.findings import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
 
 
-class Deployment(Deployed):
+class Deployment(DeploymentView):
     """Keeps one generation serving; how it stands is that of `Deployed`.
 
     Args:
@@ -38,10 +38,10 @@ class Deployment(Deployed):
 
     def __init__(
         self,
-        placement: Room,
-        spec: Terms,
-        rollout_policy: Succession,
-        make_generation: Callable[[Room, Source, Terms], Life],
+        placement: Placement,
+        spec: GenerationSpec,
+        rollout_policy: RolloutPolicy,
+        make_generation: Callable[[Placement, ModelSource, GenerationSpec], GenerationBase],
         wake: Callable[[], object],
     ) -> None:
         super().__init__(placement, spec)
@@ -49,31 +49,31 @@ class Deployment(Deployed):
         self._process_bytes = rollout_policy.process_bytes
         self._make_generation = make_generation
         self._wake = wake
-        self._backoff = Restarts()
+        self._backoff = RestartBackoff()
         self._serving_since = 0.0
         # Of a generation that is pinned and waits for room.
-        self._pending_snapshot: tuple[Snapshot, Canary | None] | None = None
+        self._pending_snapshot: tuple[Snapshot, SelfTestSpec | None] | None = None
         # Something has been released since it was refused.
         self._is_memory_released = False
-        self._actions: list[tuple[Life, Action]] = []
+        self._actions: list[tuple[GenerationBase, Action]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def start(self, source: Source) -> None:
+    def start(self, source: ModelSource) -> None:
         """Load the first generation."""
         self._load(source)
 
-    def resume(self, generation: Life, snapshot: Snapshot, now: float, port: int = 0) -> None:
+    def resume(self, generation: GenerationBase, snapshot: Snapshot, now: float, port: int = 0) -> None:
         """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
         self.loading = self._last_generation = generation
         self.spec = generation.spec
-        self._machine.advance(StageEvent.SERVE)
+        self._machine.advance(DeploymentEvent.SERVE)
         self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
         # It is there: whether there is room is no question.
         self.placement.restore(generation.label, self._resource_request(snapshot), port)
         self.reconcile(now)
 
-    def update(self, source: Source, now: float) -> None:
+    def update(self, source: ModelSource, now: float) -> None:
         """Load a generation that is to take over once `switch` is called.
 
         What `is_lost`, or `renews`, is tried again only if that fails.
@@ -83,17 +83,17 @@ class Deployment(Deployed):
             wanted_again, old = self.loading.source, self.loading
             self.loading = self._pending_snapshot = None
             self._drain_generation(old, now)
-        self._machine.advance(StageEvent.UPDATE)
+        self._machine.advance(DeploymentEvent.UPDATE)
         self._load(source)
         self._wanted_source = wanted_again
 
-    def retry(self, source: Source) -> None:
+    def retry(self, source: ModelSource) -> None:
         """Load again what has `failed`."""
-        self._machine.advance(StageEvent.RETRY)
-        self._backoff = Restarts()
+        self._machine.advance(DeploymentEvent.RETRY)
+        self._backoff = RestartBackoff()
         self._load(source)
 
-    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float, selftest: Canary | None = None) -> None:
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float, selftest: SelfTestSpec | None = None) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
         `canary` is what an earlier generation of the source has found out of it.
@@ -102,7 +102,7 @@ class Deployment(Deployed):
             self._pending_snapshot = snapshot, selftest
             self.reconcile(now)
 
-    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""
         if self._is_awaiting_snapshot(source) and self.loading is not None:
             self.loading.fail(cause, now, is_transient=is_transient)
@@ -120,7 +120,7 @@ class Deployment(Deployed):
             self.loading.fail(cause, now)
             self.reconcile(now)
 
-    def on_device_memory(self, generation: Life, memory: DeviceMemory | None, rank: int = 0) -> None:
+    def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
         """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
         if memory is not None:
             self.placement.set_free_bytes(memory.free_bytes, rank)
@@ -133,9 +133,9 @@ class Deployment(Deployed):
 
     def vacate(self, now: float) -> None:
         """Another model of the name comes in the place of this one: what serves leaves, and nothing is loaded."""
-        if self._state is not Stage.ESTABLISHED:
+        if self._state is not DeploymentState.ESTABLISHED:
             return
-        self._machine.advance(StageEvent.VACATE)
+        self._machine.advance(DeploymentEvent.VACATE)
         self.mark_leaving()
         self._wanted_source = None
         for generation in (self.serving, self.loading):
@@ -148,14 +148,14 @@ class Deployment(Deployed):
     def reinstate(self, now: float) -> None:
         """The other one could not be loaded: what served before does again, as soon as there is room."""
         if self.is_vacated:
-            self._machine.advance(StageEvent.REINSTATE)
+            self._machine.advance(DeploymentEvent.REINSTATE)
             self._wanted_source = self.main_generation.source
             self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
         if self._state in LOADING_STATES or self.is_vacated:
-            self._machine.advance(StageEvent.STOP)
+            self._machine.advance(DeploymentEvent.STOP)
         self._wanted_source = None
         self.mark_leaving()
         for generation in self.generations:
@@ -177,7 +177,7 @@ class Deployment(Deployed):
             self._on_loading_failed(self.loading, now)
         if self.serving is not None and self.serving.state not in ACTIVE:
             self._on_serving_failed(self.serving, now)
-        if self._state is not Stage.STOPPING:
+        if self._state is not DeploymentState.STOPPING:
             self._admit(now)
             self._take_over_if_ready(now)
             self._load_if_wanted(now)
@@ -192,14 +192,14 @@ class Deployment(Deployed):
         due_at = min((each.next_tick_at for each in self.generations), default=float("inf"))
         return min(due_at, self._backoff.due_at) if self._may_load() else due_at
 
-    def take_actions(self) -> list[tuple[Life, Action]]:
+    def take_actions(self) -> list[tuple[GenerationBase, Action]]:
         """Return what is to be done, in order, and forget it."""
         actions, self._actions = self._actions, []
         return actions
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
-    def _load(self, source: Source) -> None:
+    def _load(self, source: ModelSource) -> None:
         self._wanted_source = None
         self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
         self.loading.start()
@@ -212,7 +212,7 @@ class Deployment(Deployed):
             return
         snapshot, canary = self._pending_snapshot
         coming, old, need = self.loading, self.serving, self._resource_request(snapshot)
-        is_replacing = self._rollout_policy.policy is Policy.REPLACE and not self.is_updating
+        is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
         reason = self._rejection_reason(coming.label, need, now)
         if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
             return  # they make room, and there are never more than two
@@ -240,7 +240,7 @@ class Deployment(Deployed):
             self.placement.reserve(coming.label, need)
             coming.on_snapshot_taken(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
 
-    def _rejection_reason(self, label: str, request: Need, now: float) -> str:
+    def _rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
         """Why there is no room for a generation, or ""; whose place it may take has made way for it."""
         reason = self.placement.rejection_reason(label, request)
         if not reason or self.predecessor is None:
@@ -258,21 +258,21 @@ class Deployment(Deployed):
         """Whether the generation that serves leaves before the next one is loaded."""
         # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
         is_beside = self.is_updating and self.spec.rank_group is None
-        if is_beside or self._rollout_policy.policy is Policy.OVERLAP:
+        if is_beside or self._rollout_policy.policy is ReplacementPolicy.OVERLAP:
             return False
-        return self._rollout_policy.policy is Policy.REPLACE or bool(reason)
+        return self._rollout_policy.policy is ReplacementPolicy.REPLACE or bool(reason)
 
-    def _resource_request(self, snapshot: Snapshot) -> Need:
+    def _resource_request(self, snapshot: Snapshot) -> ResourceRequest:
         nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
         if slices:
             buffer_bytes = self._rollout_policy.buffer_bytes
-            return Need(nbytes, 1, len(slices), len(slices), self._process_bytes, buffer_bytes, slices)
+            return ResourceRequest(nbytes, 1, len(slices), len(slices), self._process_bytes, buffer_bytes, slices)
         if self.spec.rank_group is not None:
-            return Need(nbytes, 1, 1, 1, self._process_bytes)
+            return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
         worker_count = self.spec.process_count
         # Without sharing the holder has left, and its copy with it, before a worker loads.
         copy_count = 1 if self.spec.is_sharing else worker_count
-        return Need(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
+        return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
 
     def _take_over_if_ready(self, now: float) -> None:
         """The coming generation takes over: at once where nobody serves, else as soon as it is complete."""
@@ -286,13 +286,13 @@ class Deployment(Deployed):
         elif self.serving is None or loading.is_complete:
             self._take_over(loading, now)
 
-    def _take_over(self, coming: Life, now: float) -> None:
+    def _take_over(self, coming: GenerationBase, now: float) -> None:
         old, self.serving, self.loading = self.serving, coming, None
         self._wanted_source, self._serving_since = None, now
-        if self._state is Stage.INITIAL:
-            self._machine.advance(StageEvent.SERVE)
+        if self._state is DeploymentState.INITIAL:
+            self._machine.advance(DeploymentEvent.SERVE)
         elif self.is_updating:
-            self._machine.advance(StageEvent.FINISH_UPDATE)
+            self._machine.advance(DeploymentEvent.FINISH_UPDATE)
         self._backoff.on_ready()
         self._failed_generation = None
         self._is_failing = False
@@ -301,7 +301,7 @@ class Deployment(Deployed):
             self._drain_generation(old, now)
         # After the old one's workers are dismissed: no two generations are given requests.
         self._collect_actions()
-        self._actions += [(coming, Enlist(name)) for name in coming.slots]
+        self._actions += [(coming, AddSlot(name)) for name in coming.slots]
 
     def _load_if_wanted(self, now: float) -> None:
         if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
@@ -312,21 +312,21 @@ class Deployment(Deployed):
     def _may_load(self) -> bool:
         return self._wanted_source is not None and self.loading is None and self._state in LOADING_STATES
 
-    def _is_awaiting_snapshot(self, source: Source) -> bool:
+    def _is_awaiting_snapshot(self, source: ModelSource) -> bool:
         loading = self.loading
         return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
 
-    def _on_loading_failed(self, coming: Life, now: float) -> None:
+    def _on_loading_failed(self, coming: GenerationBase, now: float) -> None:
         self.loading, self._pending_snapshot = None, None
         self.draining.append(coming)
         self._failed_generation = coming
-        if self._state is Stage.STOPPING:
+        if self._state is DeploymentState.STOPPING:
             return
-        if self._state is Stage.REPAIRING:
+        if self._state is DeploymentState.REPAIRING:
             self._fail(coming)
         elif self.is_updating:
-            self._machine.advance(StageEvent.FINISH_UPDATE)
-        elif coming.retry_hint is Outlook.WAIT_FOR_MEMORY:
+            self._machine.advance(DeploymentEvent.FINISH_UPDATE)
+        elif coming.retry_hint is RetryHint.WAIT_FOR_MEMORY:
             # Copies of the weights in each process would find less.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
             self._retry_or_fail(coming)
@@ -350,20 +350,20 @@ class Deployment(Deployed):
             self.spec = self.spec.without_forking()
             self._wanted_source = coming.source
             return
-        elif self._state is Stage.INITIAL and coming.retry_hint is not Outlook.MAY_SUCCEED:
+        elif self._state is DeploymentState.INITIAL and coming.retry_hint is not RetryHint.MAY_SUCCEED:
             self._fail(coming)
         else:
             self._backoff.on_start_failed(now)
             self._retry_or_fail(coming)
         self._log_failure(coming)
 
-    def _should_fall_back(self, failed: Life) -> bool:
+    def _should_fall_back(self, failed: GenerationBase) -> bool:
         """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
         has_sharing_failed = self.spec.is_sharing and bool(failed.sha256) and failed.built is None
         return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.is_transient
 
-    def _retry_or_fail(self, failed: Life) -> None:
-        if self._state is Stage.ESTABLISHED or not self._backoff.is_exhausted:
+    def _retry_or_fail(self, failed: GenerationBase) -> None:
+        if self._state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
             # What has served before was good: it is not given up, whatever is in its way now.
             self._wanted_source = failed.source
             delay_s = self._backoff.delay_s
@@ -371,28 +371,28 @@ class Deployment(Deployed):
         else:
             self._fail(failed)
 
-    def _fail(self, last: Life) -> None:
-        self._machine.advance(StageEvent.FAIL)
+    def _fail(self, last: GenerationBase) -> None:
+        self._machine.advance(DeploymentEvent.FAIL)
         self._is_failing = True
         consequence = "" if last.is_transient else f"; nothing is loaded on {self.placement.name} before a reload or an update"
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 
-    def _log_failure(self, generation: Life) -> None:
+    def _log_failure(self, generation: GenerationBase) -> None:
         """Tell why, unless that was told with what follows."""
         if not self.has_failed and generation.state is GenerationState.FAILED:
             _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())
 
-    def _on_serving_failed(self, serving: Life, now: float) -> None:
+    def _on_serving_failed(self, serving: GenerationBase, now: float) -> None:
         self.serving = None
         self.draining.append(serving)
         self._failed_generation = serving
-        if self._state is Stage.STOPPING or serving.state is not GenerationState.FAILED:
+        if self._state is DeploymentState.STOPPING or serving.state is not GenerationState.FAILED:
             return
         self._backoff.on_death(now - self._serving_since, now)
         self._wanted_source = serving.source
         self._log_failure(serving)
 
-    def _drain_generation(self, old: Life, now: float) -> None:
+    def _drain_generation(self, old: GenerationBase, now: float) -> None:
         if self.serving is old:
             self.serving = None
         self.draining.append(old)
@@ -402,7 +402,7 @@ class Deployment(Deployed):
         for generation in [each for each in self.draining if each.is_ended]:
             self.draining.remove(generation)
             self.placement.release(generation.label)
-            self._actions.append((generation, Forget()))
+            self._actions.append((generation, DeleteFiles()))
 
     def _collect_actions(self) -> None:
         """Take the generations' actions; only the one that serves may have its workers enlisted."""
@@ -410,5 +410,5 @@ class Deployment(Deployed):
             (generation, action)
             for generation in self.generations
             for action in generation.take_actions()
-            if not isinstance(action, Enlist) or generation is self.serving
+            if not isinstance(action, AddSlot) or generation is self.serving
         ]

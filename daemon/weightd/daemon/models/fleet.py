@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.logs import subject_extra
-from weightd.daemon.models.model import Model
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import Numbers
+from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")
 
-MakeModel = Callable[[str, ModelConfig, Numbers], Model]
+MakeModel = Callable[[str, ModelConfig, IdSequence], ServedModel]
 
 
-class Change(NamedTuple):
+class ConfigDiff(NamedTuple):
     """What a new configuration changes: the names of models.
 
     Attributes:
@@ -41,7 +41,7 @@ class Change(NamedTuple):
         return "; ".join(texts) or "no model changes"
 
 
-class Fleet:
+class ModelRegistry:
     """Every model there is.
 
     Args:
@@ -54,10 +54,10 @@ class Fleet:
     """
 
     def __init__(self, make_model: MakeModel) -> None:
-        self.models: dict[str, Model] = {}
-        self.changing: list[Model] = []
+        self.models: dict[str, ServedModel] = {}
+        self.changing: list[ServedModel] = []
         self._make_model = make_model
-        self._id_sequences: dict[str, Numbers] = {}
+        self._id_sequences: dict[str, IdSequence] = {}
         self._past_deaths = 0
 
     def start(self, configs: Mapping[str, ModelConfig], now: float) -> None:
@@ -68,7 +68,7 @@ class Fleet:
     def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
         """Go on with the models that a daemon before this one has loaded, and begin to make `configs` true."""
         for record in records:
-            self._id_sequences[record.name] = Numbers(record.last_ids)
+            self._id_sequences[record.name] = IdSequence(record.last_ids)
             self.models[record.name] = self._make_named(record.name, record.config)
             self.models[record.name].resume(record, now)
         diff = self.compare(configs)
@@ -80,13 +80,13 @@ class Fleet:
         """Return what the next daemon has to know to `resume` them."""
         return [record for model in self.models.values() if (record := model.record()) is not None]
 
-    def compare(self, configs: Mapping[str, ModelConfig]) -> Change:
+    def compare(self, configs: Mapping[str, ModelConfig]) -> ConfigDiff:
         """Return what `configs` would change.
 
         Raises:
             Unavailable: a change of a model that it concerns is under way.
         """
-        diff = Change(
+        diff = ConfigDiff(
             tuple(name for name in configs if name not in self.models),
             tuple(name for name, config in configs.items() if name in self.models and self._is_changed(name, config)),
             tuple(name for name in self.models if name not in configs),
@@ -101,7 +101,7 @@ class Fleet:
                 raise Unavailable(f"{name} is being updated: try again once that is over")
         return diff
 
-    def apply(self, diff: Change, configs: Mapping[str, ModelConfig], now: float) -> None:
+    def apply(self, diff: ConfigDiff, configs: Mapping[str, ModelConfig], now: float) -> None:
         """Begin to make `configs` true, of which `change` is the comparison."""
         for name in diff.removed:
             self._remove(name, now)
@@ -133,7 +133,7 @@ class Fleet:
         for model in self.all_models():
             model.hand_over(now)
 
-    def all_models(self) -> list[Model]:
+    def all_models(self) -> list[ServedModel]:
         """Return every model of which something is left."""
         return [*self.models.values(), *(each.successor or each for each in self.changing)]
 
@@ -149,8 +149,8 @@ class Fleet:
         model = self.models[name]
         return (model.successor or model).config != config
 
-    def _make_named(self, name: str, config: ModelConfig) -> Model:
-        return self._make_model(name, config, self._id_sequences.setdefault(name, Numbers()))
+    def _make_named(self, name: str, config: ModelConfig) -> ServedModel:
+        return self._make_model(name, config, self._id_sequences.setdefault(name, IdSequence()))
 
     def _start(self, name: str, config: ModelConfig, now: float) -> None:
         self.models[name] = self._make_named(name, config)
@@ -174,7 +174,7 @@ class Fleet:
             model.successor.set_predecessor(model)
             model.successor.start(now)
 
-    def _discard_successor(self, model: Model, now: float) -> None:
+    def _discard_successor(self, model: ServedModel, now: float) -> None:
         if model.successor is not None:
             model.successor.drain(now)
             self.changing.remove(model)
@@ -182,7 +182,7 @@ class Fleet:
             model.successor = None
             model.reinstate(now)
 
-    def _take_over_if_ready(self, old: Model, new: Model, now: float) -> None:
+    def _take_over_if_ready(self, old: ServedModel, new: ServedModel, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
         name = old.name
         if new.is_complete or not old.may_serve_soon:
@@ -197,7 +197,7 @@ class Fleet:
             _log.error("%s: %s", name, old.note, extra=subject_extra(name))
             self._discard_successor(old, now)
 
-    def _remove_if_drained(self, model: Model, now: float) -> None:
+    def _remove_if_drained(self, model: ServedModel, now: float) -> None:
         replacement = self.models.get(model.name)
         if replacement is not None and model.is_draining:
             if model.dispatcher.scheduler.queue.count:

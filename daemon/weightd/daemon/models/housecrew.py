@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Pin, Spawn
-from weightd.daemon.generations.life import Life
-from weightd.daemon.host.ends import End, Lost
+from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, DeleteFiles, TakeSnapshot, Spawn
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.daemon.models import units
-from weightd.daemon.models.crew import Crew
+from weightd.daemon.models.crew import ProcessEvents
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.turns import Turns
-from weightd.protocol.messages.children import Broken, ChildMessage, Failed, Hello, Pong, Result, Skipped
+from weightd.daemon.requests.desk import Dispatcher
+from weightd.daemon.requests.turns import SharedProcessScheduler
+from weightd.protocol.messages.children import ProcessFailed, ChildMessage, Failed, Hello, Pong, Result, PredictCancelled
 
 
-class House(Protocol):
+class SharedProcess(Protocol):
     """Whose processes they are.
 
     Attributes:
         turns: of the process of each generation, by its label.
     """
 
-    schedulers: dict[str, Turns]
+    schedulers: dict[str, SharedProcessScheduler]
 
     @property
-    def dispatchers(self) -> Sequence[Desk]:
+    def dispatchers(self) -> Sequence[Dispatcher]:
         """Where the requests of each member are."""
         raise NotImplementedError
 
@@ -38,12 +38,12 @@ class House(Protocol):
     def on_snapshots_lost(self) -> None:
         """The files of snapshots have vanished."""
 
-    def program(self, config: ModelConfig, device: str) -> Program:
+    def program(self, config: ModelConfig, device: str) -> WorkerProgram:
         """Return what the process runs there."""
         raise NotImplementedError
 
 
-class HouseCrew(Crew):
+class SharedProcessEvents(ProcessEvents):
     """The processes of a household: each desk is told what becomes of them.
 
     Args:
@@ -51,7 +51,7 @@ class HouseCrew(Crew):
         more: as those of `Crew`.
     """
 
-    def __init__(self, shared_process: House, *more: Any) -> None:
+    def __init__(self, shared_process: SharedProcess, *more: Any) -> None:
         super().__init__(*more)
         self._shared_process = shared_process
 
@@ -65,7 +65,7 @@ class HouseCrew(Crew):
             case Result():
                 if self._can_trust_answers(generation):
                     self._active_dispatcher(generation).on_result(child, message, frames, now)
-            case Skipped():
+            case PredictCancelled():
                 self._active_dispatcher(generation).on_cancelled(child, message.request, now)
             case Pong():
                 for desk in self._shared_process.dispatchers:
@@ -75,7 +75,7 @@ class HouseCrew(Crew):
                 self._reconcile_deployment(entry[0], now)
 
     def _on_process_message(
-        self, child: str, deployment: Deployment, generation: Life, message: ChildMessage, now: float
+        self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
         match message:
             case Failed():
@@ -83,7 +83,7 @@ class HouseCrew(Crew):
                 if message.is_exiting:
                     self._release_slots(child)
                     generation.on_leaving(child, now)
-            case Broken():
+            case ProcessFailed():
                 self._active_dispatcher(generation).on_process_failed(child, message.reason, now)
                 self._release_slots(child)
                 generation.on_process_failed(child, message, now)
@@ -92,13 +92,13 @@ class HouseCrew(Crew):
             case _:
                 units.on_message(child, deployment, generation, self._dispatcher, message, now)
 
-    def on_exit(self, child: str, exit_cause: End, now: float) -> None:
+    def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
         """A child has exited: whose job it had may be to blame, the others' are not."""
         entry = self._by_process.pop(child, None)
         if entry is None:
             return
         deployment, generation = entry
-        if exit_cause.missing_file is Lost.SNAPSHOT:
+        if exit_cause.missing_file is MissingFile.SNAPSHOT:
             self._shared_process.on_snapshots_lost()
         if not self._can_trust_answers(generation):
             self._release_slots(child)
@@ -108,20 +108,20 @@ class HouseCrew(Crew):
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile_deployment(deployment, now)
 
-    def perform(self, deployment: Deployment, generation: Life, action: Action, now: float) -> None:
+    def perform(self, deployment: Deployment, generation: GenerationBase, action: Action, now: float) -> None:
         """Do what a generation wants."""
         match action:
-            case Pin():
+            case TakeSnapshot():
                 self._shared_process.request_snapshots(now)
             case Spawn(name, role, _):
                 self._by_process[name] = deployment, generation
                 program = self._shared_process.program(self._config, generation.children[name].device)
                 self._process_manager.spawn(self._event_handler, generation, program, name, role)
-            case Enlist(name):
+            case AddSlot(name):
                 self._add_slots(name, generation, now)
-            case Dismiss(name):
+            case RemoveSlot(name):
                 self._remove_slots(name, generation)
-            case Forget():
+            case DeleteFiles():
                 self._shared_process.schedulers.pop(generation.label, None)
                 super().perform(deployment, generation, action, now)
             case _:
@@ -135,7 +135,7 @@ class HouseCrew(Crew):
             entry[1].on_hung(process, reason, now)
             self._reconcile_deployment(entry[0], now)
 
-    def run_watchdog(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
+    def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
         """End who computes for too long, and who does not answer a ping."""
         del serving
         for desk in self._shared_process.dispatchers:
@@ -145,13 +145,13 @@ class HouseCrew(Crew):
                 for process in list(desk.ping_idle(now)):
                     self.end_process(process, "it has not answered a ping", now)
 
-    def _add_slots(self, name: str, generation: Life, now: float) -> None:
-        scheduler = self._shared_process.schedulers[generation.label] = Turns()
+    def _add_slots(self, name: str, generation: GenerationBase, now: float) -> None:
+        scheduler = self._shared_process.schedulers[generation.label] = SharedProcessScheduler()
         for process in generation.slots.get(name, ()):
             for index, desk in enumerate(self._shared_process.dispatchers):
                 desk.add_shared_slot(process, scheduler, index, now, device=generation.device)
 
-    def _remove_slots(self, slot: str, generation: Life) -> None:
+    def _remove_slots(self, slot: str, generation: GenerationBase) -> None:
         for process in [each for each in generation.children if each.startswith(f"{slot}.")]:
             for desk in self._shared_process.dispatchers:
                 desk.remove_slot(process)
@@ -163,7 +163,7 @@ class HouseCrew(Crew):
         for desk in self._shared_process.dispatchers:
             desk.release_slot(process)
 
-    def _active_dispatcher(self, generation: Life) -> Desk:
+    def _active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
         """The desk whose job the process runs; that of the first member where it runs none."""
         scheduler = self._shared_process.schedulers.get(generation.label)
         active_slot = None if scheduler is None else scheduler.active_slot

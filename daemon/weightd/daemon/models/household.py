@@ -9,38 +9,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import RankTerms, Source, Terms
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import RankGroupSpec, ModelSource, GenerationSpec
 from weightd.daemon.generations.states import ACTIVE, advance
-from weightd.daemon.generations.unit import Unit
+from weightd.daemon.generations.unit import RankGroup
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.meters.meter import Mishaps
+from weightd.daemon.meters.meter import ProcessCounters
 from weightd.daemon.models import standing
-from weightd.daemon.models.budget import Device, Room
+from weightd.daemon.models.budget import DeviceBudget, Placement
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.housecrew import HouseCrew
-from weightd.daemon.models.model import Model
-from weightd.daemon.models.ports import Children, Clients
+from weightd.daemon.models.housecrew import SharedProcessEvents
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.models.ports import ProcessManager, ClientNotifier
 from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import Numbers
-from weightd.daemon.models.stage import Succession
-from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS, Phase, PhaseEvent
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.models.sources import IdSequence
+from weightd.daemon.models.stage import RolloutPolicy
+from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.long_jobs import Users
-from weightd.daemon.requests.turns import Turns
+from weightd.daemon.requests.turns import SharedProcessScheduler
 from weightd.protocol.errors import FailedPrecondition, Unavailable
 from weightd.protocol.messages.children import Built
-from weightd.shared.members import Member as ToldMember
-from weightd.shared.members import Members, joint_digest
+from weightd.shared.members import GroupMember as ToldMember
+from weightd.shared.members import GroupMembers, joint_digest
 from weightd.shared.reach import Grant
 
 
-class Household:
+class SharedProcessGroup:
     """The process of several models on each of their devices.
 
     Args:
@@ -56,15 +56,15 @@ class Household:
     """
 
     def __init__(
-        self, config: ModelConfig, devices: Mapping[str, Device], children: Children, ids: Numbers
+        self, config: ModelConfig, devices: Mapping[str, DeviceBudget], children: ProcessManager, ids: IdSequence
     ) -> None:
         if config.group is None:
             raise ValueError("expected a model of a group")
         self.group = config.group
-        self.members: list[Member] = []
+        self.members: list[GroupedModel] = []
         self.process_manager = children
         self._ids = ids
-        self._source = Source(self.group.name, number=ids.next_source())
+        self._source = ModelSource(self.group.name, number=ids.next_source())
         self._started_count = 0
         self._is_reconciling = False
         count = len(self.group.models)
@@ -72,17 +72,17 @@ class Household:
             Deployment(
                 devices[device],
                 _generation_spec(config, device, count),
-                Succession(Policy(config.policy), process_bytes=config.process_mib * MIB),
+                RolloutPolicy(ReplacementPolicy(config.policy), process_bytes=config.process_mib * MIB),
                 make_generation=self._make_generation,
                 wake=self._wake,
             )
             for device in config.devices
         ]
-        self.schedulers: dict[str, Turns] = {}
+        self.schedulers: dict[str, SharedProcessScheduler] = {}
         self.users = Users()
 
     @property
-    def dispatchers(self) -> Sequence[Desk]:
+    def dispatchers(self) -> Sequence[Dispatcher]:
         """Where the requests of each member are."""
         return [each.dispatcher for each in self.members]
 
@@ -112,7 +112,7 @@ class Household:
     def retry(self, now: float) -> None:
         """Load again what has failed."""
         if all(each.has_failed for each in self.deployments):
-            self._source = Source(self.group.name, number=self._ids.next_source())
+            self._source = ModelSource(self.group.name, number=self._ids.next_source())
             for member in self.members:
                 member.renew_source()
         for deployment in self.deployments:
@@ -158,7 +158,7 @@ class Household:
         for member in self.members:
             member.on_snapshot_lost()
 
-    def program(self, config: ModelConfig, device: str) -> Program:
+    def program(self, config: ModelConfig, device: str) -> WorkerProgram:
         """Return what the process runs there: models of one file have one copy of it, and so may share its weights."""
         snapshots = self._snapshots() or ()
         first_by_path: dict[str, Snapshot] = {}
@@ -168,7 +168,7 @@ class Household:
             pinned = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
             options, tolerance = member.config.engine_options.to_json(), member.config.selftest_tolerance
             members.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
-        return Program(
+        return WorkerProgram(
             config.python,
             config.engine,
             members[0].model,
@@ -176,17 +176,17 @@ class Household:
             threads=config.threads,
             sharing=False,
             spawn_reason="what drives a card does not survive a fork",
-            members_json=Members(self.group.share, tuple(members)).json(),
+            members_json=GroupMembers(self.group.share, tuple(members)).json(),
         )
 
     def _snapshots(self) -> list[Snapshot] | None:
         snapshots = [each.snapshot for each in self.members]
         return None if None in snapshots else [each for each in snapshots if each is not None]
 
-    def _make_generation(self, placement: Room, source: Source, spec: Terms) -> Life:
+    def _make_generation(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
         number = self._ids.next_generation()
-        generation = Unit(f"{self.group.name}@group.{number}", spec, placement.name, source, number=number)
-        generation.counters = Mishaps(*(each.dispatcher.counters for each in self.members))
+        generation = RankGroup(f"{self.group.name}@group.{number}", spec, placement.name, source, number=number)
+        generation.counters = ProcessCounters(*(each.dispatcher.counters for each in self.members))
         return generation
 
     def _wake(self) -> None:
@@ -194,7 +194,7 @@ class Household:
             member.wake()
 
 
-class Member(Model):
+class GroupedModel(ServedModel):
     """A model whose process serves others, too.
 
     Args:
@@ -205,7 +205,7 @@ class Member(Model):
         is_leaving: it was removed, and will be drained.
     """
 
-    def __init__(self, shared_process: Household, *model: Any) -> None:
+    def __init__(self, shared_process: SharedProcessGroup, *model: Any) -> None:
         super().__init__(*model)
         self._shared_process = shared_process
         self._index = len(shared_process.members)
@@ -216,13 +216,13 @@ class Member(Model):
             self._shared_process_events = shared_process.members[0].shared_process_events
         else:
             event_arguments = self.config, shared_process.process_manager, self._versions.snapshots
-            self._shared_process_events = HouseCrew(shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile)
+            self._shared_process_events = SharedProcessEvents(shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile)
         self._process_events = self._shared_process_events
         self.on_message, self.on_exit = self._shared_process_events.on_message, self._shared_process_events.on_exit
         shared_process.members.append(self)
 
     @property
-    def shared_process_events(self) -> HouseCrew:
+    def shared_process_events(self) -> SharedProcessEvents:
         """The processes of all members."""
         return self._shared_process_events
 
@@ -258,12 +258,12 @@ class Member(Model):
         """Return None: it is loaded anew."""
         return None
 
-    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float) -> None:
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists."""
         self._versions.snapshots.on_taken(source, snapshot)
         self._shared_process.reconcile(now)
 
-    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""
         self._versions.snapshots.on_failed(source)
         self._shared_process.on_snapshot_failed(f"{self.name}: {cause}", now, is_transient=is_transient)
@@ -280,7 +280,7 @@ class Member(Model):
 
     def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
         """Take no new work; the process goes when all members wind down."""
-        event = PhaseEvent.REPLACE if is_replaced else PhaseEvent.CLOSE
+        event = ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE
         self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, event)
         if not is_replaced:
             self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
@@ -316,7 +316,7 @@ class Member(Model):
             self.dispatcher.on_built(built)
         self._plan_retry(now)
         self._unavailable = standing.find_unavailable(self.name, self.deployments)
-        if self._unavailable is not None and self._phase is not Phase.REPLACED:
+        if self._unavailable is not None and self._phase is not ModelPhase.REPLACED:
             self.dispatcher.close(self._unavailable.to_error())
         self.dispatcher.dispatch(now)
         self._update_next_tick()
@@ -330,40 +330,40 @@ class Member(Model):
     def _find_built(self) -> Built | None:
         """What the process has told of this model."""
         active = (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
-        loaded = (each.models for each in active if isinstance(each, Unit) and each.models)
+        loaded = (each.models for each in active if isinstance(each, RankGroup) and each.models)
         return next((models[self._index] for models in loaded), None)
 
 
-class Households:
+class ModelFactory:
     """Makes models, those of a group as members of one household."""
 
     def __init__(self) -> None:
-        self._incomplete: dict[Membership, Household] = {}
-        self._id_sequences: dict[str, Numbers] = {}
+        self._incomplete: dict[Membership, SharedProcessGroup] = {}
+        self._id_sequences: dict[str, IdSequence] = {}
 
     def make(
         self,
         name: str,
         config: ModelConfig,
-        devices: Mapping[str, Device],
-        process_manager: Children,
-        client_notifier: Clients,
-        ids: Numbers,
-    ) -> Model:
+        devices: Mapping[str, DeviceBudget],
+        process_manager: ProcessManager,
+        client_notifier: ClientNotifier,
+        ids: IdSequence,
+    ) -> ServedModel:
         """Return a model that has not started; the arguments are those of `Model`."""
         group = config.group
         if group is None:
-            return Model(name, config, devices, process_manager, client_notifier, ids)
+            return ServedModel(name, config, devices, process_manager, client_notifier, ids)
         shared_process = self._incomplete.pop(group, None)
         if shared_process is None:
-            group_ids = self._id_sequences.setdefault(group.name, Numbers())
-            shared_process = Household(config, devices, process_manager, group_ids)
-        member = Member(shared_process, name, config, devices, process_manager, client_notifier, ids)
+            group_ids = self._id_sequences.setdefault(group.name, IdSequence())
+            shared_process = SharedProcessGroup(config, devices, process_manager, group_ids)
+        member = GroupedModel(shared_process, name, config, devices, process_manager, client_notifier, ids)
         if len(shared_process.members) < len(group.models):
             self._incomplete[group] = shared_process
         return member
 
 
-def _generation_spec(config: ModelConfig, device: str, model_count: int) -> Terms:
-    ranks = RankTerms(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=model_count)
-    return Terms(1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks)
+def _generation_spec(config: ModelConfig, device: str, model_count: int) -> GenerationSpec:
+    ranks = RankGroupSpec(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=model_count)
+    return GenerationSpec(1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks)

@@ -8,32 +8,32 @@ from collections.abc import Callable, Mapping
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.policies import Policy
+from weightd.daemon.config.policies import ReplacementPolicy
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Rows, Source, Terms
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import RowTestSpec, ModelSource, GenerationSpec
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import record_generation as record_generation
 from weightd.daemon.generations.states import GenerationState, advance
-from weightd.daemon.generations.unit import Unit
+from weightd.daemon.generations.unit import RankGroup
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.meters.meter import Mishaps
+from weightd.daemon.meters.meter import ProcessCounters
 from weightd.daemon.models import standing
-from weightd.daemon.models.attaching import Attaching
-from weightd.daemon.models.budget import Device, Room
-from weightd.daemon.models.crew import Crew
+from weightd.daemon.models.attaching import LoadLimiter
+from weightd.daemon.models.budget import DeviceBudget, Placement
+from weightd.daemon.models.crew import ProcessEvents
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.ports import Children, Clients
+from weightd.daemon.models.ports import ProcessManager, ClientNotifier
 from weightd.daemon.models.ranks import placements, rollout_policy
 from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.retries import NEVER, Retries
-from weightd.daemon.models.sources import Numbers, Sources
-from weightd.daemon.models.stage import Predecessor
-from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS, Phase, PhaseEvent, Refusal
-from weightd.daemon.models.update import Updates
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.models.retries import NEVER, LoadBackoff
+from weightd.daemon.models.sources import IdSequence, ModelVersions
+from weightd.daemon.models.stage import ReplacedDeployment
+from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
+from weightd.daemon.models.update import Rollouts
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import RequestError, Unavailable
 from weightd.shared.devices import is_cpu
 from weightd.shared.reach import Grant
@@ -41,7 +41,7 @@ from weightd.shared.reach import Grant
 _log = logging.getLogger("weightd")
 
 
-class Model:
+class ServedModel:
     """Serves one model from one generation on each of its devices.
 
     Attributes:
@@ -54,45 +54,45 @@ class Model:
         attaching: bounds how many workers load at once, of all models; None: they attach one after another.
     """
 
-    load_limiter: Attaching | None = None
+    load_limiter: LoadLimiter | None = None
 
     def __init__(
         self,
         name: str,
         config: ModelConfig,
-        devices: Mapping[str, Device],
-        process_manager: Children,
-        client_notifier: Clients,
-        ids: Numbers | None = None,
+        devices: Mapping[str, DeviceBudget],
+        process_manager: ProcessManager,
+        client_notifier: ClientNotifier,
+        ids: IdSequence | None = None,
     ) -> None:
         self.name = name
         self.note = ""
-        self.successor: Model | None = None
+        self.successor: ServedModel | None = None
         self.config = config
         self.timer = Timer(self.tick)
-        self.dispatcher = Desk(name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than)
+        self.dispatcher = Dispatcher(name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than)
         self.deployments = [
             Deployment(room, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
             for room, terms in placements(config, devices)
         ]
         self._process_manager = process_manager
-        self._ids = ids or Numbers()
-        self._versions = Sources(
+        self._ids = ids or IdSequence()
+        self._versions = ModelVersions(
             config.path,
             self._ids,
             functools.partial(process_manager.take_snapshot, self, name, config),
             functools.partial(process_manager.remove_snapshot, name),
         )
-        self._process_events = Crew(self, config, process_manager, self._versions.snapshots, self.dispatcher, self._reconcile)
+        self._process_events = ProcessEvents(self, config, process_manager, self._versions.snapshots, self.dispatcher, self._reconcile)
         # What its children say, and their ends, are the crew's business.
         self.on_message = self._process_events.on_message
         self.on_exit = self._process_events.on_exit
-        self._rollouts = Updates(name, config, self.deployments, self._versions, self.dispatcher, client_notifier)
-        self._phase = Phase.OPEN
-        self._unavailable: Refusal | None = None
+        self._rollouts = Rollouts(name, config, self.deployments, self._versions, self.dispatcher, client_notifier)
+        self._phase = ModelPhase.OPEN
+        self._unavailable: ModelUnavailable | None = None
         # Of what its devices and snapshots wait for.
         self._next_tick_at = float("inf")
-        self._load_backoff = Retries()
+        self._load_backoff = LoadBackoff()
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Model:
         """Refuse who waits for the metadata and is `unfit`."""
         self.dispatcher.reject_metadata_requests(should_reject, error)
 
-    def request_metadata(self, request: Waiter) -> None:
+    def request_metadata(self, request: MetadataRequest) -> None:
         """Tell somebody what the model takes and gives, at once or when it is known.
 
         Raises:
@@ -190,13 +190,13 @@ class Model:
         last_ids = self._ids.last_ids
         return ModelRecord(self.name, self.config, source, previous, last_ids, tuple(sources), tuple(resumable))
 
-    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float) -> None:
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists."""
         self._versions.snapshots.on_taken(source, snapshot)
         self._report_snapshots(now)
         self._reconcile(now)
 
-    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""
         self._versions.snapshots.on_failed(source)
         for deployment in self.deployments:
@@ -240,7 +240,7 @@ class Model:
             replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
                 that is given up.
         """
-        self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, PhaseEvent.REPLACE if is_replaced else PhaseEvent.CLOSE)
+        self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE)
         if not is_replaced:
             self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
         self._versions.snapshots.cancel_pending()
@@ -251,7 +251,7 @@ class Model:
     def reconfigure(self, config: ModelConfig) -> bool:
         """Do as another configuration says, if all that is loaded is right for it; return whether that is so."""
         row_test = self.deployments[0].spec.row_test
-        if not config.has_same_load(self.config) or not row_test.covers(Rows.from_config(config)):
+        if not config.has_same_load(self.config) or not row_test.covers(RowTestSpec.from_config(config)):
             return False
         self.config = config
         self.dispatcher.reconfigure(config)
@@ -264,11 +264,11 @@ class Model:
         for deployment in self.deployments:
             deployment.mark_leaving()
 
-    def set_predecessor(self, old: Model) -> None:
+    def set_predecessor(self, old: ServedModel) -> None:
         """It is to take the place of another model, and its room, where there is none for both."""
-        if old.config.ranks is None or self.config.ranks is None or self.config.policy == Policy.OVERLAP.value:
+        if old.config.ranks is None or self.config.ranks is None or self.config.policy == ReplacementPolicy.OVERLAP.value:
             return
-        predecessor = Predecessor(lambda: [each.label for each in old.generations], old.vacate)
+        predecessor = ReplacedDeployment(lambda: [each.label for each in old.generations], old.vacate)
         for deployment in self.deployments:
             deployment.predecessor = predecessor
 
@@ -292,7 +292,7 @@ class Model:
         """Remove what is left on the disk of a model that is gone."""
         self._versions.snapshots.drop_all()
 
-    def adopt_requests(self, old: Model, now: float) -> None:
+    def adopt_requests(self, old: ServedModel, now: float) -> None:
         """Take over what waits at the model that this one replaces."""
         for request in self.dispatcher.adopt_requests(old.dispatcher):
             try:
@@ -312,7 +312,7 @@ class Model:
     @property
     def is_draining(self) -> bool:
         """Whether it was told to wind down."""
-        return self._phase is not Phase.OPEN
+        return self._phase is not ModelPhase.OPEN
 
     @property
     def is_gone(self) -> bool:
@@ -342,11 +342,11 @@ class Model:
         )
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ModelSource:
         """What it serves, or is to, if no update is under way."""
         return self._versions.current
 
-    def snapshot_bytes(self, generation: Life) -> int | None:
+    def snapshot_bytes(self, generation: GenerationBase) -> int | None:
         """Return of how many bytes the snapshot is that a generation loads; None while it is being taken."""
         snapshot = self._versions.snapshots.find(generation.source)
         return None if snapshot is None else snapshot.nbytes
@@ -357,7 +357,7 @@ class Model:
         return self._rollouts.is_in_progress
 
     @property
-    def generations(self) -> list[Life]:
+    def generations(self) -> list[GenerationBase]:
         """Every generation of which something is left; where nothing is, the last one that was."""
         generations = [generation for deployment in self.deployments for generation in deployment.generations]
         for deployment in self.deployments:
@@ -398,21 +398,21 @@ class Model:
         return standing.unready_reason(self.name, self.deployments, self.dispatcher.fault_isolator.watchdog, now)
 
     @property
-    def main_generation(self) -> Life:
+    def main_generation(self) -> GenerationBase:
         """The generation that tells how it stands."""
         return standing.main_deployment(self.deployments).main_generation
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _make_generation(self, placement: Room, source: Source, spec: Terms) -> Life:
+    def _make_generation(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
         number = self._ids.next_generation()
-        generation_type = Generation if spec.rank_group is None else Unit
-        generation: Life = generation_type(f"{self.name}.{number}", spec, placement.name, source, number=number)
+        generation_type = Generation if spec.rank_group is None else RankGroup
+        generation: GenerationBase = generation_type(f"{self.name}.{number}", spec, placement.name, source, number=number)
         self._configure_generation(generation)
         return generation
 
     def _resume_generation(
-        self, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
+        self, deployment: Deployment, sources: Mapping[int, ModelSource], record: GenerationRecord, now: float
     ) -> bool:
         generation = self._process_events.resume(f"{self.name}.{record.number}", deployment, sources, record, now)
         if generation is None:
@@ -421,14 +421,14 @@ class Model:
         deployment.resume(generation, self._versions.snapshots[generation.source], now, record.port)
         return True
 
-    def _configure_generation(self, generation: Life) -> None:
-        generation.counters = Mishaps(self.dispatcher.counters)
+    def _configure_generation(self, generation: GenerationBase) -> None:
+        generation.counters = ProcessCounters(self.dispatcher.counters)
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self.load_limiter is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._snapshot_bytes_of, generation.source)
             self.load_limiter.limit(generation, nbytes, self.config.engine_spec.build_factor)
 
-    def _snapshot_bytes_of(self, source: Source) -> int:
+    def _snapshot_bytes_of(self, source: ModelSource) -> int:
         snapshot = self._versions.snapshots.find(source)
         return 0 if snapshot is None else snapshot.nbytes
 
@@ -447,7 +447,7 @@ class Model:
             self.dispatcher.on_built(built)
         self._plan_retry(now)
         self._unavailable = standing.find_unavailable(self.name, self.deployments)
-        if self._unavailable is not None and self._phase is not Phase.REPLACED:
+        if self._unavailable is not None and self._phase is not ModelPhase.REPLACED:
             self.dispatcher.close(self._unavailable.to_error())
         self.dispatcher.dispatch(now)
         self._update_next_tick()

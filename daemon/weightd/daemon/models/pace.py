@@ -24,7 +24,7 @@ _MIN_COPY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Pace:
+class LoadSpeed:
     """How long so many bytes of a model took: `copy_s` for their copy if there was one, and `load_s` after that."""
 
     nbytes: int = field(metadata=integer(0, limits.MAX_COUNT))
@@ -44,11 +44,11 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class PaceFigures:
+class LoadSpeedRecord:
     """What is written down of a model's pace, for the next daemon."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
-    speed: Pace = field(metadata=record(Pace))
+    speed: LoadSpeed = field(metadata=record(LoadSpeed))
 
     @property
     def key(self) -> str:
@@ -56,7 +56,7 @@ class PaceFigures:
         return self.model
 
 
-class Share(NamedTuple):
+class LoadProgress(NamedTuple):
     """How far it is.
 
     Attributes:
@@ -70,7 +70,7 @@ class Share(NamedTuple):
     fraction_copied: float | None = None
 
 
-class Load:
+class LoadEstimate:
     """One generation, while it loads. What was told never goes back.
 
     Args:
@@ -78,7 +78,7 @@ class Load:
         now: the clock.
     """
 
-    def __init__(self, last_speed: Pace | None, now: float) -> None:
+    def __init__(self, last_speed: LoadSpeed | None, now: float) -> None:
         self._last_speed = last_speed
         self._started_at = now
         self._total_bytes = 0
@@ -111,21 +111,21 @@ class Load:
         if self._load_started_at is None:
             self._load_started_at = now
 
-    def on_serving(self, now: float) -> Pace | None:
+    def on_serving(self, now: float) -> LoadSpeed | None:
         """The first one serves; return how long that took, None where nobody has seen it begin."""
         if self._load_started_at is None:
             return None
         last_copy_s = None if self._last_speed is None else self._last_speed.copy_time_s(self._total_bytes)
         copy_s = self._copy_s if self._copied_bytes else last_copy_s
-        return Pace(self._total_bytes, min(now - self._load_started_at, _MAX_DURATION_S), None if copy_s is None else min(copy_s, _MAX_DURATION_S))
+        return LoadSpeed(self._total_bytes, min(now - self._load_started_at, _MAX_DURATION_S), None if copy_s is None else min(copy_s, _MAX_DURATION_S))
 
-    def progress(self, now: float) -> Share:
+    def progress(self, now: float) -> LoadProgress:
         """Return how far it is."""
         fraction_copied = self._copied_bytes / self._total_bytes if self._copied_bytes and self._copy_s is None else None
         expected_load_s = None if self._last_speed is None else self._last_speed.load_time_s(self._total_bytes)
         copy_s = self._copy_time_s(now)
         if expected_load_s is None or copy_s is None:
-            return Share(fraction_copied=fraction_copied)
+            return LoadProgress(fraction_copied=fraction_copied)
         elapsed_s = 0.0 if self._load_started_at is None else now - self._load_started_at
         total_s = copy_s + expected_load_s
         if self._copy_s is None:
@@ -134,7 +134,7 @@ class Load:
             part, left = copy_s + expected_load_s * _asymptotic_fraction(elapsed_s / expected_load_s if expected_load_s else 1.0), expected_load_s - elapsed_s
         self._reported_fraction = max(self._reported_fraction, min(_MAX_PROGRESS, part / total_s if total_s else 0.0))
         is_known = 0 < left <= _MAX_DURATION_S and (self._copy_s is None or self._load_started_at is not None)
-        return Share(self._reported_fraction, left if is_known else None, fraction_copied)
+        return LoadProgress(self._reported_fraction, left if is_known else None, fraction_copied)
 
     def _copy_time_s(self, now: float) -> float | None:
         """How long the copy takes in all, as far as that can be told."""

@@ -5,34 +5,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from weightd.daemon.children.launch import Program, worker_program
-from weightd.daemon.children.meeting import Place, free_port, rank_program, generate_rank_table
+from weightd.daemon.children.launch import WorkerProgram, worker_program
+from weightd.daemon.children.meeting import Rendezvous, free_port, rank_program, generate_rank_table
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.child import Child
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import CONCAT, RankTerms, Terms
+from weightd.daemon.generations.child import WorkerProcess
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import CONCAT, RankGroupSpec, GenerationSpec
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device, Room
-from weightd.daemon.models.cards import Cards
-from weightd.daemon.models.stage import Succession
+from weightd.daemon.models.budget import DeviceBudget, Placement
+from weightd.daemon.models.cards import CardGroup
+from weightd.daemon.models.stage import RolloutPolicy
 from weightd.shared.devices import CPU
 
 
-def placements(config: ModelConfig, devices: Mapping[str, Device]) -> list[tuple[Room, Terms]]:
+def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:
     """Return where the model has a copy of the weights each, and what is configured of it."""
     if config.ranks is None:
-        return [(devices[device], Terms.from_config(config, together)) for device, together in config.devices_by_weight_copy.items()]
+        return [(devices[device], GenerationSpec.from_config(config, together)) for device, together in config.devices_by_weight_copy.items()]
     return [(_placement(config.ranks, group, devices), _generation_spec(config, config.ranks, group)) for group in config.ranks.groups]
 
 
-def rollout_policy(config: ModelConfig) -> Succession:
+def rollout_policy(config: ModelConfig) -> RolloutPolicy:
     """Return how one generation of the model follows another."""
-    return Succession(
-        Policy(config.policy),
+    return RolloutPolicy(
+        ReplacementPolicy(config.policy),
         # On the CPU each process falls back by itself.
         should_fall_back=config.sharing == "auto" and config.is_on_cards,
         process_bytes=config.process_mib * MIB,
@@ -40,25 +40,25 @@ def rollout_policy(config: ModelConfig) -> Succession:
     )
 
 
-def rank_number(child: Child) -> int | None:
+def rank_number(child: WorkerProcess) -> int | None:
     """Return which rank a process of a unit is; None: it is the broker."""
     return None if child.role is Role.BROKER else int(child.name.rpartition(".rank")[2])
 
 
-class Places:
+class RendezvousTable:
     """Where the ranks of each generation meet, from its first process to its end."""
 
     def __init__(self) -> None:
-        self._by_label: dict[str, Place] = {}
+        self._by_label: dict[str, Rendezvous] = {}
 
-    def program(self, config: ModelConfig, generation: Life, snapshot: Snapshot, name: str, placement: Room) -> Program:
+    def program(self, config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, name: str, placement: Placement) -> WorkerProgram:
         """Return what a child of the generation runs, whatever that is."""
         child, group_spec = generation.children[name], generation.spec.rank_group
         if group_spec is None:
             return worker_program(config, generation, snapshot, child.device)
         rendezvous = self._by_label.get(generation.label)
         if rendezvous is None:
-            port = placement.port(generation.label) if isinstance(placement, Cards) else 0
+            port = placement.port(generation.label) if isinstance(placement, CardGroup) else 0
             rendezvous = self._by_label[generation.label] = _make_rendezvous(config, group_spec, snapshot, port)
         return rank_program(config, snapshot, child.device, rank_number(child), rendezvous)
 
@@ -67,28 +67,28 @@ class Places:
         self._by_label.pop(label, None)
 
 
-def _placement(ranks: Ranks, group: tuple[str, ...], devices: Mapping[str, Device]) -> Room:
-    return Cards([devices[each] for each in group], ranks.device_ports) if ranks.is_on_cards else devices[CPU]
+def _placement(ranks: RanksConfig, group: tuple[str, ...], devices: Mapping[str, DeviceBudget]) -> Placement:
+    return CardGroup([devices[each] for each in group], ranks.device_ports) if ranks.is_on_cards else devices[CPU]
 
 
-def _generation_spec(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) -> Terms:
+def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, ...]) -> GenerationSpec:
     reply_rank = ranks.reply_rank
-    group_spec = RankTerms(
+    group_spec = RankGroupSpec(
         ranks.size,
         group,
         float(ranks.connect_timeout),
         CONCAT if reply_rank is None else reply_rank,
         has_broker=config.engine_spec.has_broker,
     )
-    return dataclasses.replace(Terms.from_config(config, ()), sharing=False, forks_built=False, ranks=group_spec)
+    return dataclasses.replace(GenerationSpec.from_config(config, ()), sharing=False, forks_built=False, ranks=group_spec)
 
 
-def _make_rendezvous(config: ModelConfig, group_spec: RankTerms, snapshot: Snapshot, card_port: int) -> Place:
+def _make_rendezvous(config: ModelConfig, group_spec: RankGroupSpec, snapshot: Snapshot, card_port: int) -> Rendezvous:
     ranks = config.ranks
     port = free_port() if group_spec.has_broker else 0
     if ranks is not None and snapshot.rank_tables:
-        return Place(port, rank_table_path=snapshot.rank_tables[ranks.groups.index(group_spec.devices)])
-    return Place(
+        return Rendezvous(port, rank_table_path=snapshot.rank_tables[ranks.groups.index(group_spec.devices)])
+    return Rendezvous(
         port,
         rank_table_text=generate_rank_table(group_spec.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.children.pinning import snapshot_directory_name
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, list_of, record, text
@@ -58,7 +58,7 @@ class SourceRecord:
     weights_grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
 
     @classmethod
-    def from_source(cls, source: Source, snapshot: Snapshot) -> SourceRecord:
+    def from_source(cls, source: ModelSource, snapshot: Snapshot) -> SourceRecord:
         """Return what is written down of this."""
         there = snapshot
         slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
@@ -67,10 +67,10 @@ class SourceRecord:
         return cls(source.number, source.path, source.weights, *fields, slices, there.rank_tables, *grants)
 
     @property
-    def restored_source(self) -> Source:
+    def restored_source(self) -> ModelSource:
         """The source."""
         grants = (Grant(each.uid, each.gids, each.directories) for each in (self.grant, self.weights_grant))
-        return Source(self.path, self.weights, self.number, *grants)
+        return ModelSource(self.path, self.weights, self.number, *grants)
 
     @property
     def restored_snapshot(self) -> Snapshot:

@@ -11,7 +11,7 @@ _MAX_DOUBLINGS = 6
 NEVER = float("inf")
 
 
-class Retries:
+class LoadBackoff:
     """Exponential back-off between two attempts to load a model. Times are monotonic seconds.
 
     Attributes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.life import Life
-from weightd.daemon.requests.rows.terms import NO_BATCHING, Dims, RowTerms
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.requests.rows.terms import NO_BATCHING, Dims, BatchingPolicy
 from weightd.protocol.messages.children import Built
-from weightd.protocol.messages.findings import Rows
+from weightd.protocol.messages.findings import RowSupport
 
 
-def batching_policy(config: ModelConfig, generation: Life) -> RowTerms:
+def batching_policy(config: ModelConfig, generation: GenerationBase) -> BatchingPolicy:
     """Return what is configured, as far as the generation's holder has found it to be right."""
     built = generation.built
     row_support = None if built is None else built.row_support
@@ -17,7 +17,7 @@ def batching_policy(config: ModelConfig, generation: Life) -> RowTerms:
         return NO_BATCHING
     batching, split = config.batching, config.split
     can_share = (row_support.is_equal or not batching.exact) and not _inputs_without_rows(generation)
-    return RowTerms(
+    return BatchingPolicy(
         source_number=generation.source.number,
         inputs=frozenset(row_support.inputs),
         outputs=frozenset(row_support.outputs),
@@ -30,13 +30,13 @@ def batching_policy(config: ModelConfig, generation: Life) -> RowTerms:
     )
 
 
-def max_rows(config: ModelConfig, generation: Life) -> int:
+def max_rows(config: ModelConfig, generation: GenerationBase) -> int:
     """Return how many rows of several requests share a predict; 0 where this is not configured, or not known yet."""
     row_support = None if generation.built is None else generation.built.row_support
     return 0 if row_support is None or config.batching.max_rows == 1 else batching_policy(config, generation).max_rows
 
 
-def describe_batching(config: ModelConfig, generation: Life) -> str:
+def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
     """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
     row_support = None if generation.built is None else generation.built.row_support
     if row_support is None:
@@ -63,7 +63,7 @@ def describe_batching(config: ModelConfig, generation: Life) -> str:
     return ", ".join(texts)
 
 
-def _tested_dims(built: Built, row_support: Rows) -> Dims | None:
+def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
     """The dimensions with which the holder has run rows together and alone: those of the canary."""
     if not built.selftest_cases:
         return None
@@ -71,7 +71,7 @@ def _tested_dims(built: Built, row_support: Rows) -> Dims | None:
     return frozenset((name, tuple(shape[1:] if name in row_support.inputs else shape)) for name, shape in shapes)
 
 
-def _inputs_without_rows(generation: Life) -> list[str]:
+def _inputs_without_rows(generation: GenerationBase) -> list[str]:
     """The inputs that have no rows: what one request gives there is not what another does."""
     built = generation.built
     if built is None or built.row_support is None:
@@ -79,6 +79,6 @@ def _inputs_without_rows(generation: Life) -> list[str]:
     return [each.name for each in built.inputs if each.name not in built.row_support.inputs]
 
 
-def _has_other_free_dims(generation: Life) -> bool:
+def _has_other_free_dims(generation: GenerationBase) -> bool:
     """Whether a request may have more free dimensions than its rows."""
     return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.models.records import SourceRecord
 from weightd.daemon.models.snapshots import Snapshots
 from weightd.shared.reach import Grant
 
 
-class Numbers:
+class IdSequence:
     """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
 
     def __init__(self, last_ids: Sequence[int] = (0, 0)) -> None:
@@ -33,7 +33,7 @@ class Numbers:
         return self._last_source
 
 
-class Sources:
+class ModelVersions:
     """Remembers what is served and what can be gone back to; nothing else keeps its snapshot.
 
     Args:
@@ -50,15 +50,15 @@ class Sources:
     """
 
     def __init__(
-        self, path: str, ids: Numbers, take_snapshot: Callable[[Source, str], None], remove_snapshot: Callable[[Source], None]
+        self, path: str, ids: IdSequence, take_snapshot: Callable[[ModelSource, str], None], remove_snapshot: Callable[[ModelSource], None]
     ) -> None:
-        self.current = Source(path, number=ids.next_source())
-        self.previous: Source | None = None
-        self.rolled_back: Source | None = None
+        self.current = ModelSource(path, number=ids.next_source())
+        self.previous: ModelSource | None = None
+        self.rolled_back: ModelSource | None = None
         self.snapshots = Snapshots(take_snapshot, remove_snapshot)
         self._ids = ids
 
-    def create(self, path: str, weights: str, grant: Grant) -> Source:
+    def create(self, path: str, weights: str, grant: Grant) -> ModelSource:
         """Return a new source: this file, "" for the present one, with these weights, "" for its own.
 
         Args:
@@ -67,17 +67,17 @@ class Sources:
             grant: the right by which these paths are named.
         """
         before = self.current
-        return Source(
+        return ModelSource(
             path or before.path, weights, self._ids.next_source(), grant if path else before.grant, weights_grant=grant
         )
 
-    def renew_current(self) -> Source:
+    def renew_current(self) -> ModelSource:
         """Read the present source again, of which nothing serves: return it with a new number."""
         before, self.current = self.current, dataclasses.replace(self.current, number=self._ids.next_source())
         self.drop(before)
         return self.current
 
-    def on_take_over(self, source: Source) -> None:
+    def on_take_over(self, source: ModelSource) -> None:
         """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again.
 
         What has no snapshot has not served: nobody can go back to it.
@@ -89,7 +89,7 @@ class Sources:
             if each is not None:
                 self.drop(each)
 
-    def drop(self, source: Source) -> None:
+    def drop(self, source: ModelSource) -> None:
         """An update to it is over: nobody will load it any more, unless it is served or was served before."""
         if source not in (self.current, self.previous):
             self.snapshots.drop(source)
@@ -102,7 +102,7 @@ class Sources:
             if each is not None and (there := self.snapshots.find(each)) is not None
         ]
 
-    def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> Mapping[int, Source]:
+    def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> Mapping[int, ModelSource]:
         """Go on with what a daemon before this one had; return every source by its number."""
         sources = {each.number: each.restored_source for each in records}
         for each in records:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weightd.daemon.config.policies import Policy
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source, Terms
-from weightd.daemon.generations.progress import Outlook
+from weightd.daemon.config.policies import ReplacementPolicy
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.states import Machine
-from weightd.daemon.models.budget import Room
+from weightd.daemon.models.budget import Placement
 
 
-class Stage(enum.Enum):
+class DeploymentState(enum.Enum):
     """What becomes of a generation that fails depends on it."""
 
     INITIAL = "first"  # nothing has served yet: what cannot be loaded is FAILED
@@ -27,7 +27,7 @@ class Stage(enum.Enum):
     STOPPING = "stopping"  # everything winds down
 
 
-class StageEvent(enum.Enum):
+class DeploymentEvent(enum.Enum):
     """What happens to a deployment."""
 
     SERVE = "serve"
@@ -40,25 +40,25 @@ class StageEvent(enum.Enum):
     STOP = "stop"
 
 
-LOADING_STATES = frozenset({Stage.INITIAL, Stage.ESTABLISHED, Stage.UPDATING, Stage.REPAIRING})
+LOADING_STATES = frozenset({DeploymentState.INITIAL, DeploymentState.ESTABLISHED, DeploymentState.UPDATING, DeploymentState.REPAIRING})
 
-DEPLOYMENT_TRANSITIONS: Mapping[tuple[Stage, StageEvent], Stage] = {
-    (Stage.INITIAL, StageEvent.SERVE): Stage.ESTABLISHED,
-    (Stage.INITIAL, StageEvent.FAIL): Stage.FAILED,
-    (Stage.ESTABLISHED, StageEvent.UPDATE): Stage.UPDATING,
-    (Stage.FAILED, StageEvent.RETRY): Stage.INITIAL,
-    (Stage.FAILED, StageEvent.UPDATE): Stage.REPAIRING,
-    (Stage.REPAIRING, StageEvent.FINISH_UPDATE): Stage.ESTABLISHED,
-    (Stage.REPAIRING, StageEvent.FAIL): Stage.FAILED,
-    (Stage.UPDATING, StageEvent.FINISH_UPDATE): Stage.ESTABLISHED,
-    (Stage.ESTABLISHED, StageEvent.VACATE): Stage.VACATED,
-    (Stage.VACATED, StageEvent.REINSTATE): Stage.ESTABLISHED,
-    (Stage.VACATED, StageEvent.STOP): Stage.STOPPING,
-    **{(stage, StageEvent.STOP): Stage.STOPPING for stage in Stage if stage in LOADING_STATES},
+DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], DeploymentState] = {
+    (DeploymentState.INITIAL, DeploymentEvent.SERVE): DeploymentState.ESTABLISHED,
+    (DeploymentState.INITIAL, DeploymentEvent.FAIL): DeploymentState.FAILED,
+    (DeploymentState.ESTABLISHED, DeploymentEvent.UPDATE): DeploymentState.UPDATING,
+    (DeploymentState.FAILED, DeploymentEvent.RETRY): DeploymentState.INITIAL,
+    (DeploymentState.FAILED, DeploymentEvent.UPDATE): DeploymentState.REPAIRING,
+    (DeploymentState.REPAIRING, DeploymentEvent.FINISH_UPDATE): DeploymentState.ESTABLISHED,
+    (DeploymentState.REPAIRING, DeploymentEvent.FAIL): DeploymentState.FAILED,
+    (DeploymentState.UPDATING, DeploymentEvent.FINISH_UPDATE): DeploymentState.ESTABLISHED,
+    (DeploymentState.ESTABLISHED, DeploymentEvent.VACATE): DeploymentState.VACATED,
+    (DeploymentState.VACATED, DeploymentEvent.REINSTATE): DeploymentState.ESTABLISHED,
+    (DeploymentState.VACATED, DeploymentEvent.STOP): DeploymentState.STOPPING,
+    **{(stage, DeploymentEvent.STOP): DeploymentState.STOPPING for stage in DeploymentState if stage in LOADING_STATES},
 }
 
 
-class Predecessor(NamedTuple):
+class ReplacedDeployment(NamedTuple):
     """The deployment of another model of the name, in whose place this one may come.
 
     Attributes:
@@ -71,7 +71,7 @@ class Predecessor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Succession:
+class RolloutPolicy:
     """What is configured of how one generation follows another.
 
     Attributes:
@@ -81,13 +81,13 @@ class Succession:
         buffer_bytes: what communication between ranks takes of each card.
     """
 
-    policy: Policy
+    policy: ReplacementPolicy
     should_fall_back: bool = False
     process_bytes: int = 0
     buffer_bytes: int = 0
 
 
-class Deployed:
+class DeploymentView:
     """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
 
     Args:
@@ -102,27 +102,27 @@ class Deployed:
         predecessor: whose place it may take where there is no room for both; None: nobody's.
     """
 
-    def __init__(self, device: Room, terms: Terms) -> None:
+    def __init__(self, device: Placement, terms: GenerationSpec) -> None:
         self.placement = device
         self.spec = terms
-        self.serving: Life | None = None
-        self.loading: Life | None = None
-        self.draining: list[Life] = []
+        self.serving: GenerationBase | None = None
+        self.loading: GenerationBase | None = None
+        self.draining: list[GenerationBase] = []
         # The one that tells why there is none, or no better one.
-        self._failed_generation: Life | None = None
-        self._last_generation: Life | None = None
+        self._failed_generation: GenerationBase | None = None
+        self._last_generation: GenerationBase | None = None
         self._is_failing = False
         # What the next generation loads, once there may be one.
-        self._wanted_source: Source | None = None
-        self._machine = Machine(DEPLOYMENT_TRANSITIONS, Stage.INITIAL, f"a deployment on {device.name}", {})
-        self.predecessor: Predecessor | None = None
+        self._wanted_source: ModelSource | None = None
+        self._machine = Machine(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {device.name}", {})
+        self.predecessor: ReplacedDeployment | None = None
 
     @property
-    def _state(self) -> Stage:
+    def _state(self) -> DeploymentState:
         return self._machine.state
 
     @property
-    def generations(self) -> list[Life]:
+    def generations(self) -> list[GenerationBase]:
         """Every generation of which something is left, the one that serves first."""
         return [each for each in (self.serving, self.loading, *self.draining) if each is not None]
 
@@ -134,10 +134,10 @@ class Deployed:
     @property
     def may_recover(self) -> bool:
         """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
-        return self._failed_generation is None or self._failed_generation.retry_hint is Outlook.MAY_SUCCEED or self._state is Stage.STOPPING
+        return self._failed_generation is None or self._failed_generation.retry_hint is RetryHint.MAY_SUCCEED or self._state is DeploymentState.STOPPING
 
     @property
-    def main_generation(self) -> Life:
+    def main_generation(self) -> GenerationBase:
         """The generation that tells how it stands."""
         generation = self.serving or self.loading or self._last_generation
         if generation is None:
@@ -152,12 +152,12 @@ class Deployed:
     @property
     def is_updating(self) -> bool:
         """Whether what `update` has loaded is still on its way."""
-        return self._state in (Stage.UPDATING, Stage.REPAIRING)
+        return self._state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
 
     @property
     def has_failed(self) -> bool:
         """Whether nothing has served and nothing is loaded, until a retry or an update."""
-        return self._state is Stage.FAILED
+        return self._state is DeploymentState.FAILED
 
     @property
     def is_failing(self) -> bool:
@@ -173,17 +173,17 @@ class Deployed:
     def is_lost(self) -> bool:
         """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
         is_reconnecting = self.loading is not None and self.loading.is_reconnecting
-        return self._state is Stage.ESTABLISHED and self.serving is None and not is_reconnecting
+        return self._state is DeploymentState.ESTABLISHED and self.serving is None and not is_reconnecting
 
     @property
     def is_being_replaced(self) -> bool:
         """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
-        return self._state is Stage.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
+        return self._state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
 
     @property
     def is_vacated(self) -> bool:
         """Whether it has made room for another model of its name."""
-        return self._state is Stage.VACATED
+        return self._state is DeploymentState.VACATED
 
     @property
     def is_busy(self) -> bool:

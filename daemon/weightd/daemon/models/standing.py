@@ -13,7 +13,7 @@ from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, Reques
 from weightd.protocol.messages.children import Built
 
 
-class Phase(enum.Enum):
+class ModelPhase(enum.Enum):
     """Whether a model goes on."""
 
     OPEN = "open"
@@ -21,21 +21,21 @@ class Phase(enum.Enum):
     CLOSED = "closed"  # it winds down; what waits is given up
 
 
-class PhaseEvent(enum.Enum):
+class ModelPhaseEvent(enum.Enum):
     """What a model is told."""
 
     REPLACE = "replace"
     CLOSE = "close"
 
 
-MODEL_PHASE_TRANSITIONS: Mapping[tuple[Phase, PhaseEvent], Phase] = {
-    (Phase.OPEN, PhaseEvent.REPLACE): Phase.REPLACED,
-    (Phase.CLOSED, PhaseEvent.REPLACE): Phase.CLOSED,  # a stop while another model loads: nothing waits any more
-    **{(phase, PhaseEvent.CLOSE): Phase.CLOSED for phase in Phase},
+MODEL_PHASE_TRANSITIONS: Mapping[tuple[ModelPhase, ModelPhaseEvent], ModelPhase] = {
+    (ModelPhase.OPEN, ModelPhaseEvent.REPLACE): ModelPhase.REPLACED,
+    (ModelPhase.CLOSED, ModelPhaseEvent.REPLACE): ModelPhase.CLOSED,  # a stop while another model loads: nothing waits any more
+    **{(phase, ModelPhaseEvent.CLOSE): ModelPhase.CLOSED for phase in ModelPhase},
 }
 
 
-class Refusal(NamedTuple):
+class ModelUnavailable(NamedTuple):
     """Why nobody serves a model, or loads it: requests are refused at once."""
 
     error_type: type[RequestError]
@@ -46,16 +46,16 @@ class Refusal(NamedTuple):
         return self.error_type(self.message)
 
 
-def find_unavailable(name: str, deployments: Sequence[Deployment]) -> Refusal | None:
+def find_unavailable(name: str, deployments: Sequence[Deployment]) -> ModelUnavailable | None:
     """Return why nobody serves the model of this name, or loads it, if that is so."""
     if all(each.has_failed for each in deployments):
         causes = list(dict.fromkeys(each.cause for each in deployments))
         # The client may try again where the daemon does.
         error_type = Unavailable if any(each.is_transient for each in deployments) else FailedPrecondition
-        return Refusal(error_type, f"{name} failed: {'; '.join(causes)}")
+        return ModelUnavailable(error_type, f"{name} failed: {'; '.join(causes)}")
     if any(each.serving is not None or each.is_busy for each in deployments):
         return None
-    return Refusal(Unavailable, f"{name} is being unloaded")
+    return ModelUnavailable(Unavailable, f"{name} is being unloaded")
 
 
 def main_deployment(deployments: Sequence[Deployment]) -> Deployment:

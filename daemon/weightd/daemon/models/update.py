@@ -8,16 +8,16 @@ from typing import NamedTuple, Protocol
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK_PLACEHOLDER
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.sources import Sources
-from weightd.daemon.requests.desk import Desk
+from weightd.daemon.models.sources import ModelVersions
+from weightd.daemon.requests.desk import Dispatcher
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
 from weightd.protocol.messages.control import UpdateResponse
 from weightd.shared.reach import Grant
 
 
-class Operators(Protocol):
+class UpdateSink(Protocol):
     """What those have to be told who have asked for an update."""
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
@@ -32,10 +32,10 @@ class _Rollout(NamedTuple):
 
     client: bytes
     request_id: str
-    source: Source
+    source: ModelSource
 
 
-class Updates:
+class Rollouts:
     """The updates of one model, of which one is under way at a time. All devices take over together, or none.
 
     Args:
@@ -52,9 +52,9 @@ class Updates:
         name: str,
         config: ModelConfig,
         deployments: Sequence[Deployment],
-        versions: Sources,
-        dispatcher: Desk,
-        update_sink: Operators,
+        versions: ModelVersions,
+        dispatcher: Dispatcher,
+        update_sink: UpdateSink,
     ) -> None:
         self._name = name
         self._config = config
@@ -129,7 +129,7 @@ class Updates:
             ),
         )
 
-    def _rollback_target(self) -> Source:
+    def _rollback_target(self) -> ModelSource:
         """What a rollback goes back to: once. A second one would bring back what was found wanting."""
         versions = self._versions
         if versions.previous is not None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.tenants.accounts import OTHER_MODELS, Account, Accounts
-from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Usage, UsageTable
+from weightd.daemon.tenants.directory import TenantResolver
 from weightd.protocol.schema import label
 
 # Shares are those of six of them.
@@ -21,7 +21,7 @@ _MAX_MODELS = 8
 _log = logging.getLogger("weightd.accounts")
 
 
-class Accounting:
+class UsageReporter:
     """Looks after the accounts, where there are tenants.
 
     Args:
@@ -33,11 +33,11 @@ class Accounting:
         timers: call it when something is due.
     """
 
-    def __init__(self, tenants: Directory, usage_table: Accounts, model_names: Callable[[], Collection[str]]) -> None:
+    def __init__(self, tenants: TenantResolver, usage_table: UsageTable, model_names: Callable[[], Collection[str]]) -> None:
         self._tenants = tenants
         self._usage_table = usage_table
         self._model_names = model_names
-        self._intervals = Intervals(usage_table)
+        self._intervals = UsageIntervals(usage_table)
         self._log_interval_s = 0.0
         self._sample_timer = Timer(self._on_sample_timer)
         self._log_timer = Timer(self._on_log_timer)
@@ -72,23 +72,23 @@ class Accounting:
             self._log_timer.set(now + self._log_interval_s)
 
 
-class Counted(NamedTuple):
+class TenantTotals(NamedTuple):
     """What a tenant has: the sum, which stays when a model goes, and the seconds of each model."""
 
-    total: Account
+    total: Usage
     seconds_by_model: Mapping[str, float]
 
 
-class Intervals:
+class UsageIntervals:
     """Tells of each tenant what has been counted since it was told last.
 
     Args:
         accounts: of all tenants.
     """
 
-    def __init__(self, usage_table: Accounts) -> None:
+    def __init__(self, usage_table: UsageTable) -> None:
         self._usage_table = usage_table
-        self._last_totals: dict[str, Counted] = {}
+        self._last_totals: dict[str, TenantTotals] = {}
 
     def start(self, tenants: Iterable[str]) -> None:
         """What these have now is not told."""
@@ -103,24 +103,24 @@ class Intervals:
             if not each.total.is_empty:
                 yield f"tenant {label(name)}: {_usage_text(each.total, seconds, all_seconds)}{_models_text(each.seconds_by_model)}"
 
-    def _totals_of(self, name: str) -> Counted:
+    def _totals_of(self, name: str) -> TenantTotals:
         models = {model: each.slot_seconds for model, each in self._usage_table.items(name)}
-        return Counted(self._usage_table.total(name), models)
+        return TenantTotals(self._usage_table.total(name), models)
 
 
-_NO_TOTALS = Counted(Account(), {})
+_NO_TOTALS = TenantTotals(Usage(), {})
 
 
-def _totals_since(before: Counted, now: Counted) -> Counted:
+def _totals_since(before: TenantTotals, now: TenantTotals) -> TenantTotals:
     """What has been counted since; all of it, where it has begun anew."""
     if now.total.requests < before.total.requests:
         return now
     models = {model: seconds - before.seconds_by_model.get(model, 0.0) for model, seconds in now.seconds_by_model.items()}
-    return Counted(_usage_difference(now.total, before.total), models)
+    return TenantTotals(_usage_difference(now.total, before.total), models)
 
 
-def _usage_difference(now: Account, before: Account) -> Account:
-    since = Account()
+def _usage_difference(now: Usage, before: Usage) -> Usage:
+    since = Usage()
     for field in ("requests", "served", "rows", "seat_seconds", "waited_seconds", "bytes_in", "bytes_out", "deaths"):
         setattr(since, field, max(0, getattr(now, field) - getattr(before, field)))
     refused = {reason: count - before.refused.get(reason, 0) for reason, count in now.refused.items()}
@@ -128,7 +128,7 @@ def _usage_difference(now: Account, before: Account) -> Account:
     return since
 
 
-def _usage_text(usage: Account, seconds: float, total_seconds: float) -> str:
+def _usage_text(usage: Usage, seconds: float, total_seconds: float) -> str:
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(usage.refused.items()))
     refused = f"{usage.refused_total} refused ({reasons})" if reasons else "none refused"
     share = f" ({usage.slot_seconds / total_seconds:.0%} of all)" if total_seconds else ""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from weightd.daemon.children.meter import Copied
-from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.children.meter import CopyProgress
+from weightd.daemon.generations.life import GenerationBase
+from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.states import LOADING, GenerationState
-from weightd.daemon.models.model import Model
-from weightd.daemon.models.pace import Load, Pace, PaceFigures, Share
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.models.pace import LoadEstimate, LoadSpeed, LoadSpeedRecord, LoadProgress
 from weightd.shared import loading
 
 # Of models that are gone, too: one that comes again has a name that it had.
 MAX_SPEEDS = 256
 
-NO_PROGRESS = Share()
+NO_PROGRESS = LoadProgress()
 
 
-class Loading:
+class LoadMonitor:
     """Looks after the generations that load.
 
     Args:
@@ -28,22 +28,22 @@ class Loading:
         paces: how long each model took the last time, by name: the one that was seen last is the last.
     """
 
-    def __init__(self, copy_progress: Callable[[str, Source], Copied | None]) -> None:
-        self.speeds: dict[str, Pace] = {}
+    def __init__(self, copy_progress: Callable[[str, ModelSource], CopyProgress | None]) -> None:
+        self.speeds: dict[str, LoadSpeed] = {}
         self._copy_progress = copy_progress
         # By the label of the generation.
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, LoadEstimate] = {}
 
-    def records(self) -> Iterator[PaceFigures]:
+    def records(self) -> Iterator[LoadSpeedRecord]:
         """Yield what is to be written down for the next daemon."""
-        yield from [PaceFigures(model, speed) for model, speed in self.speeds.items()]
+        yield from [LoadSpeedRecord(model, speed) for model, speed in self.speeds.items()]
 
-    def restore(self, records: Sequence[PaceFigures]) -> None:
+    def restore(self, records: Sequence[LoadSpeedRecord]) -> None:
         """A daemon before this one has seen this."""
         for each in records:
             self._remember_speed(each.model, each.speed)
 
-    def update(self, models: Iterable[Model], now: float) -> None:
+    def update(self, models: Iterable[ServedModel], now: float) -> None:
         """See how far they are."""
         by_label = {
             generation.label: (model, generation)
@@ -60,7 +60,7 @@ class Loading:
                 self._on_load_end(label, generation, now)
         self._loads = {label: load for label, load in self._loads.items() if label in by_label}
 
-    def progress(self, label: str, now: float) -> Share:
+    def progress(self, label: str, now: float) -> LoadProgress:
         """Return how far a generation is; nothing of one that does not load."""
         load = self._loads.get(label)
         return NO_PROGRESS if load is None else load.progress(now)
@@ -72,10 +72,10 @@ class Loading:
             return f"{loading.percent(progress.fraction_copied)} % copied"
         return loading.progress_text(progress.fraction_done, progress.remaining_s)
 
-    def _update_load(self, label: str, model: Model, generation: Life, now: float) -> None:
+    def _update_load(self, label: str, model: ServedModel, generation: GenerationBase, now: float) -> None:
         load, nbytes = self._loads.get(label), model.snapshot_bytes(generation)
         if load is None:
-            load = self._loads[label] = Load(self.speeds.get(_model_of_label(label)), now)
+            load = self._loads[label] = LoadEstimate(self.speeds.get(_model_of_label(label)), now)
             if nbytes is not None:
                 # It was copied for another one.
                 load.on_copied(nbytes, now)
@@ -88,14 +88,14 @@ class Loading:
         if generation.state is not GenerationState.SNAPSHOTTING:
             load.on_load_started(now)
 
-    def _on_load_end(self, label: str, generation: Life, now: float) -> None:
+    def _on_load_end(self, label: str, generation: GenerationBase, now: float) -> None:
         """It loads no more: if it serves, the next one is known better."""
         load = self._loads.pop(label)
         speed = load.on_serving(now) if generation.state is GenerationState.SERVING else None
         if speed is not None:
             self._remember_speed(_model_of_label(label), speed)
 
-    def _remember_speed(self, model: str, speed: Pace) -> None:
+    def _remember_speed(self, model: str, speed: LoadSpeed) -> None:
         self.speeds.pop(model, None)
         self.speeds[model] = speed
         while len(self.speeds) > MAX_SPEEDS:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.host.memory import read_process_memory, resident_bytes
 from weightd.daemon.host.shortage import with_limit_hint
-from weightd.daemon.models.model import Model
-from weightd.daemon.observe.metrics import Footing
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.observe.metrics import MemoryFootprint
 from weightd.shared.devices import is_cpu
 
 _log = logging.getLogger("weightd")
@@ -27,7 +27,7 @@ _log = logging.getLogger("weightd")
 INTERVAL_S = 60.0
 
 
-class Process(Protocol):
+class MeasuredProcess(Protocol):
     """A child."""
 
     @property
@@ -36,7 +36,7 @@ class Process(Protocol):
         ...
 
 
-class Files(Protocol):
+class MeasuredFiles(Protocol):
     """The files of a generation."""
 
     @property
@@ -45,7 +45,7 @@ class Files(Protocol):
         ...
 
 
-class Copy(NamedTuple):
+class MemorySubject(NamedTuple):
     """What is to be measured of one generation.
 
     Attributes:
@@ -61,17 +61,17 @@ class Copy(NamedTuple):
     store_path: Path | None
 
 
-MemorySubjects = Mapping[str, Sequence[Copy]]
+MemorySubjects = Mapping[str, Sequence[MemorySubject]]
 
 
-class Found(NamedTuple):
+class MemoryReport(NamedTuple):
     """What was measured: of the daemon and what belongs to it, and of models by name."""
 
     pss_bytes: int | None = None
-    footprints: Mapping[str, Footing] = {}
+    footprints: Mapping[str, MemoryFootprint] = {}
 
 
-def memory_subjects(models: Iterable[Model], processes: Mapping[str, Process], files: Mapping[str, Files]) -> MemorySubjects:
+def memory_subjects(models: Iterable[ServedModel], processes: Mapping[str, MeasuredProcess], files: Mapping[str, MeasuredFiles]) -> MemorySubjects:
     """Return what is to be measured of models.
 
     Args:
@@ -84,11 +84,11 @@ def memory_subjects(models: Iterable[Model], processes: Mapping[str, Process], f
     }
 
 
-def _memory_subject(generation: Life, processes: Mapping[str, Process], files: Files | None) -> Copy:
+def _memory_subject(generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None) -> MemorySubject:
     children = [child for child in generation.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
-    return Copy(
+    return MemorySubject(
         tuple(processes[child.name].pid for child in children),
         sum(child.shared_bytes for child in children if child.role is Role.WORKER),
         0 if is_file or built is None else built.shared_bytes,
@@ -96,7 +96,7 @@ def _memory_subject(generation: Life, processes: Mapping[str, Process], files: F
     )
 
 
-class Memory:
+class MemorySampler:
     """Knows what was measured last.
 
     Args:
@@ -114,9 +114,9 @@ class Memory:
         self._due_at = -float("inf")
         self._is_measuring = False
         # The thread puts all of it there at once.
-        self._report = Found()
+        self._report = MemoryReport()
 
-    def poll(self, daemon_pids: Sequence[int], make_subjects: Callable[[], MemorySubjects]) -> Found:
+    def poll(self, daemon_pids: Sequence[int], make_subjects: Callable[[], MemorySubjects]) -> MemoryReport:
         """Return what is known; measure again if it is time for that, for those who ask later."""
         now = self._clock()
         if now >= self._due_at and not self._is_measuring:
@@ -133,12 +133,12 @@ class Memory:
         try:
             daemon_pss_bytes = [found.pss_bytes for pid in daemon_pids if (found := read_process_memory(pid)) is not None]
             footprints = {name: measure_footprint(each) for name, each in subjects.items()}
-            self._report = Found(sum(daemon_pss_bytes) if daemon_pss_bytes else None, footprints)
+            self._report = MemoryReport(sum(daemon_pss_bytes) if daemon_pss_bytes else None, footprints)
         finally:
             self._is_measuring = False
 
 
-def measure_footprint(subjects: Iterable[Copy]) -> Footing:
+def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
     """Measure the memory of a model's generations."""
     pss_bytes, shared_bytes, saved_bytes, copy_bytes = 0, 0, 0, 0
     is_complete = True
@@ -152,7 +152,7 @@ def measure_footprint(subjects: Iterable[Copy]) -> Footing:
             copy_bytes += nbytes
             # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
             saved_bytes += max(0, each.shared_bytes - nbytes) if nbytes else 0
-    return Footing(pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None)
+    return MemoryFootprint(pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None)
 
 
 def _start_thread(target: Callable[[], None]) -> None:

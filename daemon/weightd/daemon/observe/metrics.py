@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.child import Child
-from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.child import WorkerProcess
+from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
-from weightd.daemon.meters.meters import Meters
-from weightd.daemon.meters.totals import Totals
-from weightd.daemon.models.model import Model
+from weightd.daemon.meters.meters import CounterRegistry
+from weightd.daemon.meters.totals import DaemonCounters
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.observe.tenants import QueuedCounts, tenant_statuses, queued_counts
-from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.accounts import UsageTable
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
@@ -24,7 +24,7 @@ from weightd.protocol.version import VERSION
 _EMPTY_HISTOGRAM = Histogram((), 0.0)
 
 
-class Footing(NamedTuple):
+class MemoryFootprint(NamedTuple):
     """What the processes of a model took of memory when that was measured last, in bytes; None: nobody tells."""
 
     pss_bytes: int | None = None
@@ -33,10 +33,10 @@ class Footing(NamedTuple):
     copy_bytes: int | None = None
 
 
-_UNKNOWN_FOOTPRINT = Footing()
+_UNKNOWN_FOOTPRINT = MemoryFootprint()
 
 
-class Counted(NamedTuple):
+class MetricsInputs(NamedTuple):
     """What is told of.
 
     Attributes:
@@ -51,18 +51,18 @@ class Counted(NamedTuple):
         pss_bytes: of the daemon and what belongs to it, likewise.
     """
 
-    models: Sequence[Model]
-    counter_registry: Meters
-    daemon_counters: Totals
+    models: Sequence[ServedModel]
+    counter_registry: CounterRegistry
+    daemon_counters: DaemonCounters
     tenants: Iterable[Tenant]
-    usage_table: Accounts
+    usage_table: UsageTable
     buffered_bytes: int
     max_buffered_bytes: int
-    footprints: Mapping[str, Footing] = {}
+    footprints: Mapping[str, MemoryFootprint] = {}
     pss_bytes: int | None = None
 
 
-class Moment(NamedTuple):
+class MetricsTime(NamedTuple):
     """When it is told: the daemon's state, for how many seconds it has run, and the clock."""
 
     state: str
@@ -70,12 +70,12 @@ class Moment(NamedTuple):
     now: float
 
 
-def build_metrics(request_id: str, metrics_time: Moment, viewer: Viewer, inputs: Counted) -> MetricsResponse:
+def build_metrics(request_id: str, metrics_time: MetricsTime, viewer: Viewer, inputs: MetricsInputs) -> MetricsResponse:
     """Return the answer: everything, or what is the viewer's own."""
     return _all_metrics(request_id, metrics_time, inputs) if viewer.can_see_all else _tenant_metrics(request_id, metrics_time, viewer, inputs)
 
 
-def _all_metrics(request_id: str, metrics_time: Moment, inputs: Counted) -> MetricsResponse:
+def _all_metrics(request_id: str, metrics_time: MetricsTime, inputs: MetricsInputs) -> MetricsResponse:
     return MetricsResponse(
         id=request_id,
         version=VERSION,
@@ -96,7 +96,7 @@ def _all_metrics(request_id: str, metrics_time: Moment, inputs: Counted) -> Metr
     )
 
 
-def _model_metrics(model: Model, counter_registry: Meters, footprint: Footing, metrics_time: Moment) -> ModelMetrics:
+def _model_metrics(model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, metrics_time: MetricsTime) -> ModelMetrics:
     counters, main_generation, dispatcher = counter_registry.counters_of(model.name), model.main_generation, model.dispatcher
     return ModelMetrics(
         name=model.name,
@@ -126,7 +126,7 @@ def _model_metrics(model: Model, counter_registry: Meters, footprint: Footing, m
     )
 
 
-def _process_counts(generations: Iterable[Life]) -> tuple[ProcessCount, ...]:
+def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
     counts = Counter(
         (role_of(generation, child), child.state.display_name) for generation in generations for child in generation.alive()
     )
@@ -134,17 +134,17 @@ def _process_counts(generations: Iterable[Life]) -> tuple[ProcessCount, ...]:
     return tuple(ProcessCount(role, state, count) for (role, state), count in items)
 
 
-def role_of(generation: Life, child: Child) -> str:
+def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
     """Return what a process is for: a worker that takes no requests yet is a spare."""
     is_spare = child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.serving_processes
     return "spare" if is_spare else child.role.value
 
 
-def _is_ready(model: Model, metrics_time: Moment) -> bool:
+def _is_ready(model: ServedModel, metrics_time: MetricsTime) -> bool:
     return metrics_time.state == "running" and not model.unready_reason(metrics_time.now)
 
 
-def _tenant_metrics(request_id: str, metrics_time: Moment, viewer: Viewer, inputs: Counted) -> MetricsResponse:
+def _tenant_metrics(request_id: str, metrics_time: MetricsTime, viewer: Viewer, inputs: MetricsInputs) -> MetricsResponse:
     """Nothing of anybody else: the models that there are for a tenant, and its account."""
     tenant = viewer.tenant
     visible_models = [model for model in inputs.models if tenant.can_see(model.name)]
@@ -165,7 +165,7 @@ def _tenant_metrics(request_id: str, metrics_time: Moment, viewer: Viewer, input
     )
 
 
-def _tenant_model_metrics(model: Model, tenant: Tenant, queued: QueuedCounts, metrics_time: Moment) -> ModelMetrics:
+def _tenant_model_metrics(model: ServedModel, tenant: Tenant, queued: QueuedCounts, metrics_time: MetricsTime) -> ModelMetrics:
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from weightd.daemon.models.model import Model
+from weightd.daemon.models.model import ServedModel
 from weightd.daemon.observe.tenants import QueuedCounts, tenant_statuses, queued_counts
-from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.accounts import UsageTable
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.messages.status import ModelStatus, StatusResponse
 from weightd.protocol.version import VERSION
 
 
 def build_tenant_status(
-    request_id: str, state: str, uptime_s: float, tenant: Tenant, models: list[Model], usage_table: Accounts
+    request_id: str, state: str, uptime_s: float, tenant: Tenant, models: list[ServedModel], usage_table: UsageTable
 ) -> StatusResponse:
     """Return the answer to its question: no processes, no paths, no memory, nobody else; `models`: all there are."""
     visible_models = [model for model in models if tenant.can_see(model.name)]
@@ -28,7 +28,7 @@ def build_tenant_status(
     )
 
 
-def _model_status(model: Model, tenant: Tenant, usage_table: Accounts, queued: QueuedCounts) -> ModelStatus:
+def _model_status(model: ServedModel, tenant: Tenant, usage_table: UsageTable, queued: QueuedCounts) -> ModelStatus:
     usage = usage_table.usage_of(tenant.name, model.name)
     return ModelStatus(
         name=model.name,

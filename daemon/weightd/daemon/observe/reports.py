@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from weightd.daemon.host import clock
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import ResourceExhausted
 
 # Of one user, and of all: each answer may cost milliseconds.
@@ -26,7 +26,7 @@ BURST_S = 0.1
 class _PendingReport(NamedTuple):
     """A question that waits; `step` does a part of the work, and returns whether it has sent the answer."""
 
-    requester: Waiter
+    requester: MetadataRequest
     step: Callable[[], bool]
 
 
@@ -41,8 +41,8 @@ class Reports:
 
     def __init__(
         self,
-        loop: Loop,
-        reject: Callable[[Waiter, ResourceExhausted], object],
+        loop: EventLoop,
+        reject: Callable[[MetadataRequest, ResourceExhausted], object],
         get_time: Callable[[], float] = clock.now,
     ) -> None:
         self._loop = loop
@@ -54,7 +54,7 @@ class Reports:
         self._paid_until: dict[str, float] = {}
         self.timer = Timer(lambda _: self.step())
 
-    def add(self, requester: Waiter, step: Callable[[], bool]) -> None:
+    def add(self, requester: MetadataRequest, step: Callable[[], bool]) -> None:
         """Answer a question by steps; past `MAX_WAITING` the user that has most of them has one refused.
 
         Raises:
@@ -102,6 +102,6 @@ class Reports:
         by_user = self._counts_by_user
         return max(reversed(self._pending), key=lambda each: (by_user[each.requester.user], by_client[each.requester.client]))
 
-    def _retry_after_s(self, requester: Waiter) -> float:
+    def _retry_after_s(self, requester: MetadataRequest) -> float:
         """Return after how many seconds another question of a user is likely to be answered."""
         return max(BURST_S, self._paid_until.get(requester.user, 0.0) - BURST_S / LOOP_SHARE - self._get_time())

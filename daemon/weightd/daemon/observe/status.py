@@ -11,23 +11,23 @@ from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.forkservers import ForkServer
 from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.child import Child
-from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.child import WorkerProcess
+from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.progress import describe_selftest
-from weightd.daemon.generations.unit import Unit
+from weightd.daemon.generations.unit import RankGroup
 from weightd.daemon.host import cgroup, clock
 from weightd.daemon.host.memory import resident_bytes
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.models import rows
-from weightd.daemon.models.budget import Device
-from weightd.daemon.models.model import Model
-from weightd.daemon.models.pace import Share
+from weightd.daemon.models.budget import DeviceBudget
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.models.pace import LoadProgress
 from weightd.daemon.observe.loading import NO_PROGRESS
 from weightd.daemon.observe.metrics import role_of
-from weightd.daemon.observe.survey import Survey
+from weightd.daemon.observe.survey import MemoryScan
 from weightd.daemon.observe.tenants import tenant_statuses, queued_counts
-from weightd.daemon.requests.tally import Tally
-from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.requests.tally import ExecutionCounters
+from weightd.daemon.tenants.accounts import UsageTable
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
@@ -36,7 +36,7 @@ from weightd.protocol.messages.status import (
     DeviceStatus,
     ExecutionsStatus,
     ForkServerStatus,
-    GateStatus,
+    ProxyStatus,
     GenerationStatus,
     ModelStatus,
     ProcessStatus,
@@ -48,7 +48,7 @@ from weightd.shared import loading
 from weightd.shared.devices import is_cpu
 
 
-class Gate(Protocol):
+class ProxyView(Protocol):
     """A gate, as who keeps it knows it: its listener's name and address, its process, and who has come and gone."""
 
     name: str
@@ -58,7 +58,7 @@ class Gate(Protocol):
     restarts: int
 
 
-class Subject(NamedTuple):
+class StatusInputs(NamedTuple):
     """What a report is about.
 
     Attributes:
@@ -78,23 +78,23 @@ class Subject(NamedTuple):
         share: called with the label of a generation; returns how far it is, if it loads.
     """
 
-    models: Iterable[Model]
-    devices: Iterable[Device]
-    processes: Mapping[str, Process]
+    models: Iterable[ServedModel]
+    devices: Iterable[DeviceBudget]
+    processes: Mapping[str, ChildProcess]
     files: Mapping[str, GenerationFiles]
     dropped: int
     buffered_bytes: int
     max_buffered_bytes: int
     daemon_pids: Iterable[int]
     config_note: str
-    zmq_proxies: Iterable[Gate] = ()
+    zmq_proxies: Iterable[ProxyView] = ()
     fork_servers: Iterable[ForkServer] = ()
     tenants: Sequence[Tenant] = ()
-    usage_table: Accounts = Accounts()
-    load_progress: Callable[[str], Share] = lambda _: NO_PROGRESS
+    usage_table: UsageTable = UsageTable()
+    load_progress: Callable[[str], LoadProgress] = lambda _: NO_PROGRESS
 
 
-def build_status(memory_scan: Survey, state: str, uptime_s: float, inputs: Subject) -> StatusResponse:
+def build_status(memory_scan: MemoryScan, state: str, uptime_s: float, inputs: StatusInputs) -> StatusResponse:
     """Return the answer to a status request, with the memory that `survey` has read."""
     tenants = inputs.tenants
     return StatusResponse(
@@ -112,7 +112,7 @@ def build_status(memory_scan: Survey, state: str, uptime_s: float, inputs: Subje
         buffered_bytes=inputs.buffered_bytes,
         max_memory_bytes=inputs.max_buffered_bytes,
         zmq_proxies=tuple(
-            GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, memory_scan.pss_bytes(each.pid))
+            ProxyStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, memory_scan.pss_bytes(each.pid))
             for each in inputs.zmq_proxies
         ),
         fork_servers=tuple(_fork_server_status(each, memory_scan, inputs.processes) for each in inputs.fork_servers),
@@ -120,7 +120,7 @@ def build_status(memory_scan: Survey, state: str, uptime_s: float, inputs: Subje
     )
 
 
-def _model_status(model: Model, memory_scan: Survey, inputs: Subject) -> ModelStatus:
+def _model_status(model: ServedModel, memory_scan: MemoryScan, inputs: StatusInputs) -> ModelStatus:
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
@@ -145,12 +145,12 @@ def _model_status(model: Model, memory_scan: Survey, inputs: Subject) -> ModelSt
     )
 
 
-def _executions_status(execution_counters: Tally) -> ExecutionsStatus:
+def _executions_status(execution_counters: ExecutionCounters) -> ExecutionsStatus:
     histogram = tuple(RowsCount(max_rows, count) for max_rows, count in execution_counters.batches_by_rows.items())
     return ExecutionsStatus(execution_counters.executions, histogram, execution_counters.padded_rows, execution_counters.split_requests, execution_counters.retried_items)
 
 
-def _model_note(model: Model) -> str:
+def _model_note(model: ServedModel) -> str:
     offenders = ", ".join(model.dispatcher.fault_isolator.offenses.confined_names(clock.now()))
     offense_text = f"workers were lost to requests of {offenders}" if offenders else ""
     being_replaced = [each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced]
@@ -159,10 +159,10 @@ def _model_note(model: Model) -> str:
 
 
 def _generation_status(
-    model: Model,
-    generation: Life,
-    memory_scan: Survey,
-    inputs: Subject,
+    model: ServedModel,
+    generation: GenerationBase,
+    memory_scan: MemoryScan,
+    inputs: StatusInputs,
 ) -> GenerationStatus:
     processes, files = inputs.processes, inputs.files.get(generation.label)
     progress = inputs.load_progress(generation.label)
@@ -192,22 +192,22 @@ def _generation_status(
     )
 
 
-def _progress_text(generation: Life, progress: Share) -> str:
+def _progress_text(generation: GenerationBase, progress: LoadProgress) -> str:
     """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
     if progress.fraction_done is not None or progress.fraction_copied is None:
         return generation.progress
     return f"{generation.progress}, {loading.percent(progress.fraction_copied)} % copied"
 
 
-def _find_built(model: Model, generation: Life) -> Built | None:
+def _find_built(model: ServedModel, generation: GenerationBase) -> Built | None:
     """What a generation has told of this model: its process may have others, too."""
     group = model.config.group
-    if group is None or not isinstance(generation, Unit):
+    if group is None or not isinstance(generation, RankGroup):
         return generation.built
     return generation.models[group.models.index(model.name)] if generation.models else None
 
 
-def _process_status(model: Model, generation: Life, child: Child, pid: int, memory_scan: Survey) -> ProcessStatus:
+def _process_status(model: ServedModel, generation: GenerationBase, child: WorkerProcess, pid: int, memory_scan: MemoryScan) -> ProcessStatus:
     latencies = model.dispatcher.latencies_by_process.get(child.name)
     hello = child.hello
     return ProcessStatus(
@@ -232,13 +232,13 @@ def _process_status(model: Model, generation: Life, child: Child, pid: int, memo
     )
 
 
-def _fork_server_status(server: ForkServer, memory_scan: Survey, processes: Mapping[str, Process]) -> ForkServerStatus:
+def _fork_server_status(server: ForkServer, memory_scan: MemoryScan, processes: Mapping[str, ChildProcess]) -> ForkServerStatus:
     process = processes.get(server.name)
     pid = process.pid if process is not None else 0
     return ForkServerStatus(server.engine, clip(server.python), pid, server.fork_count, memory_scan.pss_bytes(pid), clip(server.reason))
 
 
-def _device_status(device: Device) -> DeviceStatus:
+def _device_status(device: DeviceBudget) -> DeviceStatus:
     reservations = device.reserved.values()
     return DeviceStatus(
         name=device.name,

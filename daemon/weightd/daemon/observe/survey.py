@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar, cast
 
-from weightd.daemon.host.memory import Held, read_process_memory
+from weightd.daemon.host.memory import ProcessMemory, read_process_memory
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 MAX_AGE_S = 1.0
 
 
-class Measured:
+class TtlCache:
     """Values that were measured, for as long as they are of use.
 
     Args:
@@ -38,7 +38,7 @@ class Measured:
         return key in self._values and self._clock() < self._values[key][0] + MAX_AGE_S
 
 
-class Survey:
+class MemoryScan:
     """Reads the memory of one process a step.
 
     Args:
@@ -47,9 +47,9 @@ class Survey:
         measured: what is known.
     """
 
-    def __init__(self, request_id: str, pids: Iterable[int], measured: Measured) -> None:
+    def __init__(self, request_id: str, pids: Iterable[int], measured: TtlCache) -> None:
         self.request_id = request_id
-        self.memory_by_pid: dict[int, Held | None] = {}
+        self.memory_by_pid: dict[int, ProcessMemory | None] = {}
         self.cache = measured
         self._remaining_pids = list(pids)
 

@@ -30,7 +30,7 @@ class _Log(NamedTuple):
     generation: int
 
 
-class Tails:
+class LogTailReader:
     """Reads a log a step.
 
     Args:

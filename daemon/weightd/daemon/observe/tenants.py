@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from weightd.daemon.models.model import Model
-from weightd.daemon.tenants.accounts import OTHER_MODELS, Account, Accounts
+from weightd.daemon.models.model import ServedModel
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Usage, UsageTable
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
@@ -15,7 +15,7 @@ from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 QueuedCounts = Mapping[tuple[str, str], int]
 
 
-def queued_counts(models: Iterable[Model]) -> QueuedCounts:
+def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
     """Return how many requests wait, by tenant and model."""
     queued: dict[tuple[str, str], int] = {}
     for model in models:
@@ -25,7 +25,7 @@ def queued_counts(models: Iterable[Model]) -> QueuedCounts:
 
 
 def tenant_statuses(
-    tenants: Iterable[Tenant], usage_table: Accounts, queued: QueuedCounts, visible_models: Collection[str] | None = None
+    tenants: Iterable[Tenant], usage_table: UsageTable, queued: QueuedCounts, visible_models: Collection[str] | None = None
 ) -> tuple[TenantStatus, ...]:
     """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
 
@@ -59,9 +59,9 @@ def tenant_statuses(
 
 
 def _account_statuses(
-    name: str, usages: Mapping[str, Account], listed: Collection[tuple[str, str]], queued: QueuedCounts
+    name: str, usages: Mapping[str, Usage], listed: Collection[tuple[str, str]], queued: QueuedCounts
 ) -> tuple[AccountStatus, ...]:
-    merged = Account()
+    merged = Usage()
     merged_queued = 0
     statuses: list[AccountStatus] = []
     for model, usage in usages.items():
@@ -76,7 +76,7 @@ def _account_statuses(
     return tuple(statuses)
 
 
-def _account_status(model: str, usage: Account, queued: int) -> AccountStatus:
+def _account_status(model: str, usage: Usage, queued: int) -> AccountStatus:
     return AccountStatus(
         model,
         usage.requests,

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.waiting import Levels, Queue, TenantQueue, sort_key
+from weightd.daemon.requests.waiting import PriorityQueue, FifoQueue, TenantQueue, sort_key
 from weightd.daemon.tenants.tenant import Tenant
 
 # Of who has none.
-_EMPTY = Queue()
+_EMPTY = FifoQueue()
 
 
-class ByTenant:
+class TenantQueues:
     """A queue, or one of levels, for each tenant that has something in it.
 
     Args:
@@ -110,4 +110,4 @@ class ByTenant:
 
 def make_queue(levels: int) -> TenantQueue:
     """Return an empty queue."""
-    return Queue() if levels == 1 else Levels(levels)
+    return FifoQueue() if levels == 1 else PriorityQueue(levels)

@@ -7,37 +7,37 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import End
-from weightd.daemon.meters.meter import Meter
-from weightd.daemon.requests.blame.guard import Guard
-from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.latency import Latencies
-from weightd.daemon.requests.lockstep import Answer, Breach, Lockstep, Outcome, Refusal
-from weightd.daemon.requests.part import Part
-from weightd.daemon.requests.regions import Memory, Places
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.meters.meter import ModelCounters
+from weightd.daemon.requests.blame.guard import FaultIsolator
+from weightd.daemon.requests.job import Batch
+from weightd.daemon.requests.latency import LatencyWindow
+from weightd.daemon.requests.lockstep import InferenceResult, OutOfStep, LockstepTracker, Outcome, Rejected
+from weightd.daemon.requests.part import BatchItem
+from weightd.daemon.requests.regions import SharedRegion, TensorLocations
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.parties import Names
-from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
+from weightd.daemon.requests.rows.cut import SplitRequest
+from weightd.daemon.requests.rows.parties import RecentNames
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
 from weightd.daemon.requests.scheduler import AT_ONCE, MAX_ENDED_PER_TURN, Scheduler
-from weightd.daemon.requests.seat import Seat
-from weightd.daemon.requests.shares import Clocks
-from weightd.daemon.requests.signature import Signature, Waiter, example_shapes
-from weightd.daemon.requests.turns import MemberSeat, Turns
-from weightd.daemon.requests.validation import RowBounds
-from weightd.daemon.requests.writers import Writers
+from weightd.daemon.requests.seat import Slot
+from weightd.daemon.requests.shares import FairClocks
+from weightd.daemon.requests.signature import Signature, MetadataRequest, example_shapes
+from weightd.daemon.requests.turns import SharedSlot, SharedProcessScheduler
+from weightd.daemon.requests.validation import RowLimits
+from weightd.daemon.requests.writers import OutputBufferLeases
 from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
-from weightd.protocol.messages.children import Built, Failed, ChildOrder, Predict, Result, Skip, Together
+from weightd.protocol.messages.children import Built, Failed, ChildOrder, Predict, Result, CancelPredict, BeginBatch
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription
 
 # At what comes, before something runs that waits.
 _MAX_GATHER_ROUNDS = 64
 
-SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[Memory]], None]
+SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[SharedRegion]], None]
 
 
-class Askers(Protocol):
+class ResponseSink(Protocol):
     """What those have to be told who have asked something of a model."""
 
     def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
@@ -63,7 +63,7 @@ class Askers(Protocol):
         """Send an error to the client."""
 
 
-class Desk:
+class Dispatcher:
     """Takes requests, has seats run them, and tells each one's client how it has ended.
 
     Args:
@@ -86,21 +86,21 @@ class Desk:
         self,
         name: str,
         config: ModelConfig,
-        response_sink: Askers,
+        response_sink: ResponseSink,
         send_order: SendOrder,
         schedule_by: Callable[[float], object],
-        clocks: Clocks | None = None,
+        clocks: FairClocks | None = None,
     ) -> None:
         queue_limits = config.max_queue, config.max_queue_bytes, config.predict_timeout
         levels, count = config.priority_levels, config.max_concurrency
         self.scheduler = Scheduler(*queue_limits, schedule_by, levels=levels, clocks=clocks, concurrency=count)
         self._deadlines = self.scheduler.deadlines
-        self.fault_isolator = Guard(config, self.scheduler, self.fail_request, schedule_by)
+        self.fault_isolator = FaultIsolator(config, self.scheduler, self.fail_request, schedule_by)
         self.signature = Signature(_row_limits(config))
-        self.party_names = Names()
-        self.output_leases = Writers()
-        self.latencies = Latencies()
-        self.latencies_by_process: dict[str, Latencies] = {}
+        self.party_names = RecentNames()
+        self.output_leases = OutputBufferLeases()
+        self.latencies = LatencyWindow()
+        self.latencies_by_process: dict[str, LatencyWindow] = {}
         self.failed_count = 0
         self.counters = self.scheduler.slots.counters
         # Whether there is, or was, a seat whose processes compute together.
@@ -117,7 +117,7 @@ class Desk:
         self._response_sink = response_sink
         self._send_order = send_order
 
-    def set_counters(self, meter: Meter) -> None:
+    def set_counters(self, meter: ModelCounters) -> None:
         """From now on what becomes of requests is counted there."""
         self.counters = self.scheduler.slots.counters = meter
 
@@ -146,7 +146,7 @@ class Desk:
         if self.scheduler.queue.splitting.count or self.scheduler.queue.is_multi_tenant:
             self.dispatch(now)
 
-    def request_metadata(self, request: Waiter) -> None:
+    def request_metadata(self, request: MetadataRequest) -> None:
         """Tell somebody what the model takes and gives, at once or when it is known.
 
         Raises:
@@ -194,20 +194,20 @@ class Desk:
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
-    def add_slot(self, process: str, *, device: str = "", policy: RowTerms = NO_BATCHING, concurrency: int = 1) -> None:
+    def add_slot(self, process: str, *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1) -> None:
         """The process is a seat that takes jobs from now on: see `Seat`."""
-        self.latencies_by_process[process] = Latencies()
+        self.latencies_by_process[process] = LatencyWindow()
         self.scheduler.slots.add_new(process, (process,), device=device, policy=policy, concurrency=concurrency)
 
     def add_rank_slot(
         self,
         slot_name: str,
-        lockstep: Lockstep,
+        lockstep: LockstepTracker,
         now: float,
         *,
         support_processes: Sequence[str] = (),
         device: str = "",
-        policy: RowTerms = NO_BATCHING,
+        policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
         """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the canary.
 
@@ -222,13 +222,13 @@ class Desk:
         """
         self._has_lockstep = True
         # What one answers all have run.
-        self.latencies_by_process.update(dict.fromkeys((*lockstep.processes, *support_processes), Latencies()))
+        self.latencies_by_process.update(dict.fromkeys((*lockstep.processes, *support_processes), LatencyWindow()))
         for each in lockstep.processes:
             self.fault_isolator.watchdog.add(each, now, runs_selftest=False)
-        self.scheduler.slots.add(Seat(slot_name, lockstep.processes, device, policy, lockstep=lockstep, support_processes=tuple(support_processes)))
+        self.scheduler.slots.add(Slot(slot_name, lockstep.processes, device, policy, lockstep=lockstep, support_processes=tuple(support_processes)))
 
     def add_shared_slot(
-        self, process: str, scheduler: Turns, model_index: int, now: float, *, device: str = "", policy: RowTerms = NO_BATCHING
+        self, process: str, scheduler: SharedProcessScheduler, model_index: int, now: float, *, device: str = "", policy: BatchingPolicy = NO_BATCHING
     ) -> None:
         """The process, which serves several models in turn, takes jobs of this one from now on.
 
@@ -242,9 +242,9 @@ class Desk:
             device: where it runs.
             terms: see `Seat`.
         """
-        self.latencies_by_process[process] = Latencies()
+        self.latencies_by_process[process] = LatencyWindow()
         self.fault_isolator.watchdog.add(process, now, runs_selftest=False)
-        slot = MemberSeat(process, (process,), device, policy, model_index=model_index, scheduler=scheduler)
+        slot = SharedSlot(process, (process,), device, policy, model_index=model_index, scheduler=scheduler)
         scheduler.add(slot, self.scheduler.slots, self.scheduler.queue, self.dispatch)
 
     def remove_slot(self, process: str) -> None:
@@ -290,7 +290,7 @@ class Desk:
         Who leaves has lost what it had. Return as `result` does.
         """
         if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
-            outcome = Breach(f"{process}: {failed.error}") if failed.is_exiting else lockstep.on_failed(process, failed)
+            outcome = OutOfStep(f"{process}: {failed.error}") if failed.is_exiting else lockstep.on_failed(process, failed)
             return self._on_outcome(process, failed.request, outcome, now)
         self.fault_isolator.watchdog.on_message(process, now)
         self._notify_released(self.output_leases.release(process, failed.request))
@@ -315,7 +315,7 @@ class Desk:
     def on_cancelled(self, process: str, number: int, now: float) -> str:
         """A part of a job was taken back before that had begun; return as `result` does."""
         if self._has_lockstep and self.scheduler.slots.lockstep_of(process) is not None:
-            return self._on_outcome(process, number, Breach(f"{process}: has left out {number}"), now)
+            return self._on_outcome(process, number, OutOfStep(f"{process}: has left out {number}"), now)
         self._notify_released(self.output_leases.release(process, number))
         return ""
 
@@ -323,7 +323,7 @@ class Desk:
         """A process can go on no more, for this reason, and its seat is lost with it."""
         self.fault_isolator.on_process_failed(process, reason, now)
 
-    def on_exit(self, process: str, exit_cause: End, now: float) -> None:
+    def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
         """A process has ended, and with it its seat."""
         self._notify_released(self.output_leases.release_process(process))
         self.fault_isolator.on_exit(process, exit_cause, now)
@@ -409,7 +409,7 @@ class Desk:
         if built is not None:
             self.signature.on_built(built)
 
-    def adopt_requests(self, old: Desk) -> Iterator[Request]:
+    def adopt_requests(self, old: Dispatcher) -> Iterator[Request]:
         """Take over who waits at another desk for metadata; yield what waits there for an answer."""
         old.fault_isolator.fail_pending()
         for request in old.scheduler.take_all_waiting():
@@ -502,20 +502,20 @@ class Desk:
     def _cancel_recalled(self) -> None:
         for slot, number in self.scheduler.slots.take_recalled():
             for process in slot.processes:
-                self._send_order(process, Skip(number), (), ())
+                self._send_order(process, CancelPredict(number), (), ())
 
-    def _start_batch(self, slot: Seat, batch: Job) -> None:
+    def _start_batch(self, slot: Slot, batch: Batch) -> None:
         if batch.batch_key is not None:
             rows = slot.policy.padded_rows(batch.rows)
             if batch.item_count > 1 or rows:
                 parties: tuple[int, ...] = ()
                 if batch.item_count > 1 and slot.policy.is_exact and slot.lockstep is None:
                     parties = tuple([self.party_names.number_of(item.request.origin.party) for item in batch.items.values()])
-                self._send_to_slot(slot, Together(batch.item_count, rows, parties))
+                self._send_to_slot(slot, BeginBatch(batch.item_count, rows, parties))
         for item in batch.items.values():
             self._predict(slot, item)
 
-    def _predict(self, slot: Seat, item: Part) -> None:
+    def _predict(self, slot: Slot, item: BatchItem) -> None:
         request, split = item.request, item.split
         if split is None:
             frames, locations, description = request.frames, request.locations, request.description
@@ -531,12 +531,12 @@ class Desk:
 
     def _predict_in_step(
         self,
-        slot: Seat,
-        lockstep: Lockstep,
-        item: Part,
+        slot: Slot,
+        lockstep: LockstepTracker,
+        item: BatchItem,
         description: RequestDescription,
         frames: Sequence[Any],
-        locations: Places,
+        locations: TensorLocations,
     ) -> None:
         """All processes get the same; one of them alone may write outputs where the client has room for them."""
         step, reply_process = lockstep.start(item.number), lockstep.reply_process
@@ -551,7 +551,7 @@ class Desk:
     def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
         """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""
         self.fault_isolator.watchdog.on_message(process, now)
-        if isinstance(outcome, Breach):
+        if isinstance(outcome, OutOfStep):
             # Nor is it believed that it does not write any more.
             self.fault_isolator.on_process_failed(process, outcome.reason, now)
             return outcome.reason
@@ -561,12 +561,12 @@ class Desk:
         slot = self.scheduler.slots.slot_of(process)
         batch = slot.batch_of(number) if slot is not None else None
         item = self.scheduler.slots.finish(process, number, now)
-        if item is not None and isinstance(outcome, Refusal):
+        if item is not None and isinstance(outcome, Rejected):
             if batch is not None and batch.item_count > 1:
                 self.scheduler.retry_alone(item)
             else:
                 self.fail_request(item.request, outcome.error)
-        elif item is not None and isinstance(outcome, Answer):
+        elif item is not None and isinstance(outcome, InferenceResult):
             result, frames = outcome.result, outcome.frames
             if item.split is not None:
                 self._add_partial_result(item, item.split, process, result, frames, now)
@@ -579,12 +579,12 @@ class Desk:
         return ""
 
     def _send_to_slot(
-        self, slot: Seat, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
+        self, slot: Slot, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
         for process in slot.processes:
             self._send_order(process, message, frames, regions)
 
-    def _add_partial_result(self, item: Part, split: Cut, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _add_partial_result(self, item: BatchItem, split: SplitRequest, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
         """Rows of a request have been answered."""
         try:
             complete = split.add_result(item.first_row, item.rows, result, frames)
@@ -631,12 +631,12 @@ class Desk:
             )
 
 
-def _row_limits(config: ModelConfig) -> RowBounds:
+def _row_limits(config: ModelConfig) -> RowLimits:
     """How many rows a request may have: as many as can be run, be it in parts."""
     sizes = config.batching.sizes
     if config.split.part_rows:
-        return RowBounds(config.split.max_rows, "split.max_rows", sizes)
-    return RowBounds(max(sizes, default=0), "the largest of batching.sizes", sizes)
+        return RowLimits(config.split.max_rows, "split.max_rows", sizes)
+    return RowLimits(max(sizes, default=0), "the largest of batching.sizes", sizes)
 
 
 def _are_answers_exact(config: ModelConfig, built: Built) -> bool | None:

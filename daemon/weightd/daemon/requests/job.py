@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, Part
-from weightd.daemon.requests.request import Company, Origin, Request
-from weightd.daemon.requests.rows.terms import Form
-from weightd.daemon.requests.shares import Bill
+from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, BatchItem
+from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import BatchKey
+from weightd.daemon.requests.shares import Charge
 
 _NOT_STARTED = float("inf")
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class Batch:
     """One or more parts of requests; each is answered by itself.
 
     What becomes of a job says something of its parts only if it has one. Where it has several, and its seat dies of
@@ -34,18 +34,18 @@ class Job:
     """
 
     number: int
-    items: dict[int, Part]
+    items: dict[int, BatchItem]
     item_count: int = 1
-    batch_key: Form | None = None
+    batch_key: BatchKey | None = None
     rows: int = 0
     started_at: float = _NOT_STARTED
-    charge: Bill | None = None
-    answered_items: tuple[Part, ...] = ()
+    charge: Charge | None = None
+    answered_items: tuple[BatchItem, ...] = ()
     is_time_recorded: bool = False
     is_long: bool = False
 
     @classmethod
-    def from_items(cls, items: Sequence[Part], batch_key: Form | None = None, rows: int = 0) -> Job:
+    def from_items(cls, items: Sequence[BatchItem], batch_key: BatchKey | None = None, rows: int = 0) -> Batch:
         """Return a job of these parts."""
         return cls(items[0].number, {item.number: item for item in items}, len(items), batch_key, rows)
 
@@ -54,7 +54,7 @@ class Job:
         """Whether it runs, as far as can be told from here."""
         return self.started_at != _NOT_STARTED
 
-    def record_time(self, seconds: float, last: Part | None = None) -> None:
+    def record_time(self, seconds: float, last: BatchItem | None = None) -> None:
         """It has had its seat for so many seconds, and has it no more. Only the first word counts.
 
         They go on the accounts of who has asked, by rows, whoever is to blame for the end. `last`: this part was
@@ -77,14 +77,14 @@ class Job:
     def isolate_requests(self) -> None:
         """Whatever has to run again of it, does so alone."""
         for request in self.requests:
-            request.require_isolation(Company.ALONE)
+            request.require_isolation(Isolation.ALONE)
 
     @property
     def single_request(self) -> Request | None:
         """The request that it is a part of, all alone; None if it has several parts."""
         return next(iter(self.items.values())).request if self.item_count == 1 else None
 
-    def item_of(self, request: Request) -> Part | None:
+    def item_of(self, request: Request) -> BatchItem | None:
         """Return its part of a request, which has not been answered; None if it has none."""
         item = self.items.get(request.number)
         if item is None and self.number >= FIRST_SPLIT_NUMBER:
@@ -98,22 +98,22 @@ class Job:
         return [item.request for item in self.items.values()]
 
     @property
-    def origins(self) -> set[Origin]:
+    def origins(self) -> set[ClientOrigin]:
         """Who has asked."""
         return {request.origin for request in self.requests}
 
     @property
-    def awaited_items(self) -> list[Part]:
+    def awaited_items(self) -> list[BatchItem]:
         """The parts of which the requests have not ended while it ran."""
         return [item for item in self.items.values() if item.is_awaited]
 
     @property
-    def isolation(self) -> Company:
+    def isolation(self) -> Isolation:
         """What else may run: as the narrowest of its parts bears."""
         return max(request.isolation for request in self.requests)
 
 
-def record_death(batches: Sequence[Job]) -> None:
+def record_death(batches: Sequence[Batch]) -> None:
     """A seat was lost to these jobs: that goes on the account of who has asked, if all are one tenant's."""
     usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
     if len(usages) == 1:

@@ -8,7 +8,7 @@ from collections import deque
 _MAX_SAMPLES = 1024
 
 
-class Latencies:
+class LatencyWindow:
     """The last answers' latencies, in seconds."""
 
     def __init__(self) -> None:

@@ -15,25 +15,25 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from weightd.daemon.requests.by_tenant import ByTenant, make_queue
-from weightd.daemon.requests.part import Part
-from weightd.daemon.requests.presence import Presence
-from weightd.daemon.requests.request import Company, Request
-from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.shares import Clock
+from weightd.daemon.requests.by_tenant import TenantQueues, make_queue
+from weightd.daemon.requests.part import BatchItem
+from weightd.daemon.requests.presence import ActiveTenants
+from weightd.daemon.requests.request import Isolation, Request
+from weightd.daemon.requests.rows.cut import SplitRequest
+from weightd.daemon.requests.shares import FairClock
 from weightd.daemon.requests.waiting import TenantQueue, sort_key
 from weightd.daemon.tenants.tenant import Tenant
 
 # Of what has begun so many are looked at.
 _MAX_SPLITTING = 16
 
-AnyQueue = TenantQueue | ByTenant
+AnyQueue = TenantQueue | TenantQueues
 """What waits, of one tenant or of each by itself."""
 
 _QueueT = TypeVar("_Q", TenantQueue, AnyQueue)
 
 
-class Line:
+class RequestQueue:
     """The requests that wait; iterated in the order in which they run, then those that are confined or aside.
 
     Args:
@@ -59,10 +59,10 @@ class Line:
         self._max_queue_bytes = max_queue_bytes
         self._levels = levels
         self._is_confined_running = is_confined_running
-        self.splits: dict[int, Cut] = {}
+        self.splits: dict[int, SplitRequest] = {}
         self.was_split = False
         self.is_multi_tenant = False
-        self.active_tenants = Presence(lambda tenant: any(queue.count for queue in self._runnable_of(tenant)))
+        self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self._runnable_of(tenant)))
         # Those whose last job was a part of a request.
         self._tenants_last_split: set[Tenant] = set()
         # The last is what is looked at before it may run.
@@ -78,7 +78,7 @@ class Line:
         """It waits behind what is there."""
         self._queue_for(request).append(request)
 
-    def put_back(self, items: Sequence[Part]) -> None:
+    def put_back(self, items: Sequence[BatchItem]) -> None:
         """What seats had of requests waits again, at the head."""
         requeued: list[Request] = []
         for item in items:
@@ -117,7 +117,7 @@ class Line:
             for request in queue.take_matching(matches):
                 self._confined.append(request)
 
-    def remove_split(self, request: Request) -> Cut | None:
+    def remove_split(self, request: Request) -> SplitRequest | None:
         """Nothing more of it runs, if it runs in parts; return it as it was, None if it does not."""
         split = self.splits.pop(request.number, None)
         if split is not None:
@@ -150,7 +150,7 @@ class Line:
         for request in itertools.islice(self, 1):
             on_change(request.tenant)
         pairs = zip(levels, self._queues, strict=True)
-        self._set_queues(*(old_queue if isinstance(old_queue, ByTenant) else ByTenant(each, old_queue, on_change) for each, old_queue in pairs))
+        self._set_queues(*(old_queue if isinstance(old_queue, TenantQueues) else TenantQueues(each, old_queue, on_change) for each, old_queue in pairs))
 
     def stop_multi_tenant(self) -> None:
         """There is one tenant at most, and nothing of any other waits."""
@@ -158,7 +158,7 @@ class Line:
         self.active_tenants.clear()
         self._tenants_last_split.clear()
         self.normal.put_back(self.long.take_matching(lambda _: True))
-        self._set_queues(*(queue.single_queue() if isinstance(queue, ByTenant) else queue for queue in self._queues))
+        self._set_queues(*(queue.single_queue() if isinstance(queue, TenantQueues) else queue for queue in self._queues))
 
     @property
     def tenants(self) -> set[Tenant]:
@@ -176,7 +176,7 @@ class Line:
     def has_splitting(self, tenant: Tenant) -> bool:
         """Return whether anything of a tenant runs in parts, of which some have still to be given to seats."""
         splitting = self.splitting
-        return (splitting.queue_of(tenant) if isinstance(splitting, ByTenant) else splitting).count > 0
+        return (splitting.queue_of(tenant) if isinstance(splitting, TenantQueues) else splitting).count > 0
 
     def on_batch_formed(self, tenant: Tenant, *, is_split: bool) -> None:
         """While it is shared, a job has been made of what waited of a tenant: a part of a request, or not."""
@@ -210,7 +210,7 @@ class Line:
         """
         return _with_long_request(self.next_unsplit_queue(), self.splitting, self.long, was_split=self.was_split)
 
-    def fair_candidates(self, clock: Clock, is_long: Callable[[Request], bool]) -> Iterator[tuple[AnyQueue, Request]]:
+    def fair_candidates(self, clock: FairClock, is_long: Callable[[Request], bool]) -> Iterator[tuple[AnyQueue, Request]]:
         """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
         for tenant in sorted(self.active_tenants.update(), key=clock.sort_key):
             self._move_long_of(tenant, is_long)
@@ -225,7 +225,7 @@ class Line:
         for tenant in self.active_tenants.update():
             self._move_long_of(tenant, is_long)
 
-    def fair_order(self, clock: Clock, expected_s: float) -> Iterator[Request]:
+    def fair_order(self, clock: FairClock, expected_s: float) -> Iterator[Request]:
         """Yield what waits for nothing but its turn, as if each took so many seconds of the device with this clock."""
         heads = [
             (clock.sort_key(tenant), index, tenant, iter(self._runnable_of(tenant)[0]))
@@ -278,8 +278,8 @@ class Line:
     # --- within -------------------------------------------------------------------------------------------------
 
     @property
-    def _tenant_queues(self) -> list[ByTenant]:
-        return [queue for queue in self._queues if isinstance(queue, ByTenant)]
+    def _tenant_queues(self) -> list[TenantQueues]:
+        return [queue for queue in self._queues if isinstance(queue, TenantQueues)]
 
     def _runnable_of(self, tenant: Tenant) -> list[TenantQueue]:
         """What waits of a tenant and may run, in the order of `_queues`."""
@@ -313,7 +313,7 @@ class Line:
         return None
 
     def _queue_for(self, request: Request) -> AnyQueue:
-        if request.isolation is Company.CONFINED:
+        if request.isolation is Isolation.CONFINED:
             return self._confined
         return self.splitting if request.number in self.splits else self.normal
 

@@ -20,7 +20,7 @@ from weightd.protocol.messages.data import ResponseDescription, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class InferenceResult:
     """All have run it: the answer, as if one process had given it."""
 
     result: Result
@@ -28,22 +28,22 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejected:
     """It ends in this error, and the processes are in step all the same: all have run it, or none has begun."""
 
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
+class OutOfStep:
     """The processes are not in step, for this reason: nothing that any of them says is worth anything any more."""
 
     reason: str
 
 
-Outcome = Answer | Refusal | Breach
+Outcome = InferenceResult | Rejected | OutOfStep
 
-_Report = Answer | Failed | None
+_Report = InferenceResult | Failed | None
 """What a process says of a part; None: it has run it, and has nothing to tell."""
 
 
@@ -53,7 +53,7 @@ class _Reports(dict[str, _Report]):
     nbytes = 0
 
 
-class Lockstep:
+class LockstepTracker:
     """What the processes of one seat have said of the parts that they have been given.
 
     Args:
@@ -87,7 +87,7 @@ class Lockstep:
 
         The frames may be views of memory that is written to again after this.
         """
-        return self._add_report(process, result.request, Answer(result, frames))
+        return self._add_report(process, result.request, InferenceResult(result, frames))
 
     def on_done(self, process: str, number: int) -> Outcome | None:
         """A process has run a part, of which another one has the outputs; return as `answered` does."""
@@ -102,16 +102,16 @@ class Lockstep:
     def _add_report(self, process: str, number: int, report: _Report) -> Outcome | None:
         reports = self._reports.get(number)
         if reports is None or process not in self.processes:
-            return Breach(f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}")
+            return OutOfStep(f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}")
         problem = self._report_problem(process, report, reports)
         if problem:
-            return Breach(f"{process}: of {number} {problem}")
+            return OutOfStep(f"{process}: of {number} {problem}")
         is_last = len(reports) + 1 == len(self.processes)
         reports[process] = report if is_last else self._copy_report(reports, report)
         failed = [name for name, each in reports.items() if isinstance(each, Failed)]
         if failed and len(failed) < len(reports):
             executed = ", ".join(name for name in reports if name not in failed)
-            return Breach(f"{number} was refused by {', '.join(failed)} and run by {executed}")
+            return OutOfStep(f"{number} was refused by {', '.join(failed)} and run by {executed}")
         if not is_last:
             return None
         del self._reports[number]
@@ -124,26 +124,26 @@ class Lockstep:
         has_outputs = self.reply_process in (None, process)
         if not isinstance(report, Failed) and (report is not None) != has_outputs:
             return f"expected {'a result' if has_outputs else 'done'}, got {_describe_report(report)}"
-        if self.reply_process is None and isinstance(report, Answer) and report.result.shared_outputs:
+        if self.reply_process is None and isinstance(report, InferenceResult) and report.result.shared_outputs:
             return "expected frames, got outputs where there was no room for them"
         return ""
 
     def _copy_report(self, reports: _Reports, report: _Report) -> _Report:
         """What is kept of a report until the others have come."""
-        if not isinstance(report, Answer):
+        if not isinstance(report, InferenceResult):
             return report
         reports.nbytes += sum(map(len, report.frames))
         # It is too much by now, whatever the others bring.
         frames = [] if self._is_too_much(reports.nbytes) else [bytes(each) for each in report.frames]
-        return Answer(report.result, frames)
+        return InferenceResult(report.result, frames)
 
     def _combine_reports(self, number: int, reports: _Reports) -> Outcome:
         """All have told of a part, and what they tell goes together."""
-        answers: list[Answer] = []
+        answers: list[InferenceResult] = []
         for process in self.processes:
             report = reports[process]
             if isinstance(report, Failed):
-                return Refusal(request_error(report.code, report.error))
+                return Rejected(request_error(report.code, report.error))
             if report is not None:
                 answers.append(report)
         if self.reply_process is not None:
@@ -151,9 +151,9 @@ class Lockstep:
         try:
             if self._is_too_much(sum(sum(each.result.description.sizes) for each in answers)):
                 raise ResourceExhausted(f"the answer has more than {limits.MAX_FRAME_BYTES} bytes")
-            return Answer(*_join_answers(number, answers))
+            return InferenceResult(*_join_answers(number, answers))
         except RequestError as error:
-            return Refusal(error)
+            return Rejected(error)
 
     def _is_too_much(self, nbytes: int) -> bool:
         """Whether shares of outputs have too many bytes together. What one process sends has its bounds already."""
@@ -166,7 +166,7 @@ def _describe_report(report: _Report) -> str:
     return report.code if isinstance(report, Failed) else "a result"
 
 
-def _join_answers(number: int, answers: Sequence[Answer]) -> tuple[Result, list[Any]]:
+def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Result, list[Any]]:
     """Return the outputs of which each share has its part of the first axis.
 
     Raises:

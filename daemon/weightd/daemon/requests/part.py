@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.rows.cut import Cut
+from weightd.daemon.requests.rows.cut import SplitRequest
 from weightd.protocol import limits
 
 _ALL_ROWS = range(limits.MAX_DIM)
@@ -15,7 +15,7 @@ FIRST_SPLIT_NUMBER = 2**62
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class BatchItem:
     """All of a request, or some of its rows.
 
     Attributes:
@@ -28,7 +28,7 @@ class Part:
 
     number: int
     request: Request
-    split: Cut | None = None
+    split: SplitRequest | None = None
     first_row: int = 0
     rows: int = 0
 

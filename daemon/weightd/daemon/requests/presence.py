@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from weightd.daemon.requests.shares import Clock
+from weightd.daemon.requests.shares import FairClock
 from weightd.daemon.tenants.tenant import Tenant
 
 
-class Presence:
+class ActiveTenants:
     """The tenants of which something waits in a line, and may run.
 
     What is given to a seat is charged before it is looked who is there: so nobody seems to have gone in between.
@@ -22,13 +22,13 @@ class Presence:
         self._active: set[Tenant] = set()
         # Those that may not be there any more, or by now.
         self._changed_tenants: set[Tenant] = set()
-        self._clocks: tuple[Clock, ...] = ()
+        self._clocks: tuple[FairClock, ...] = ()
 
     def mark_changed(self, tenant: Tenant) -> None:
         """Something of it has come where nothing was, or nothing is left of what was."""
         self._changed_tenants.add(tenant)
 
-    def set_clocks(self, clocks: Iterable[Clock]) -> None:
+    def set_clocks(self, clocks: Iterable[FairClock]) -> None:
         """The model runs on the devices with these clocks, each of which is named once."""
         self.update()
         old_clocks, self._clocks = self._clocks, tuple(clocks)

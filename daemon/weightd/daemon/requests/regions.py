@@ -11,7 +11,7 @@ from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
 
-class Memory:
+class SharedRegion:
     """A region: its descriptor, open for as long as anybody refers to this.
 
     Args:
@@ -39,14 +39,14 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """A part of a region.
 
     Its length is that of a frame, and so are its slices: only `contents` asks for them. Memory that was never written
     to reads as zeros, and takes none by that.
     """
 
-    region: Memory
+    region: SharedRegion
     offset: int
     nbytes: int
 
@@ -57,17 +57,17 @@ class Place:
         begin, end, _ = byte_range.indices(self.nbytes)
         return os.pread(self.region.fileno(), end - begin, self.offset + begin)
 
-    def subrange(self, begin: int, nbytes: int) -> Place:
+    def subrange(self, begin: int, nbytes: int) -> TensorLocation:
         """Return where so many of its bytes are."""
-        return Place(self.region, self.offset + begin, nbytes)
+        return TensorLocation(self.region, self.offset + begin, nbytes)
 
-    def overlaps(self, other: Place) -> bool:
+    def overlaps(self, other: TensorLocation) -> bool:
         """Whether a byte is in both."""
         begin, end = max(self.offset, other.offset), min(self.offset + self.nbytes, other.offset + other.nbytes)
         return self.region is other.region and begin < end
 
 
-class Places:
+class TensorLocations:
     """Those of one request, by the position of the tensor. Many requests may have the same.
 
     Attributes:
@@ -79,10 +79,10 @@ class Places:
 
     __slots__ = ("inputs", "mapped_regions", "regions", "outputs")
 
-    def __init__(self, inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> None:
+    def __init__(self, inputs: Mapping[int, TensorLocation], outputs: Mapping[int, TensorLocation]) -> None:
         self.inputs = inputs
         self.outputs = outputs
-        self.regions: Sequence[Memory] = tuple(
+        self.regions: Sequence[SharedRegion] = tuple(
             {each.region.number: each.region for each in (*inputs.values(), *outputs.values())}.values()
         )
         self.mapped_regions = _mapped_regions(inputs, outputs) if self.regions else None
@@ -92,24 +92,24 @@ class Places:
         """Whether an output may be written where an input is."""
         return any(output_location.overlaps(each) for output_location in self.outputs.values() for each in self.inputs.values())
 
-    def without_outputs(self) -> Places:
+    def without_outputs(self) -> TensorLocations:
         """Return the same with no room for outputs."""
-        return Places(self.inputs, {})
+        return TensorLocations(self.inputs, {})
 
 
-def _mapped_regions(inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> MappedRegions:
+def _mapped_regions(inputs: Mapping[int, TensorLocation], outputs: Mapping[int, TensorLocation]) -> MappedRegions:
     return MappedRegions(
         tuple(MappedInput(index, each.region.number, each.offset) for index, each in inputs.items()),
         tuple(MappedOutput(index, each.region.number, each.offset, each.nbytes) for index, each in outputs.items()),
     )
 
 
-NO_LOCATIONS = Places({}, {})
+NO_LOCATIONS = TensorLocations({}, {})
 
 
 def iterate_tensors(
-    inputs: Sequence[TensorSpec], frames: Sequence[Any], locations: Places
-) -> Iterator[tuple[TensorSpec, memoryview | Place]]:
+    inputs: Sequence[TensorSpec], frames: Sequence[Any], locations: TensorLocations
+) -> Iterator[tuple[TensorSpec, memoryview | TensorLocation]]:
     """Yield each input with its bytes, wherever these are."""
     remaining_frames = iter(frames)
     for index, spec in enumerate(inputs):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from weightd.daemon.requests.regions import NO_LOCATIONS, Places
-from weightd.daemon.tenants.accounts import Account
+from weightd.daemon.requests.regions import NO_LOCATIONS, TensorLocations
+from weightd.daemon.tenants.accounts import Usage
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.protocol.messages.data import RequestDescription
 
@@ -16,7 +16,7 @@ from weightd.protocol.messages.data import RequestDescription
 _OVERHEAD_BYTES = 2048
 
 
-class Origin(NamedTuple):
+class ClientOrigin(NamedTuple):
     """Who is at the other end of a connection, as the kernel knows it: what a client says of itself proves nothing.
 
     Attributes:
@@ -30,10 +30,10 @@ class Origin(NamedTuple):
     is_tenant: bool = False
 
 
-UNKNOWN_ORIGIN = Origin("", "")
+UNKNOWN_ORIGIN = ClientOrigin("", "")
 
 
-class Company(enum.IntEnum):
+class Isolation(enum.IntEnum):
     """What else may run while a request does, each narrower than the one before."""
 
     BATCHABLE = 0
@@ -74,12 +74,12 @@ class Request:
     arrived_at: float
     deadline: float
     nbytes: int
-    origin: Origin = UNKNOWN_ORIGIN
-    locations: Places = NO_LOCATIONS
+    origin: ClientOrigin = UNKNOWN_ORIGIN
+    locations: TensorLocations = NO_LOCATIONS
     tenant: Tenant = DEFAULT_TENANT
-    usage: Account = field(default_factory=Account)
+    usage: Usage = field(default_factory=Usage)
     priority_level: int = 0
-    isolation: Company = Company.BATCHABLE
+    isolation: Isolation = Isolation.BATCHABLE
     deaths: int = 0
     has_started: bool = False
     lost_slots: int = 0
@@ -91,7 +91,7 @@ class Request:
     may_still_write: bool = False
     partial_result_bytes: int = 0
 
-    def require_isolation(self, company: Company) -> None:
+    def require_isolation(self, company: Isolation) -> None:
         """From now on it bears no other company than this, or less."""
         self.isolation = max(self.isolation, company)
 

@@ -12,18 +12,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.deadlines import Deadlines
-from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.line import Line, AnyQueue
+from weightd.daemon.requests.job import Batch
+from weightd.daemon.requests.line import RequestQueue, AnyQueue
 from weightd.daemon.requests.long_jobs import Durations, Users
-from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, Part
-from weightd.daemon.requests.request import Company, Request
+from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, BatchItem
+from weightd.daemon.requests.request import Isolation, Request
 from weightd.daemon.requests.rows import forming
-from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.terms import NO_BATCHING, Form, RowTerms
-from weightd.daemon.requests.seat import Seat
-from weightd.daemon.requests.seats import Seats
-from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, Clocks
-from weightd.daemon.requests.tally import Tally
+from weightd.daemon.requests.rows.cut import SplitRequest
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchKey, BatchingPolicy
+from weightd.daemon.requests.seat import Slot
+from weightd.daemon.requests.seats import SlotPool
+from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClocks
+from weightd.daemon.requests.tally import ExecutionCounters
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
@@ -69,14 +69,14 @@ class Scheduler:
         schedule_by: Callable[[float], object] = lambda _: None,
         *,
         levels: int = 1,
-        clocks: Clocks | None = None,
+        clocks: FairClocks | None = None,
         concurrency: int = 1,
     ) -> None:
         self._schedule_by = schedule_by
-        self.execution_counters = Tally()
-        self.clocks = clocks if clocks is not None else Clocks()
-        self.slots = Seats(predict_timeout, schedule_by, self.execution_counters, self._update_devices, self._on_ran)
-        self.queue = Line(max_queue, max_queue_bytes, levels, self.slots.is_confined_running)
+        self.execution_counters = ExecutionCounters()
+        self.clocks = clocks if clocks is not None else FairClocks()
+        self.slots = SlotPool(predict_timeout, schedule_by, self.execution_counters, self._update_devices, self._on_ran)
+        self.queue = RequestQueue(max_queue, max_queue_bytes, levels, self.slots.is_confined_running)
         self._split_numbers = itertools.count(FIRST_SPLIT_NUMBER)
         self.deadlines = Deadlines()
         # Their deadline had passed when it was their turn: `expire` tells.
@@ -120,7 +120,7 @@ class Scheduler:
         if items:
             self.queue.put_back(sorted(items, key=lambda item: item.number))
 
-    def try_start(self, request: Request, now: float) -> tuple[Seat, Job] | None:
+    def try_start(self, request: Request, now: float) -> tuple[Slot, Batch] | None:
         """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
 
         If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
@@ -129,7 +129,7 @@ class Scheduler:
         request_queue = self.queue
         if request_queue.is_multi_tenant or request_queue.next_unsplit_queue() is not None or request.deadline <= now:
             return None
-        if request.isolation is Company.CONFINED and self.slots.is_confined_running():
+        if request.isolation is Isolation.CONFINED and self.slots.is_confined_running():
             return None
         slot = self.slots.least_loaded(request, None, request_queue.normal, now)
         if slot is None or (request_queue.splitting.count and not slot.is_free):
@@ -170,7 +170,7 @@ class Scheduler:
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    def assign(self, now: float) -> Iterator[tuple[Seat, Job]]:
+    def assign(self, now: float) -> Iterator[tuple[Slot, Batch]]:
         """Yield each pair of seat and job that is due now; what is yielded is running.
 
         If many requests are found to be late, the rest of the work is left to the next turn of the loop.
@@ -213,7 +213,7 @@ class Scheduler:
             self.execution_counters.retried_items += sum(item.request not in excluding for item in started)
             self.queue.put_back([item for item in self.slots.remove(slot) if item.request not in excluding])
 
-    def retry_items_alone(self, batch: Job, *, excluding: Sequence[Request] = ()) -> None:
+    def retry_items_alone(self, batch: Batch, *, excluding: Sequence[Request] = ()) -> None:
         """Something became of a job that says nothing of any of its parts: each of them runs again, alone.
 
         `but`: these have ended.
@@ -223,18 +223,18 @@ class Scheduler:
         self.execution_counters.retried_items += len(retried)
         self.queue.put_back(retried)
 
-    def retry_alone(self, item: Part) -> None:
+    def retry_alone(self, item: BatchItem) -> None:
         """A job was refused that had more parts than this one, which runs again without the others."""
-        item.request.require_isolation(Company.ALONE)
+        item.request.require_isolation(Isolation.ALONE)
         self.execution_counters.retried_items += 1
         self.queue.put_back([item])
 
-    def take_overdue(self, now: float) -> list[tuple[Seat, Job]]:
+    def take_overdue(self, now: float) -> list[tuple[Slot, Batch]]:
         """Take out the seats that have computed for too long, each with what it runs.
 
         What they had beside it waits again; what waits behind a job that only runs long is taken back, too.
         """
-        hung_slots: list[tuple[Seat, Job]] = []
+        hung_slots: list[tuple[Slot, Batch]] = []
         for each in self.slots.take_overdue(now):
             self.queue.put_back(each.requeued)
             if each.hung_batch is not None:
@@ -250,7 +250,7 @@ class Scheduler:
     def confine(self, matches: Callable[[Request], bool]) -> None:
         """Have what is `chosen` run one at a time: what waits, and what is with a seat if it has to run again."""
         for request in filter(matches, self._outstanding()):
-            request.require_isolation(Company.CONFINED)
+            request.require_isolation(Isolation.CONFINED)
         self.queue.confine(matches)
 
     def end_split(self, request: Request) -> None:
@@ -332,7 +332,7 @@ class Scheduler:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _next_candidate(self, now: float) -> tuple[AnyQueue, Request, Seat] | None:
+    def _next_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
         """The request that runs now, out of which queue, and where.
 
         Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for seats
@@ -358,7 +358,7 @@ class Scheduler:
         other_request_at = self._other_request_at if self._last_tenant in active else self._last_request_at
         return len(active) > 1 or now < other_request_at + _RECENT_REQUEST_S
 
-    def _next_fair_candidate(self, now: float) -> tuple[AnyQueue, Request, Seat] | None:
+    def _next_fair_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
         """The same where there are several tenants: nothing is made ready, so that who comes waits for what runs."""
         request_queue = self.queue
         for slot in self.slots.free_slots(now):
@@ -413,11 +413,11 @@ class Scheduler:
         if self._concurrency == 1 and seconds > self.clocks.max_batch_s:
             self.users.add_long_time(tenant, seconds, now)
 
-    def _assign(self, slot: Seat, request: Request, batch_key: Form | None, now: float, *, is_long: bool = False) -> Job:
+    def _assign(self, slot: Slot, request: Request, batch_key: BatchKey | None, now: float, *, is_long: bool = False) -> Batch:
         """Have the seat run a request of this form, as soon as it has nothing before it."""
         if batch_key is None:
             number = request.number
-            batch = Job(number, {number: Part(number, request)})
+            batch = Batch(number, {number: BatchItem(number, request)})
         else:
             batch = self._form_batch(slot, request, batch_key, now)
         request_queue = self.queue
@@ -429,7 +429,7 @@ class Scheduler:
         self.slots.assign(slot, batch, now)
         return batch
 
-    def _charge(self, slot: Seat, batch: Job) -> None:
+    def _charge(self, slot: Slot, batch: Batch) -> None:
         """What a job takes goes by its rows, if it is of several tenants."""
         shares: dict[Tenant, float] = {}
         rows = sum([item.rows for item in batch.items.values()])
@@ -438,7 +438,7 @@ class Scheduler:
             shares[item.request.tenant] = shares.get(item.request.tenant, 0.0) + share
         batch.charge = self.clocks.clock_of(slot.device).start_batch(shares, self.slots.expected_s(slot, batch))
 
-    def _form_batch(self, slot: Seat, request: Request, batch_key: Form, now: float) -> Job:
+    def _form_batch(self, slot: Slot, request: Request, batch_key: BatchKey, now: float) -> Batch:
         """The job of a request, and of what goes with it, or of some of its rows."""
         policy, waiting = slot.policy, self.queue.normal
         split = self.queue.splits.get(request.number)
@@ -448,18 +448,18 @@ class Scheduler:
             return self._next_split_batch(split, slot, now)
         max_s = self._max_batch_s(math.inf, now)
         candidates = self.queue.fair_order(self.clocks.clock_of(slot.device), self.slots.mean_item_s) if self.queue.is_multi_tenant else waiting
-        group = self.slots.form_batch(slot, request, batch_key, forming.Mates(candidates, waiting.count, max_s), now)
+        group = self.slots.form_batch(slot, request, batch_key, forming.BatchCandidates(candidates, waiting.count, max_s), now)
         for each in group.requests[1:]:
             waiting.remove(each)
-        items = [Part(each.number, each) for each in group.requests]
+        items = [BatchItem(each.number, each) for each in group.requests]
         for item in items:
             item_key = policy.batch_key(item.request.description)
             item.rows = item_key.rows if item_key is not None else 0
-        return Job.from_items(items, batch_key, group.rows)
+        return Batch.from_items(items, batch_key, group.rows)
 
-    def _start_split(self, request: Request, policy: RowTerms, batch_key: Form) -> Cut:
+    def _start_split(self, request: Request, policy: BatchingPolicy, batch_key: BatchKey) -> SplitRequest:
         """Have a request run in parts."""
-        split = self.queue.splits[request.number] = Cut(request, policy, batch_key)
+        split = self.queue.splits[request.number] = SplitRequest(request, policy, batch_key)
         self.execution_counters.split_requests += 1
         return split
 
@@ -467,15 +467,15 @@ class Scheduler:
         """How many seconds a job may take of which that can be told; `alone`: where no other tenant asks."""
         return self.clocks.max_batch_s if self.queue.is_multi_tenant and self._has_other_tenants(now) else default_s
 
-    def _next_split_batch(self, split: Cut, slot: Seat, now: float) -> Job:
+    def _next_split_batch(self, split: SplitRequest, slot: Slot, now: float) -> Batch:
         devices, estimates = self.slots.devices_with(split.policy), self.slots.estimates
         max_s = self._max_batch_s(math.inf if self.queue.is_idle else forming.MAX_BATCH_S, now)
         rows = forming.next_split_rows(split, slot.device, devices, estimates, max_s)
         first, rows = split.take_rows(rows)
         if split.is_pending:
             self.queue.put_first([split.request])
-        item = Part(next(self._split_numbers), split.request, split, first, rows)
-        return Job.from_items([item], split.batch_key, rows)
+        item = BatchItem(next(self._split_numbers), split.request, split, first, rows)
+        return Batch.from_items([item], split.batch_key, rows)
 
     def _update_multi_tenant(self, now: float) -> None:
         """See whether there are still several tenants, or by now."""

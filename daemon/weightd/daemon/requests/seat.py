@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.lockstep import Lockstep
-from weightd.daemon.requests.request import Company
-from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
+from weightd.daemon.requests.job import Batch
+from weightd.daemon.requests.lockstep import LockstepTracker
+from weightd.daemon.requests.request import Isolation
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
 from weightd.daemon.tenants.tenant import Tenant
 
 # A seat that has computed for longer than this gets nothing ahead: handing it the next job then costs it less than a
@@ -16,7 +16,7 @@ MAX_QUICK_S = 0.25
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class Slot:
     """One or more processes that act together: each is given every job, and who loses one of them has lost all.
 
     Attributes:
@@ -36,11 +36,11 @@ class Seat:
     name: str
     processes: tuple[str, ...]
     device: str = ""
-    policy: RowTerms = NO_BATCHING
+    policy: BatchingPolicy = NO_BATCHING
     concurrency: int = 1
-    batches: dict[int, Job] = field(default_factory=dict[int, Job])
+    batches: dict[int, Batch] = field(default_factory=dict[int, Batch])
     is_quick: bool = True
-    lockstep: Lockstep | None = None
+    lockstep: LockstepTracker | None = None
     support_processes: tuple[str, ...] = ()
     model_index: int = 0
 
@@ -66,7 +66,7 @@ class Seat:
     @property
     def has_confined(self) -> bool:
         """Whether one of its jobs is confined."""
-        return any(batch.isolation is Company.CONFINED for batch in self.batches.values())
+        return any(batch.isolation is Isolation.CONFINED for batch in self.batches.values())
 
     @property
     def tenants(self) -> set[Tenant]:
@@ -79,23 +79,23 @@ class Seat:
         return min((batch.started_at for batch in self.batches.values()), default=float("inf"))
 
     @property
-    def queued_batches(self) -> list[Job]:
+    def queued_batches(self) -> list[Batch]:
         """The jobs that wait for those that run."""
         return [batch for batch in self.batches.values() if not batch.has_started]
 
-    def accepts(self, isolation: Company, now: float) -> bool:
+    def accepts(self, isolation: Isolation, now: float) -> bool:
         """Return whether it takes one more job that bears this company, be it behind what it has."""
         if not self.batches:
             return True
         if self.lockstep is not None:
             return False
-        if isolation is not Company.BATCHABLE or any(batch.isolation is not Company.BATCHABLE for batch in self.batches.values()):
+        if isolation is not Isolation.BATCHABLE or any(batch.isolation is not Isolation.BATCHABLE for batch in self.batches.values()):
             return False
         if self.is_free:
             return True
         return len(self.batches) == self.concurrency and self.is_quick and now < self.busy_since + MAX_QUICK_S
 
-    def add_batch(self, batch: Job, now: float) -> bool:
+    def add_batch(self, batch: Batch, now: float) -> bool:
         """It has a job; return whether it begins with it, as it was free."""
         starts = len(self.batches) < self.concurrency
         if starts:
@@ -103,14 +103,14 @@ class Seat:
         self.batches[batch.number] = batch
         return starts
 
-    def batch_of(self, number: int) -> Job | None:
+    def batch_of(self, number: int) -> Batch | None:
         """Return the job that has the part of this number, which has not been answered."""
         batch = self.batches.get(number)
         if batch is not None and number in batch.items:
             return batch
         return next((each for each in self.batches.values() if number in each.items), None)
 
-    def finish_batch(self, batch: Job, now: float) -> float:
+    def finish_batch(self, batch: Batch, now: float) -> float:
         """It has answered a job: return for how many seconds that ran."""
         del self.batches[batch.number]
         # What was only ready, for all that is known here, has run all the same.

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from weightd.daemon.meters.meter import Meter
-from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.lockstep import Lockstep
-from weightd.daemon.requests.part import Part
-from weightd.daemon.requests.request import Company, Request
+from weightd.daemon.meters.meter import ModelCounters
+from weightd.daemon.requests.job import Batch
+from weightd.daemon.requests.lockstep import LockstepTracker
+from weightd.daemon.requests.part import BatchItem
+from weightd.daemon.requests.request import Isolation, Request
 from weightd.daemon.requests.rows import forming
-from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.peak import Peak
-from weightd.daemon.requests.rows.terms import NO_BATCHING, Form, RowTerms
-from weightd.daemon.requests.rows.times import Times
-from weightd.daemon.requests.seat import MAX_QUICK_S, Seat
-from weightd.daemon.requests.tally import Tally
+from weightd.daemon.requests.rows.cut import SplitRequest
+from weightd.daemon.requests.rows.peak import RollingMax
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.times import DurationEstimates
+from weightd.daemon.requests.seat import MAX_QUICK_S, Slot
+from weightd.daemon.requests.tally import ExecutionCounters
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 
@@ -44,7 +44,7 @@ _MEAN_WINDOW = 16
 _PEAK_WINDOW_S = 1.0
 
 
-class Overdue(NamedTuple):
+class OverdueSlot(NamedTuple):
     """A seat that has computed for long.
 
     Attributes:
@@ -52,12 +52,12 @@ class Overdue(NamedTuple):
         again: what it had beside that.
     """
 
-    slot: Seat
-    hung_batch: Job | None
-    requeued: list[Part]
+    slot: Slot
+    hung_batch: Batch | None
+    requeued: list[BatchItem]
 
 
-class Seats:
+class SlotPool:
     """The seats of one model.
 
     Args:
@@ -82,7 +82,7 @@ class Seats:
         self,
         predict_timeout: float,
         schedule_by: Callable[[float], object],
-        execution_counters: Tally,
+        execution_counters: ExecutionCounters,
         on_new_device: Callable[[], object] = lambda: None,
         on_ran: Callable[[Request, float, float], object] = lambda _request, _seconds, _now: None,
     ) -> None:
@@ -92,32 +92,32 @@ class Seats:
         self._on_new_device = on_new_device
         self._on_ran = on_ran
         self.seen_devices: set[str] = set()
-        self._slots: dict[str, Seat] = {}
-        self.accepting: dict[str, Seat] = {}
+        self._slots: dict[str, Slot] = {}
+        self.accepting: dict[str, Slot] = {}
         # How many seats there were when one was lost to a tenant, and for how long they are waited for.
         self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
         # Those that would be, if it were their turn.
-        self._paused: dict[str, Seat] = {}
+        self._paused: dict[str, Slot] = {}
         # By its name, and by that of each of its processes.
-        self._slot_by_process: dict[str, Seat] = {}
-        self.merging: dict[str, Seat] = {}
+        self._slot_by_process: dict[str, Slot] = {}
+        self.merging: dict[str, Slot] = {}
         self.next_check_at = float("inf")
-        self.estimates = Times()
-        self.counters = Meter()
-        self._request_peak = Peak(_PEAK_WINDOW_S)
-        self._recalled: list[tuple[Seat, int]] = []
+        self.estimates = DurationEstimates()
+        self.counters = ModelCounters()
+        self._request_peak = RollingMax(_PEAK_WINDOW_S)
+        self._recalled: list[tuple[Slot, int]] = []
         # For how long the jobs of the last answers ran.
         self._recent_durations_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
 
     # --- who is there -------------------------------------------------------------------------------------------
 
     def add_new(
-        self, name: str, processes: tuple[str, ...], *, device: str = "", policy: RowTerms = NO_BATCHING, concurrency: int = 1
+        self, name: str, processes: tuple[str, ...], *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1
     ) -> None:
         """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
-        self.add(Seat(name, processes, device, policy, concurrency))
+        self.add(Slot(name, processes, device, policy, concurrency))
 
-    def add(self, slot: Seat) -> None:
+    def add(self, slot: Slot) -> None:
         """The seat takes jobs from now on; if there is one of its name already, that one does."""
         slot = self._slots.setdefault(slot.name, slot)
         self.accepting[slot.name] = slot
@@ -127,7 +127,7 @@ class Seats:
             self.seen_devices.add(slot.device)
             self._on_new_device()
 
-    def set_policy(self, process: str, policy: RowTerms) -> None:
+    def set_policy(self, process: str, policy: BatchingPolicy) -> None:
         """From now on this may be done with the rows of requests at the seat of the process."""
         slot = self._slot_by_process.get(process)
         if slot is not None:
@@ -156,7 +156,7 @@ class Seats:
             self.accepting[name] = slot
             self._update_merging()
 
-    def remove(self, slot: Seat) -> list[Part]:
+    def remove(self, slot: Slot) -> list[BatchItem]:
         """The seat is gone, or as good as that: return what it has not answered and somebody waits for."""
         for name in {slot.name, *slot.all_processes}:
             del self._slot_by_process[name]
@@ -169,11 +169,11 @@ class Seats:
             batch.record_time(0.0)
         return [item for batch in slot.batches.values() for item in batch.awaited_items]
 
-    def slot_of(self, process: str) -> Seat | None:
+    def slot_of(self, process: str) -> Slot | None:
         """Return where the process runs jobs, or has run some that it may still answer."""
         return self._slot_by_process.get(process)
 
-    def lockstep_of(self, process: str) -> Lockstep | None:
+    def lockstep_of(self, process: str) -> LockstepTracker | None:
         """Return that of its seat; None if it has none, or computes alone."""
         slot = self._slot_by_process.get(process)
         return None if slot is None else slot.lockstep
@@ -190,7 +190,7 @@ class Seats:
 
     # --- what they are given ------------------------------------------------------------------------------------
 
-    def least_loaded(self, request: Request, split: Cut | None, waiting: Iterable[Request], now: float) -> Seat | None:
+    def least_loaded(self, request: Request, split: SplitRequest | None, waiting: Iterable[Request], now: float) -> Slot | None:
         """Return the seat with the least to do that has credit, the first of them; None if none has any.
 
         Args:
@@ -210,17 +210,17 @@ class Seats:
                 least_loaded, min_load = slot, load
         return least_loaded
 
-    def free_slots(self, now: float) -> list[Seat]:
+    def free_slots(self, now: float) -> list[Slot]:
         """Return those that would begin with a job at once, the one with the least to do first."""
-        free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Company.BATCHABLE, now)]
+        free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Isolation.BATCHABLE, now)]
         return sorted(free, key=lambda slot: len(slot.batches) / slot.concurrency)
 
-    def form_batch(self, slot: Seat, request: Request, batch_key: Form, waiting: forming.Mates, now: float) -> forming.Group:
+    def form_batch(self, slot: Slot, request: Request, batch_key: BatchKey, waiting: forming.BatchCandidates, now: float) -> forming.BatchGroup:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
         constraints = self._constraints(slot, self._max_requests(slot, batch_key, 1 + waiting.count, now), waiting.max_s)
         return forming.form_batch(request, batch_key, waiting.requests, constraints, now)
 
-    def expected_s(self, slot: Seat, batch: Job) -> float:
+    def expected_s(self, slot: Slot, batch: Batch) -> float:
         """Return how many seconds a job will take at a seat, about; 0.0 where nobody knows."""
         estimate_s = self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows) if batch.batch_key is not None else 0.0
         return estimate_s or batch.item_count * self.mean_item_s
@@ -230,7 +230,7 @@ class Seats:
         """The seconds that a part took of late; 0.0 before anything was answered."""
         return sum(self._recent_durations_s) / len(self._recent_durations_s) if self._recent_durations_s else 0.0
 
-    def assign(self, slot: Seat, batch: Job, now: float) -> None:
+    def assign(self, slot: Slot, batch: Batch, now: float) -> None:
         """Have the seat run a job, as soon as it has nothing before it."""
         for item in batch.items.values():
             request = item.request
@@ -245,7 +245,7 @@ class Seats:
             self.next_check_at = next_check_at
             self._schedule_by(next_check_at)
 
-    def finish(self, process: str, number: int, now: float) -> Part | None:
+    def finish(self, process: str, number: int, now: float) -> BatchItem | None:
         """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
         slot = self._slot_by_process.get(process)
         batch = None if slot is None else slot.batch_of(number)
@@ -279,12 +279,12 @@ class Seats:
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
         """End what seats have of these requests, without a look at others; return them as `end` does."""
 
-        def gone(batch: Job) -> list[Part]:
+        def gone(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
 
         return self._end_items(gone)
 
-    def recall_split(self, split: Cut) -> None:
+    def recall_split(self, split: SplitRequest) -> None:
         """Take the parts of a request back from the seats that have not begun with them."""
         for slot in self._slots.values():
             for batch in slot.queued_batches:
@@ -292,7 +292,7 @@ class Seats:
                 if mine:
                     self._recall_items(slot, batch, mine)
 
-    def take_overdue(self, now: float) -> Iterator[Overdue]:
+    def take_overdue(self, now: float) -> Iterator[OverdueSlot]:
         """Take out the seats that have computed for too long, and take back what waits behind one that runs long."""
         if now < self.next_check_at:
             return
@@ -305,22 +305,22 @@ class Seats:
                 longest.record_time(now - longest.started_at)
                 for item in longest.items.values():
                     self._report_ran(longest, item, now - longest.started_at, now)
-                yield Overdue(slot, longest, self.remove(slot))
+                yield OverdueSlot(slot, longest, self.remove(slot))
             elif now >= slot.busy_since + MAX_QUICK_S:
                 requeued = [item for batch in slot.queued_batches for item in self._recall_items(slot, batch, list(batch.items))]
-                yield Overdue(slot, None, requeued)
+                yield OverdueSlot(slot, None, requeued)
         self.next_check_at = min((self._next_check_of(slot) for slot in self._slots.values()), default=float("inf"))
 
-    def recall_of_others(self, tenant: Tenant) -> list[Part]:
+    def recall_of_others(self, tenant: Tenant) -> list[BatchItem]:
         """Take back what seats have not begun with and is another tenant's; return what is awaited of that."""
-        recalled: list[Part] = []
+        recalled: list[BatchItem] = []
         for slot in self._slots.values():
             for batch in slot.queued_batches:
                 if any(request.tenant is not tenant for request in batch.requests):
                     recalled += self._recall_items(slot, batch, list(batch.items))
         return recalled
 
-    def take_recalled(self) -> Sequence[tuple[Seat, int]]:
+    def take_recalled(self) -> Sequence[tuple[Slot, int]]:
         """Return what seats have in vain, by the part's number, so that they need not begin with it; and forget it."""
         if not self._recalled:
             return ()
@@ -329,7 +329,7 @@ class Seats:
 
     # --- what they tell -----------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
 
     @property
@@ -339,7 +339,7 @@ class Seats:
             {item.request for slot in self._slots.values() for batch in slot.batches.values() for item in batch.awaited_items}
         )
 
-    def devices_with(self, policy: RowTerms) -> list[str]:
+    def devices_with(self, policy: BatchingPolicy) -> list[str]:
         """Return where those are that take jobs on these terms."""
         return [slot.device for slot in self.accepting.values() if slot.policy == policy]
 
@@ -384,19 +384,19 @@ class Seats:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _report_ran(self, batch: Job, item: Part, seconds: float, now: float) -> None:
+    def _report_ran(self, batch: Batch, item: BatchItem, seconds: float, now: float) -> None:
         if batch.charge is not None and batch.item_count == 1 and item.split is None:
             self._on_ran(item.request, seconds, now)
 
-    def _can_queue_behind(self, slot: Seat, request: Request, waiting: Iterable[Request], now: float) -> bool:
+    def _can_queue_behind(self, slot: Slot, request: Request, waiting: Iterable[Request], now: float) -> bool:
         """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
         batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
         return batch_key is None or forming.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
 
-    def _constraints(self, slot: Seat, max_requests: int = limits.MAX_BATCH_ITEMS, max_s: float = math.inf) -> forming.Where:
-        return forming.Where(slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s)
+    def _constraints(self, slot: Slot, max_requests: int = limits.MAX_BATCH_ITEMS, max_s: float = math.inf) -> forming.SlotConstraints:
+        return forming.SlotConstraints(slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s)
 
-    def _max_requests(self, slot: Seat, batch_key: Form, waiting: int, now: float) -> int:
+    def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
         """How many of the requests that wait may share a job: those of the seats that are free share all there are.
 
         A seat counts that will be free before this one had run what waits. And what there was a moment ago is counted:
@@ -408,7 +408,7 @@ class Seats:
         completes_at = now + self.estimates.expected_s(slot.device, batch_key.kind, min(waiting * batch_key.rows, slot.policy.max_rows))
         return math.ceil(peak / (1 + sum(self._free_at(each) <= completes_at for each in slots if each is not slot)))
 
-    def _free_at(self, slot: Seat) -> float:
+    def _free_at(self, slot: Slot) -> float:
         """When a seat will have run what it has, as far as is known."""
         free_at = slot.busy_since if slot.batches else -math.inf
         for batch in slot.batches.values():
@@ -417,7 +417,7 @@ class Seats:
             free_at += self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows)
         return free_at
 
-    def _end_items(self, select: Callable[[Job], list[Part]]) -> dict[Request, bool]:
+    def _end_items(self, select: Callable[[Batch], list[BatchItem]]) -> dict[Request, bool]:
         """End the requests of the parts that are chosen of each job; return whether a seat is running any of each."""
         ended: dict[Request, bool] = {}
         for slot in self._slots.values():
@@ -431,7 +431,7 @@ class Seats:
             request.is_ended = True
         return ended
 
-    def _recall_items(self, slot: Seat, batch: Job, numbers: Sequence[int]) -> list[Part]:
+    def _recall_items(self, slot: Slot, batch: Batch, numbers: Sequence[int]) -> list[BatchItem]:
         """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""
         items = [batch.items.pop(number) for number in numbers]
         self._recalled += [(slot, number) for number in numbers]
@@ -440,7 +440,7 @@ class Seats:
             del slot.batches[batch.number]
         return [item for item in items if item.is_awaited]
 
-    def _next_check_of(self, slot: Seat) -> float:
+    def _next_check_of(self, slot: Slot) -> float:
         if not slot.batches:
             return float("inf")
         return slot.busy_since + (MAX_QUICK_S if slot.queued_batches else self._predict_timeout)

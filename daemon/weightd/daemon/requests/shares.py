@@ -47,7 +47,7 @@ class _TenantShare:
     last_batch_number: int = 0
 
 
-class Clock:
+class FairClock:
     """The virtual time of one device, and the accounts of those who use it."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Clock:
         min_virtual_s = self._virtual_time - MAX_CREDIT_S / tenant_share.weight
         return max(tenant_share.virtual_s + tenant_share.pending_s / tenant_share.weight, min_virtual_s), tenant_share.last_batch_number
 
-    def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Bill:
+    def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
         """A job begins that will take about so many seconds, of which these tenants have these shares.
 
         The first of them is the one whose turn it was.
@@ -102,7 +102,7 @@ class Clock:
             tenant_share.pending_s += guessed
             tenant_share.last_batch_number = batch_number
             entries.append((tenant, share, guessed))
-        return Bill(self, entries)
+        return Charge(self, entries)
 
     def finish_batch(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
         """A job that had begun has ended after so many seconds."""
@@ -134,7 +134,7 @@ class Clock:
         self._drop_size = max(_MIN_SHARES, 2 * len(shares))
 
 
-class Bill:
+class Charge:
     """What a job that runs has been charged.
 
     Args:
@@ -144,7 +144,7 @@ class Bill:
 
     __slots__ = ("_clock", "_entries")
 
-    def __init__(self, clock: Clock, entries: Sequence[tuple[Tenant, float, float]]) -> None:
+    def __init__(self, clock: FairClock, entries: Sequence[tuple[Tenant, float, float]]) -> None:
         self._clock = clock
         self._entries = entries
 
@@ -153,7 +153,7 @@ class Bill:
         self._clock.finish_batch(self._entries, seconds)
 
 
-class Clocks:
+class FairClocks:
     """The clocks of all devices: one object for all models. The CPU is one device, and so are all sets of its cores.
 
     Args:
@@ -169,14 +169,14 @@ class Clocks:
         self.max_batch_s = max_job_s
         self.last_tenant: Tenant | None = None
         self.multi_tenant_until = -float("inf")
-        self._clocks: dict[str, Clock] = {}
+        self._clocks: dict[str, FairClock] = {}
 
-    def clock_of(self, device: str) -> Clock:
+    def clock_of(self, device: str) -> FairClock:
         """Return the clock of a device."""
         clock = self._clocks.get(device)
         if clock is None:
             clock_device = CPU if is_cpu(device) else device
-            clock = self._clocks[device] = self._clocks.setdefault(clock_device, Clock())
+            clock = self._clocks[device] = self._clocks.setdefault(clock_device, FairClock())
         return clock
 
     def on_request(self, tenant: Tenant, now: float) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.validation import (
-    RowBounds,
+    RowLimits,
     check_gears,
     check_inputs,
     check_outputs,
@@ -23,13 +23,13 @@ from weightd.protocol.messages.data import RequestDescription, TensorSignature
 # As many as the decoder knows by their bytes.
 _MAX_CHECKED = 1024
 
-NO_ROW_LIMITS = RowBounds()
+NO_ROW_LIMITS = RowLimits()
 
 # Dimensions of all inputs together: beside names as long as they may be, no more have room in a header.
 _MAX_DIMS = 256
 
 
-class Waiter(NamedTuple):
+class MetadataRequest(NamedTuple):
     """Who wants to be told.
 
     Attributes:
@@ -53,7 +53,7 @@ class Signature:
         built: what a holder has told of it; None while the first one loads.
     """
 
-    def __init__(self, row_limits: RowBounds = NO_ROW_LIMITS) -> None:
+    def __init__(self, row_limits: RowLimits = NO_ROW_LIMITS) -> None:
         self._row_limits = row_limits
         self.built: Built | None = None
         self._inputs: dict[str, TensorSignature] = {}
@@ -61,9 +61,9 @@ class Signature:
         # The descriptions that were checked, by their identity. Each is kept, so that no other object takes its
         # identity, with the one that `check` returns for it.
         self._checked: dict[int, tuple[RequestDescription, RequestDescription]] = {}
-        self._metadata_requests: list[Waiter] = []
+        self._metadata_requests: list[MetadataRequest] = []
 
-    def set_row_limits(self, row_limits: RowBounds) -> None:
+    def set_row_limits(self, row_limits: RowLimits) -> None:
         """So many rows a request may have from now on."""
         self._row_limits = row_limits
         self._checked.clear()
@@ -115,7 +115,7 @@ class Signature:
                 errors[request.number] = error
         return errors
 
-    def add_request(self, request: Waiter, max_requests: int) -> Waiter | None:
+    def add_request(self, request: MetadataRequest, max_requests: int) -> MetadataRequest | None:
         """Somebody wants to be told; return who is not any more, where too many wait: the last one of who asks most."""
         self._metadata_requests.append(request)
         if len(self._metadata_requests) <= max_requests:
@@ -129,7 +129,7 @@ class Signature:
         """Take over who waits there."""
         self._metadata_requests += old.take_requests()
 
-    def take_requests(self, matches: Callable[[Waiter], bool] = lambda _: True) -> list[Waiter]:
+    def take_requests(self, matches: Callable[[MetadataRequest], bool] = lambda _: True) -> list[MetadataRequest]:
         """Return those who wait and are chosen, and forget them."""
         if not self._metadata_requests:
             return []

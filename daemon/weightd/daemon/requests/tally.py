@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-class Tally:
+class ExecutionCounters:
     """Counts jobs that were answered, since the model is served.
 
     Attributes:

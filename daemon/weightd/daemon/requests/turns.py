@@ -11,22 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.line import Line
-from weightd.daemon.requests.seat import Seat
-from weightd.daemon.requests.seats import Seats
+from weightd.daemon.requests.job import Batch
+from weightd.daemon.requests.line import RequestQueue
+from weightd.daemon.requests.seat import Slot
+from weightd.daemon.requests.seats import SlotPool
 
 
 class _Participant(NamedTuple):
     """A desk, as far as it has to do with the process: its seat there and all others, what waits, what assigns that."""
 
-    slot: Seat
-    slots: Seats
-    queue: Line
+    slot: Slot
+    slots: SlotPool
+    queue: RequestQueue
     dispatch: Callable[[float], None]
 
 
-class Turns:
+class SharedProcessScheduler:
     """The turns of one process.
 
     Attributes:
@@ -34,23 +34,23 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.active_slot: Seat | None = None
+        self.active_slot: Slot | None = None
         self._participants: list[_Participant] = []
         self._is_closed = False
 
-    def add(self, slot: Seat, slots: Seats, request_queue: Line, dispatch: Callable[[float], None]) -> None:
+    def add(self, slot: Slot, slots: SlotPool, request_queue: RequestQueue, dispatch: Callable[[float], None]) -> None:
         """A desk has a seat at the process from now on, where it is of those that have one already."""
         slots.add(slot)
         self._participants.append(_Participant(slot, slots, request_queue, dispatch))
         if self.active_slot is not None or self._is_closed:
             slots.pause(slot.name)
 
-    def on_start(self, slot: Seat) -> None:
+    def on_start(self, slot: Slot) -> None:
         """The process has been given a job at this seat."""
         self.active_slot = slot
         self._pause_all()
 
-    def on_end(self, slot: Seat, now: float) -> None:
+    def on_end(self, slot: Slot, now: float) -> None:
         """The process has answered that job: the next one is that of whoever comes after, and has something to run."""
         self.active_slot = None
         if self._is_closed:
@@ -74,14 +74,14 @@ class Turns:
 
 
 @dataclass(eq=False, slots=True)
-class MemberSeat(Seat):
+class SharedSlot(Slot):
     """A seat at a process that others have a seat at, too.
 
     Attributes:
         turns: of the process.
     """
 
-    scheduler: Turns = field(default_factory=Turns)
+    scheduler: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
 
     @property
     def is_busy(self) -> bool:
@@ -91,16 +91,16 @@ class MemberSeat(Seat):
     def count_long(self, now: float, long_s: float) -> int:
         """Return whether the job that the process runs, for whichever model, is long, as 0 or 1."""
         active_slot = self.scheduler.active_slot
-        return 0 if active_slot is None else Seat.count_long(active_slot, now, long_s)
+        return 0 if active_slot is None else Slot.count_long(active_slot, now, long_s)
 
-    def add_batch(self, batch: Job, now: float) -> bool:
+    def add_batch(self, batch: Batch, now: float) -> bool:
         """It has a job, and begins with it."""
         self.scheduler.on_start(self)
-        return Seat.add_batch(self, batch, now)
+        return Slot.add_batch(self, batch, now)
 
-    def finish_batch(self, batch: Job, now: float) -> float:
+    def finish_batch(self, batch: Batch, now: float) -> float:
         """It has answered a job: return for how many seconds that ran."""
-        duration_s = Seat.finish_batch(self, batch, now)
+        duration_s = Slot.finish_batch(self, batch, now)
         self.scheduler.on_end(self, now)
         return duration_s
 

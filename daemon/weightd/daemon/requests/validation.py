@@ -59,7 +59,7 @@ def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
         raise InvalidArgument(f"outputs: one is named twice in {', '.join(wanted)}")
 
 
-class RowBounds(NamedTuple):
+class RowLimits(NamedTuple):
     """How many rows a request may have.
 
     Attributes:
@@ -77,7 +77,7 @@ class RowBounds(NamedTuple):
         return next_size(rows, self.sizes) or max(self.sizes, default=rows)
 
 
-def check_rows(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) -> None:
+def check_rows(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -> None:
     """Check how many rows a request has.
 
     Args:
@@ -95,7 +95,7 @@ def check_rows(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) ->
             raise InvalidArgument(f"input {tensor.name}: {expected}")
 
 
-def check_gears(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) -> None:
+def check_gears(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -> None:
     """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
 
     Args:

@@ -21,7 +21,7 @@ def sort_key(request: Request) -> tuple[float, int]:
     return request.arrived_at + PRIORITY_LEVEL_S * request.priority_level, request.number
 
 
-class Queue:
+class FifoQueue:
     """Requests of one level, in the order in which they are to run.
 
     Attributes:
@@ -108,7 +108,7 @@ class Queue:
         return requests
 
 
-class Levels:
+class PriorityQueue:
     """A `Queue` for each level of priority, and to others like one.
 
     Args:
@@ -116,7 +116,7 @@ class Levels:
     """
 
     def __init__(self, count: int) -> None:
-        self._queues = [Queue() for _ in range(count)]
+        self._queues = [FifoQueue() for _ in range(count)]
 
     def __iter__(self) -> Iterator[Request]:
         return heapq.merge(*self._queues, key=sort_key)
@@ -170,8 +170,8 @@ class Levels:
         """Take out a client's requests, or those of its requests that have this id."""
         return [request for queue in self._queues for request in queue.take_of_client(client, request_id)]
 
-    def _queue_of_level(self, request: Request) -> Queue:
+    def _queue_of_level(self, request: Request) -> FifoQueue:
         return self._queues[min(request.priority_level, len(self._queues) - 1)]
 
 
-TenantQueue = Queue | Levels
+TenantQueue = FifoQueue | PriorityQueue

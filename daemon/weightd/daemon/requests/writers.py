@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightd.daemon.requests.part import Part
+from weightd.daemon.requests.part import BatchItem
 from weightd.daemon.requests.request import Request
 
 
-class Writers:
+class OutputBufferLeases:
     """The processes of a model that may still write.
 
     Attributes:
@@ -24,9 +24,9 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self.leases: dict[tuple[str, int], Part] = {}
+        self.leases: dict[tuple[str, int], BatchItem] = {}
 
-    def acquire(self, processes: Iterable[str], item: Part) -> bool:
+    def acquire(self, processes: Iterable[str], item: BatchItem) -> bool:
         """The processes of a seat are given a part that has room for outputs; return whether they may use it."""
         rows, request = item.row_range, item.request
         if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):

@@ -28,7 +28,7 @@ _REASONS = {
 }
 
 
-class Head:
+class HttpRequestHead:
     """The head of a request, as it comes in.
 
     Attributes:
@@ -50,7 +50,7 @@ class Head:
         return len(self.received) > MAX_HEAD_BYTES
 
 
-def error_response(head: Head, *, is_loopback: bool) -> bytes:
+def error_response(head: HttpRequestHead, *, is_loopback: bool) -> bytes:
     """Return the answer to what is no request for the metrics; nothing if it is one.
 
     Args:

@@ -24,7 +24,7 @@ _PIECES_PER_CLOCK_CHECK = 32
 OnText = Callable[[bytes], object]
 
 
-class Page:
+class MetricsPage:
     """Makes the text when somebody wants it.
 
     Args:

@@ -8,14 +8,14 @@ import socket
 from collections.abc import Callable
 
 from weightd.daemon.host import clock
-from weightd.daemon.host.accepting import Accepting
-from weightd.daemon.host.closing import Closing, DescriptorsError, receive
-from weightd.daemon.host.crowding import Crowd
+from weightd.daemon.host.accepting import Acceptor
+from weightd.daemon.host.closing import DescriptorCloser, UnexpectedDescriptors, receive
+from weightd.daemon.host.crowding import ConnectionLimiter
 from weightd.daemon.host.logs import log_resource_error
-from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.scrapes.http import Head, response_head, error_response
-from weightd.daemon.scrapes.page import Page
+from weightd.daemon.scrapes.http import HttpRequestHead, response_head, error_response
+from weightd.daemon.scrapes.page import MetricsPage
 from weightd.shared.peers import Peers
 
 # Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
@@ -50,7 +50,7 @@ class _Peer:
         self.user = user
         self.connected_at = since
         self.deadline = since + TIMEOUT_S
-        self.head = Head()
+        self.head = HttpRequestHead()
         self.is_request_complete = False
         self.unsent: list[memoryview] = []
 
@@ -65,7 +65,7 @@ class _Peer:
         return self.is_request_complete
 
 
-class Scrapes:
+class MetricsEndpoint:
     """Whoever connects to `listener` is answered.
 
     Args:
@@ -82,8 +82,8 @@ class Scrapes:
     def __init__(
         self,
         listener: socket.socket,
-        loop: Loop,
-        page: Page,
+        loop: EventLoop,
+        page: MetricsPage,
         *,
         is_loopback: bool,
         clock: Callable[[], float] = clock.now,
@@ -94,12 +94,12 @@ class Scrapes:
         self._clock = clock
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
-        self._connection_limiter = Crowd[_Peer]()
+        self._connection_limiter = ConnectionLimiter[_Peer]()
         self._peer_identifier = Peers()
-        self._descriptor_closer = Closing(log_resource_error)
+        self._descriptor_closer = DescriptorCloser(log_resource_error)
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
-        Accepting(listener, loop, self._on_connection, _log.error, max_accepted=_MAX_ACCEPTED)
+        Acceptor(listener, loop, self._on_connection, _log.error, max_accepted=_MAX_ACCEPTED)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -133,7 +133,7 @@ class Scrapes:
             data = receive(peer.connection, _READ_BYTES)
         except BlockingIOError:
             return
-        except (OSError, DescriptorsError):
+        except (OSError, UnexpectedDescriptors):
             data = b""
         if not data:
             self._disconnect(peer)

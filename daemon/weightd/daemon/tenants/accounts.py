@@ -60,7 +60,7 @@ class QuotaExceeded(ResourceExhausted):
 
 
 @dataclass(frozen=True)
-class Figures:
+class UsageRecord:
     """An account as it is written down; the fields are those of `Account`."""
 
     tenant: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -81,7 +81,7 @@ class Figures:
         return self.tenant, self.model
 
 
-class Account:
+class Usage:
     """What a tenant has asked of a model. One request counts in `served`, or in `refused`, once it has ended.
 
     Attributes:
@@ -164,7 +164,7 @@ class Account:
         """Whether nothing was counted."""
         return not (self.requests or self.refused or self.unexpected_exits or self.slot_seconds)
 
-    def add(self, other: Account | Figures) -> None:
+    def add(self, other: Usage | UsageRecord) -> None:
         """Count what another one has counted, but for what is in flight there, and reasons that there are not."""
         self.requests = min(self.requests + other.requests, _MAX_COUNT)
         self.served = min(self.served + other.served, _MAX_COUNT)
@@ -178,9 +178,9 @@ class Account:
             if reason in _KNOWN_REASONS:
                 self.refused[reason] = min(self.refused.get(reason, 0) + count, _MAX_COUNT)
 
-    def to_record(self, tenant: str, model: str) -> Figures:
+    def to_record(self, tenant: str, model: str) -> UsageRecord:
         """Return what it has counted, as it is written down."""
-        return Figures(
+        return UsageRecord(
             tenant,
             model,
             self.requests,
@@ -195,32 +195,32 @@ class Account:
         )
 
 
-class Accounts:
+class UsageTable:
     """The accounts of all tenants."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, dict[str, Account]] = {}
+        self._tenants: dict[str, dict[str, Usage]] = {}
         self._samples: deque[dict[str, float]] = deque(maxlen=_SHARE_SAMPLES)
 
-    def usage_of(self, tenant: str, model: str) -> Account:
+    def usage_of(self, tenant: str, model: str) -> Usage:
         """Return the account of a tenant for a model that there is, or for what is `ELSEWHERE`."""
         usages = self._tenants.get(tenant)
         if usages is None:
             usages = self._tenants[tenant] = {}
         usage = usages.get(model)
         if usage is None:
-            usage = usages[model] = Account()
+            usage = usages[model] = Usage()
         return usage
 
-    def items(self, tenant: str) -> Iterator[tuple[str, Account]]:
+    def items(self, tenant: str) -> Iterator[tuple[str, Usage]]:
         """Yield the models of which a tenant has asked anything, each with the account."""
         for model, usage in self._tenants.get(tenant, {}).items():
             if not usage.is_empty:
                 yield model, usage
 
-    def total(self, tenant: str) -> Account:
+    def total(self, tenant: str) -> Usage:
         """Return the sum of all that a tenant has; what is in flight, too."""
-        total = Account()
+        total = Usage()
         for usage in self._tenants.get(tenant, {}).values():
             total.add(usage)
             total.in_flight += usage.in_flight
@@ -253,13 +253,13 @@ class Accounts:
                     del usages[model]
                     self.usage_of(tenant, OTHER_MODELS).add(usage)
 
-    def records(self) -> Iterator[Figures]:
+    def records(self) -> Iterator[UsageRecord]:
         """Yield what is to be written down. What is asked meanwhile may be in it, or not."""
         for tenant in list(self._tenants):
             for model, usage in list(self.items(tenant)):
                 yield usage.to_record(tenant, model)
 
-    def restore(self, records: Iterable[Figures]) -> None:
+    def restore(self, records: Iterable[UsageRecord]) -> None:
         """Go on from what was written down."""
         for each in records:
             self.usage_of(each.tenant, each.model).add(each)

@@ -13,7 +13,7 @@ from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 _OPERATORS_CONFIG = TenantConfig(may=RIGHTS)
 
 
-class Proof(NamedTuple):
+class PeerCredential(NamedTuple):
     """What is proven of a peer.
 
     Attributes:
@@ -29,7 +29,7 @@ class Proof(NamedTuple):
     is_operator: bool = False
 
 
-class Directory:
+class TenantResolver:
     """All tenants. Where there are no tables, everyone is one.
 
     Args:
@@ -70,7 +70,7 @@ class Directory:
         """Return the tenant of a table, or None."""
         return self._tenants.get(name)
 
-    def tenant_of(self, credential: Proof) -> Tenant | None:
+    def tenant_of(self, credential: PeerCredential) -> Tenant | None:
         """Return who a peer is; None where it is nobody.
 
         Its key comes before its uid, and that before its groups: of these the first that the kernel names.

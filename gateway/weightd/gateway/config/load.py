@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd.gateway import tokens
-from weightd.gateway.callers import Identities
+from weightd.gateway.callers import Authenticator
 from weightd.gateway.config import places
-from weightd.gateway.config.table import Config, GatewayConfig
+from weightd.gateway.config.table import GatewayFile, GatewayConfig
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, describe_value, label, mapping, text
 from weightd.shared import tables
 from weightd.shared.regular import MAX_CONFIG_BYTES, read_regular
-from weightd.shared.tables import Problems
+from weightd.shared.tables import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,7 +59,7 @@ def default_path() -> Path:
     return Path(directory, DEFAULT.name) if directory else DEFAULT
 
 
-def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[Config, Identities]:
+def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile, Authenticator]:
     """Return what a file says, and who is who by it and its file of tokens.
 
     Args:
@@ -76,7 +76,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[Config, Iden
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    problems = Problems()
+    problems = ErrorCollector()
     config = parse(content, path.resolve().parent, problems, listen_addresses)
     errors = [f"{path}: {error}" for error in problems.errors]
     try:
@@ -88,7 +88,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[Config, Iden
     return config, authenticator
 
 
-def parse(content: Mapping[str, Any], base: Path, problems: Problems, listen_addresses: Sequence[str] = ()) -> Config:
+def parse(content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()) -> GatewayFile:
     """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listening`: see `load`.
 
     What is wrong is added to `problems`; what is returned is of use if there is nothing.
@@ -109,17 +109,17 @@ def parse(content: Mapping[str, Any], base: Path, problems: Problems, listen_add
         users = _parse_users(_CALLER_TABLE.check(content.get("users", {})), problems)
         if users and not any(each.startswith(places.UNIX_PREFIX) for each in gateway.http):
             raise FieldError("it has no effect without a unix: address among http in [gateway]")
-    return Config(gateway, certificates, users)
+    return GatewayFile(gateway, certificates, users)
 
 
-def make_authenticator(config: Config) -> Identities:
+def make_authenticator(config: GatewayFile) -> Authenticator:
     """Return who is who.
 
     Raises:
         TokenFileError: the file with tokens cannot be used.
     """
     gateway = config.gateway
-    return Identities(
+    return Authenticator(
         tokens.read_tokens(Path(gateway.tokens)) if gateway.tokens else {},
         {name: tokens.parse_caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
         {uid: tokens.parse_caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
@@ -127,7 +127,7 @@ def make_authenticator(config: Config) -> Identities:
     )
 
 
-def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayConfig:
+def _complete(config: GatewayConfig, base: Path, problems: ErrorCollector) -> GatewayConfig:
     paths = {key: str((base / value).absolute()) for key in _FILE_KEYS if (value := getattr(config, key))}
     config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
     problems.add((each.at(".http") for each in places.check_addresses(config.http)), "http")
@@ -182,7 +182,7 @@ def _check_shared_memory(config: GatewayConfig) -> Iterator[FieldError]:
         yield FieldError(f"expected addresses on this host alone, got {remote_addresses[0]}").at(".shared_memory")
 
 
-def _parse_users(tenants_by_user: Mapping[str, str], problems: Problems) -> dict[int, str]:
+def _parse_users(tenants_by_user: Mapping[str, str], problems: ErrorCollector) -> dict[int, str]:
     users: dict[int, str] = {}
     for name, tenant in tenants_by_user.items():
         with problems.at(f".{label(name)}"):
@@ -204,7 +204,7 @@ def _parse_user_id(name: str) -> int:
         raise FieldError(f"expected a user of this host, by name or number, got {describe_value(name)}") from None
 
 
-def keys_needing_restart(before: Config, after: Config) -> list[str]:
+def keys_needing_restart(before: GatewayFile, after: GatewayFile) -> list[str]:
     """Return the keys of [gateway] that differ and take a restart."""
     reloadable = {"tokens", "anonymous"}
     fields = [each.name for each in tables.table_keys(GatewayConfig)]

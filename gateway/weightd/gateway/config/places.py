@@ -19,7 +19,7 @@ _TCP = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 UNIX_PREFIX = "unix:"
 
 
-class Place(NamedTuple):
+class ListenAddress(NamedTuple):
     """An address.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse(address: str) -> Place:
+def parse(address: str) -> ListenAddress:
     """Return the address that a text is.
 
     Raises:
@@ -59,17 +59,17 @@ def parse(address: str) -> Place:
         size = len(os.fsencode(path))
         if size > limits.MAX_IPC_PATH_BYTES:
             raise FieldError(f"expected a path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}")
-        return Place(path=path)
+        return ListenAddress(path=path)
     match = _TCP.fullmatch(address)
     if match is None or int(match.group(2)) > MAX_PORT:
         raise FieldError(f"expected {FORMAT}, got {address!r}")
-    return Place(host=match.group(1).strip("[]"), port=int(match.group(2)))
+    return ListenAddress(host=match.group(1).strip("[]"), port=int(match.group(2)))
 
 
-def address_of(listener: socket.socket) -> Place:
+def address_of(listener: socket.socket) -> ListenAddress:
     """Return where a socket listens."""
     name = listener.getsockname()
-    return Place(path=name) if listener.family == socket.AF_UNIX else Place(host=name[0], port=name[1])
+    return ListenAddress(path=name) if listener.family == socket.AF_UNIX else ListenAddress(host=name[0], port=name[1])
 
 
 def check_addresses(addresses: tuple[str, ...]) -> Iterator[FieldError]:

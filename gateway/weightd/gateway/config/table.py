@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weightd.gateway.config.places import Place
+from weightd.gateway.config.places import ListenAddress
 from weightd.protocol import limits
 from weightd.protocol.schema import boolean, integer, list_of, number, text
 from weightd.shared.tables import derived
@@ -107,15 +107,15 @@ class GatewayConfig:
     page: bool = field(default=True, metadata=boolean())
     """Whether there is a page at / that shows what goes on."""
 
-    http_addresses: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
+    http_addresses: tuple[ListenAddress, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
     """What `http` says."""
 
-    grpc_addresses: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
+    grpc_addresses: tuple[ListenAddress, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
     """What `grpc` says."""
 
 
 @dataclass(frozen=True)
-class Config:
+class GatewayFile:
     """A whole file.
 
     Attributes:

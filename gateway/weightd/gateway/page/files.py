@@ -35,7 +35,7 @@ STATUS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
 
 
 @dataclass(frozen=True)
-class File:
+class PageFile:
     """A file of the page.
 
     Attributes:
@@ -51,14 +51,14 @@ class File:
     headers: Mapping[str, str]
 
 
-def _load_file(name: str, media_type: str) -> File:
+def _load_file(name: str, media_type: str) -> PageFile:
     body = resources.files("weightd.gateway.page").joinpath(name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
     # Asked for each time, and mostly answered with 304: an upgrade is seen at once.
-    return File(body, f"{media_type}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
+    return PageFile(body, f"{media_type}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
 
 
-FILES: Mapping[str, File] = {
+FILES: Mapping[str, PageFile] = {
     "/": _load_file("index.html", "text/html"),
     "/app.js": _load_file("app.js", "text/javascript"),
     "/style.css": _load_file("style.css", "text/css"),

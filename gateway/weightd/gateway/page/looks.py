@@ -19,7 +19,7 @@ from weightd.shared.overview.rows import Overview
 _MAX_GAP_S = 10.0
 
 
-class Daemon(Protocol):
+class StatusSource(Protocol):
     """The daemon, as a caller sees it."""
 
     def metrics(self, caller: Caller) -> Awaitable[MetricsResponse]:
@@ -31,16 +31,16 @@ class Daemon(Protocol):
         ...
 
 
-class Looks:
+class StatusPoller:
     """What the page is told, by the tenant for whom it is asked: all who look for one see the same.
 
     Args:
         daemon: is asked.
     """
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: StatusSource) -> None:
         self._daemon = daemon
-        self._by_tenant: dict[str | None, _Look] = {}
+        self._by_tenant: dict[str | None, _TenantOverview] = {}
 
     async def status_json(self, caller: Caller) -> bytes:
         """Return the answer to a page.
@@ -49,11 +49,11 @@ class Looks:
             RequestError: the caller may not look; a daemon that is away is no error, but told.
         """
         if caller.tenant not in self._by_tenant:
-            self._by_tenant[caller.tenant] = _Look()
+            self._by_tenant[caller.tenant] = _TenantOverview()
         return await self._by_tenant[caller.tenant].status_json(self._daemon, caller)
 
 
-class _Look:
+class _TenantOverview:
     """The last picture for a tenant."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Look:
         self._polled_at = time.monotonic()
         self._lock = asyncio.Lock()
 
-    async def status_json(self, daemon: Daemon, caller: Caller) -> bytes:
+    async def status_json(self, daemon: StatusSource, caller: Caller) -> bytes:
         async with self._lock:
             try:
                 await self._poll(daemon, caller)
@@ -70,7 +70,7 @@ class _Look:
                 return status_json(self._overview, time.monotonic() - self._polled_at, _ERROR_TEXTS[error.code])
             return status_json(self._overview)
 
-    async def _poll(self, daemon: Daemon, caller: Caller) -> None:
+    async def _poll(self, daemon: StatusSource, caller: Caller) -> None:
         self._history.on_metrics(await daemon.metrics(caller))
         if self._history.should_request_status(time.monotonic()):
             self._history.on_status(await daemon.status(caller))

@@ -10,14 +10,14 @@ import numpy as np
 from weightd.gateway import arrays
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import InferenceResult
-from weightd.gateway.rest.form import Form, OutputForm
+from weightd.gateway.rest.form import InferRequestJson, OutputJson
 from weightd.protocol.tensors import frame_of
 
 # Puts the bytes of an output where the caller wants it.
-WriteOutput = Callable[[OutputForm, memoryview], None]
+WriteOutput = Callable[[OutputJson, memoryview], None]
 
 
-def encode(model: str, form: Form, result: InferenceResult, write_output: WriteOutput) -> tuple[bytes, Sequence[memoryview]]:
+def encode(model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput) -> tuple[bytes, Sequence[memoryview]]:
     """Return the JSON of an answer, and what follows it.
 
     Raises:
@@ -28,7 +28,7 @@ def encode(model: str, form: Form, result: InferenceResult, write_output: WriteO
     return render(header), content
 
 
-class Description(NamedTuple):
+class ResponseSummary(NamedTuple):
     """An answer before its values are rendered.
 
     Attributes:
@@ -55,7 +55,7 @@ def render(header: Mapping[str, Any]) -> bytes:
     return arrays.to_json({**header, "outputs": outputs}).encode()
 
 
-def summarize(model: str, form: Form, result: InferenceResult, write_output: WriteOutput) -> Description:
+def summarize(model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput) -> ResponseSummary:
     """Return an answer as it is to be rendered; outputs that are wanted in shared memory are written there.
 
     Raises:
@@ -67,7 +67,7 @@ def summarize(model: str, form: Form, result: InferenceResult, write_output: Wri
     values_left = arrays.MAX_VALUES
     requested = {each.name: each for each in form.outputs or ()}
     for name, array in result.items():
-        how = requested.get(name) or OutputForm(name, form.is_binary)
+        how = requested.get(name) or OutputJson(name, form.is_binary)
         told: dict[str, Any] = {"name": name, "datatype": arrays.datatype_of(array), "shape": array.shape}
         if how.region is not None:
             write_output(how, frame_of(array))
@@ -87,4 +87,4 @@ def summarize(model: str, form: Form, result: InferenceResult, write_output: Wri
     header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
     if form.id:
         header["id"] = form.id
-    return Description(header, content, arrays.MAX_VALUES - values_left)
+    return ResponseSummary(header, content, arrays.MAX_VALUES - values_left)

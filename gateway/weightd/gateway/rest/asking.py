@@ -8,8 +8,8 @@ from typing import cast
 
 from aiohttp import hdrs
 
-from weightd.gateway.callers import Caller, Identities, parse_bearer
-from weightd.gateway.rest.request import Connection, Request
+from weightd.gateway.callers import Caller, Authenticator, parse_bearer
+from weightd.gateway.rest.request import RequestConnection, HttpRequest
 from weightd.gateway.traces import TRACEPARENT, valid_traceparent
 from weightd.protocol.errors import PermissionDenied, Unauthenticated
 from weightd.protocol.schema import label
@@ -19,13 +19,13 @@ ANY_HOST = "*"
 _PORT = re.compile(r":[0-9]*$")
 
 
-def caller_of(request: Request, authenticator: Identities) -> Caller:
+def caller_of(request: HttpRequest, authenticator: Authenticator) -> Caller:
     """Return who asks.
 
     Raises:
         Unauthenticated: nobody whom the gateway knows.
     """
-    connection = cast(Connection, request.protocol)
+    connection = cast(RequestConnection, request.protocol)
     authorization = request.headers.getall(hdrs.AUTHORIZATION, ())
     if len(authorization) > 1:
         raise Unauthenticated("expected one authorization")
@@ -36,18 +36,18 @@ def caller_of(request: Request, authenticator: Identities) -> Caller:
     )
 
 
-def check_host(request: Request, hosts: Collection[str]) -> None:
+def check_host(request: HttpRequest, hosts: Collection[str]) -> None:
     """See to it that a request is for this host: a page in a browser can have a name of its own point here.
 
     Raises:
         PermissionDenied: it is for another one.
     """
     host = _PORT.sub("", request.headers.get(hdrs.HOST, "")).lower()
-    if host in hosts or ANY_HOST in hosts or cast(Connection, request.protocol).uid is not None:
+    if host in hosts or ANY_HOST in hosts or cast(RequestConnection, request.protocol).uid is not None:
         return
     raise PermissionDenied(f"expected a host that is among `hosts` of the gateway's configuration, got {label(host)}")
 
 
-def traceparent_of(request: Request) -> str:
+def traceparent_of(request: HttpRequest) -> str:
     """Return the traceparent of a request, "" where it has none that is one."""
     return valid_traceparent(request.headers.get(TRACEPARENT, ""))

@@ -11,9 +11,9 @@ from aiohttp import hdrs
 from aiohttp.http_exceptions import PayloadEncodingError
 
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.reply import Refused
-from weightd.gateway.rest.request import Content, Request
-from weightd.gateway.seats import Seat
+from weightd.gateway.rest.reply import HttpError
+from weightd.gateway.rest.request import HttpContent, HttpRequest
+from weightd.gateway.seats import Permit
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import label
 
@@ -31,7 +31,7 @@ ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def read_body(request: Request, permit: Seat, max_bytes: int, allocate: Callable[[int], Any], header_bytes: int = 0) -> memoryview:
+async def read_body(request: HttpRequest, permit: Permit, max_bytes: int, allocate: Callable[[int], Any], header_bytes: int = 0) -> memoryview:
     """Return the body.
 
     Args:
@@ -50,7 +50,7 @@ async def read_body(request: Request, permit: Seat, max_bytes: int, allocate: Ca
     headers = request.headers
     encoding = headers.get(hdrs.CONTENT_ENCODING, IDENTITY).strip().lower()
     if encoding not in ENCODINGS:
-        raise Refused(415, f"Content-Encoding: expected one of {', '.join(ENCODINGS)}, got {label(encoding)}")
+        raise HttpError(415, f"Content-Encoding: expected one of {', '.join(ENCODINGS)}, got {label(encoding)}")
     length = request.content_length
     if length is not None and length > max_bytes:
         raise TooLarge(f"expected a body of at most {max_bytes} bytes (max_body_bytes), got {length}")
@@ -72,7 +72,7 @@ async def read_body(request: Request, permit: Seat, max_bytes: int, allocate: Ca
         raise InvalidArgument(f"the body ends early, or is not chunked as it should be: {error}") from None
 
 
-async def _read_exactly(content: Content, length: int, allocate: Callable[[int], Any], offset: int) -> memoryview:
+async def _read_exactly(content: HttpContent, length: int, allocate: Callable[[int], Any], offset: int) -> memoryview:
     view = memoryview(allocate(offset + length))[offset:]
     done = 0
     while done < length:
@@ -85,7 +85,7 @@ async def _read_exactly(content: Content, length: int, allocate: Callable[[int],
     return view
 
 
-async def _collect(chunks: AsyncIterator[bytes], permit: Seat, max_bytes: int) -> memoryview:
+async def _collect(chunks: AsyncIterator[bytes], permit: Permit, max_bytes: int) -> memoryview:
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > max_bytes:

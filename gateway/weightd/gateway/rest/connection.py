@@ -15,8 +15,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from weightd.gateway.listening import common_name
 from weightd.gateway.logs import log_failure
-from weightd.gateway.rest.reply import Refused, Reply
-from weightd.gateway.turns import Piece, Turns
+from weightd.gateway.rest.reply import HttpError, HttpReply
+from weightd.gateway.turns import ParseChunk, FairRunner
 from weightd.shared.peers import Peer
 
 SWEEP_S = 1.0
@@ -34,7 +34,7 @@ _RESERVED_DIVISOR = 32
 _BODY_TIMEOUT = "the body of the request has not come in time (receive_timeout)"
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What is waited for."""
 
     IDLE = "a request"
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
     READING = "the caller, to read that"
 
 
-class Crowd:
+class HttpConnections:
     """All connections.
 
     Args:
@@ -53,21 +53,21 @@ class Crowd:
         clock: tells the time.
     """
 
-    def __init__(self, max_connections: int, phase_timeouts: dict[Phase, float], clock: Callable[[], float]) -> None:
+    def __init__(self, max_connections: int, phase_timeouts: dict[ConnectionPhase, float], clock: Callable[[], float]) -> None:
         self._max_connections = max_connections
         self._phase_timeouts = phase_timeouts
         self.clock = clock
         self._next_sweep = clock() + SWEEP_S
-        self._all: dict[Connection, None] = {}
+        self._all: dict[HttpConnection, None] = {}
         # How many each peer has.
         self._count_by_peer: Counter[str] = Counter()
         # Those that ask nothing, in the order in which they have begun with that; who has sent a part of a header, too.
-        self._idle: dict[Connection, None] = {}
+        self._idle: dict[HttpConnection, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def on_connect(self, connection: Connection) -> None:
+    def on_connect(self, connection: HttpConnection) -> None:
         """Add a connection; where that is one too many, end one.
 
         The peer that has the most loses one, if it has more than a thirty-second of all; otherwise peers are not
@@ -87,13 +87,13 @@ class Crowd:
                 reading = (
                     each
                     for each in self._all
-                    if each.phase is Phase.READING and each.phase_started_at < limit and largest in (None, each.peer.key)
+                    if each.phase is ConnectionPhase.READING and each.phase_started_at < limit and largest in (None, each.peer.key)
                 )
                 victim = min(reading, key=lambda each: each.phase_started_at, default=connection)
             self.on_disconnect(victim)
             victim.abort()
 
-    def on_disconnect(self, connection: Connection) -> None:
+    def on_disconnect(self, connection: HttpConnection) -> None:
         """Remove a connection."""
         if connection in self._all:
             del self._all[connection]
@@ -102,12 +102,12 @@ class Crowd:
                 del self._count_by_peer[connection.peer.key]
         self._idle.pop(connection, None)
 
-    def on_phase(self, connection: Connection, phase: Phase) -> None:
+    def on_phase(self, connection: HttpConnection, phase: ConnectionPhase) -> None:
         """Something else is waited for."""
-        if phase is Phase.IDLE:
+        if phase is ConnectionPhase.IDLE:
             if connection in self._all:
                 self._idle[connection] = None
-        elif phase is not Phase.HEADER:
+        elif phase is not ConnectionPhase.HEADER:
             self._idle.pop(connection, None)
 
     def sweep(self) -> None:
@@ -123,7 +123,7 @@ class Crowd:
                 each.on_timeout()
 
 
-class Connection(RequestHandler):
+class HttpConnection(RequestHandler):
     """One connection, which knows what is waited for.
 
     Args:
@@ -141,14 +141,14 @@ class Connection(RequestHandler):
         common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
     """
 
-    def __init__(self, connections: Crowd, fair_runner: Turns, peer: Peer, manager: web.Server, **options: Any) -> None:
+    def __init__(self, connections: HttpConnections, fair_runner: FairRunner, peer: Peer, manager: web.Server, **options: Any) -> None:
         super().__init__(manager, **options)
         self._request_maker: Any = self._request_factory
         self._request_factory = self._make_request
         self._http_connections = connections
         self._fair_runner = fair_runner
         self.peer = peer
-        self.phase = Phase.IDLE
+        self.phase = ConnectionPhase.IDLE
         self.phase_started_at = connections.clock()
         self.uid = peer.uid
         self.common_name: str | None = None
@@ -159,7 +159,7 @@ class Connection(RequestHandler):
         self._is_queued = False
         self._is_reading_held = False
         self._is_resuming = False
-        self._chunk_size = Piece()
+        self._chunk_size = ParseChunk()
 
     def connection_made(self, transport: Any) -> None:  # noqa: D102
         self.common_name = common_name(transport)
@@ -175,8 +175,8 @@ class Connection(RequestHandler):
         if not data:
             # aiohttp goes on with what it has kept, after a pause.
             super().data_received(data)
-        elif self.phase is Phase.IDLE:
-            self.set_phase(Phase.HEADER)
+        elif self.phase is ConnectionPhase.IDLE:
+            self.set_phase(ConnectionPhase.HEADER)
         if data and not self._unparsed and not self._is_queued and len(data) <= self._chunk_size.size_bytes:
             # What is not cut is not copied either.
             self._uncut = data
@@ -274,7 +274,7 @@ class Connection(RequestHandler):
             self._is_reading_held = True
             self.transport.pause_reading()
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: ConnectionPhase) -> None:
         """Something else is waited for from now on."""
         self._http_connections.on_phase(self, phase)
         self.phase = phase
@@ -283,13 +283,13 @@ class Connection(RequestHandler):
     def begin_body(self, body: Any) -> None:
         """The body of a request is read: an aiohttp.StreamReader."""
         self._body = body
-        self.set_phase(Phase.BODY)
+        self.set_phase(ConnectionPhase.BODY)
 
     def on_timeout(self) -> None:
         """What is waited for has not come in time."""
-        if self.phase is Phase.BODY and self._body is not None:
-            self._body.set_exception(Refused(408, _BODY_TIMEOUT))
-            self.set_phase(Phase.ANSWER)
+        if self.phase is ConnectionPhase.BODY and self._body is not None:
+            self._body.set_exception(HttpError(408, _BODY_TIMEOUT))
+            self.set_phase(ConnectionPhase.ANSWER)
         else:
             self.abort()
 
@@ -300,16 +300,16 @@ class Connection(RequestHandler):
 
     async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[Any, bool]:
         """Send an answer; then the next request is waited for."""
-        self.set_phase(Phase.READING)
+        self.set_phase(ConnectionPhase.READING)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            if isinstance(resp, Reply):
+            if isinstance(resp, HttpReply):
                 resp.release()
-            if self._body is not None and isinstance(self._body.exception(), Refused):
+            if self._body is not None and isinstance(self._body.exception(), HttpError):
                 # aiohttp would wait for the rest of it, and tell the log of that error.
                 self.force_close()
-            self.set_phase(Phase.IDLE)
+            self.set_phase(ConnectionPhase.IDLE)
             if self._messages:
                 # A request that the client has sent ahead is answered when it is the peer's turn.
                 turn = asyncio.get_running_loop().create_future()
@@ -322,7 +322,7 @@ class Connection(RequestHandler):
         """Answer what aiohttp could not read, or what nobody has thought of."""
         if status >= 500:
             log_failure(self.logger, f"a request fails: {request.method} {request.path}", exc)
-        reply = Refused(status, message or "the gateway fails; its log says why").reply()
+        reply = HttpError(status, message or "the gateway fails; its log says why").reply()
         reply.keep_alive = False
         return reply
 

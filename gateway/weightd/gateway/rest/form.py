@@ -37,7 +37,7 @@ _REGION_PARAMETER = "shared_memory_region"
 
 
 @dataclass(frozen=True)
-class InputForm:
+class InputJson:
     """One input, and where it is: `values`, or `nbytes` of binary data, or a region."""
 
     name: str
@@ -50,7 +50,7 @@ class InputForm:
 
 
 @dataclass(frozen=True)
-class OutputForm:
+class OutputJson:
     """One output that is wanted, and in which form: binary data, in a region, or else values."""
 
     name: str
@@ -59,15 +59,15 @@ class OutputForm:
 
 
 @dataclass(frozen=True)
-class Form:
+class InferRequestJson:
     """What the JSON of a request says.
 
     Attributes:
         outputs: those that are wanted; None: all, as binary data or as values, as `binary` says.
     """
 
-    inputs: Sequence[InputForm]
-    outputs: Sequence[OutputForm] | None
+    inputs: Sequence[InputJson]
+    outputs: Sequence[OutputJson] | None
     is_binary: bool
     id: str = ""
     timeout: float | None = None
@@ -79,7 +79,7 @@ class Form:
         return None if self.outputs is None else [each.name for each in self.outputs]
 
 
-def read(header: memoryview, model: str) -> Form:
+def read(header: memoryview, model: str) -> InferRequestJson:
     """Return what the JSON of a request says.
 
     Raises:
@@ -106,7 +106,7 @@ def read(header: memoryview, model: str) -> Form:
         gc.enable()
 
 
-def read_values(header: bytes, model: str) -> Form:
+def read_values(header: bytes, model: str) -> InferRequestJson:
     """Return what the JSON of a request says, with an array as the values of each input that has values.
 
     Raises:
@@ -117,7 +117,7 @@ def read_values(header: bytes, model: str) -> Form:
     return dataclasses.replace(form, inputs=[_with_array(each) for each in form.inputs])
 
 
-def _with_array(input_json: InputForm) -> InputForm:
+def _with_array(input_json: InputJson) -> InputJson:
     return (
         input_json
         if input_json.nbytes is not None or input_json.region is not None
@@ -125,7 +125,7 @@ def _with_array(input_json: InputForm) -> InputForm:
     )
 
 
-def array_of(input_json: InputForm) -> arrays.Array:
+def array_of(input_json: InputJson) -> arrays.Array:
     """Return the tensor of an input that has values.
 
     Raises:
@@ -141,7 +141,7 @@ def _is_array(values: object) -> TypeGuard[arrays.Array]:
     return isinstance(values, np.ndarray)
 
 
-def _read(header: bytes, model: str) -> Form:
+def _read(header: bytes, model: str) -> InferRequestJson:
     return _parse_request(parse_map(header), model)
 
 
@@ -165,7 +165,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}: send it as binary data")
 
 
-def _parse_request(json_map: Mapping[str, Any], model: str) -> Form:
+def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
     content = _without_nulls(json_map)
     unknown = content.keys() - _FIELDS
     if unknown:
@@ -182,7 +182,7 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> Form:
     if type(request_id) is not str or len(request_id.encode("utf-8", "surrogatepass")) > limits.MAX_ID_BYTES:
         raise InvalidArgument(f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {describe_value(request_id)}")
     requested = content.get("outputs")
-    return Form(
+    return InferRequestJson(
         _parse_inputs(content.get("inputs")),
         None if requested is None or requested == [] else _parse_outputs(requested, is_binary_default=is_binary),
         is_binary,
@@ -210,14 +210,14 @@ def _parse_priority(priority: object) -> int | None:
     return priority or None
 
 
-def _parse_inputs(content: object) -> list[InputForm]:
+def _parse_inputs(content: object) -> list[InputJson]:
     inputs = [_parse_input(each) for each in _check_tensor_maps("inputs", content)]
     if len({each.name for each in inputs}) < len(inputs):
         raise InvalidArgument("inputs: expected each name once")
     return inputs
 
 
-def _parse_input(content: Mapping[str, Any]) -> InputForm:
+def _parse_input(content: Mapping[str, Any]) -> InputJson:
     name = _check_name("inputs", content.get("name"))
     datatype = arrays.check_datatype(name, content.get("datatype"))
     shape = arrays.check_shape(name, content.get("shape"))
@@ -234,18 +234,18 @@ def _parse_input(content: Mapping[str, Any]) -> InputForm:
         raise InvalidArgument(
             f"{label(name)}: binary_data_size: expected {expected_bytes}, for {datatype} {list(shape)}, got {describe_value(nbytes)}"
         )
-    return InputForm(name, datatype, shape, expected_bytes, content.get("data"), nbytes, region)
+    return InputJson(name, datatype, shape, expected_bytes, content.get("data"), nbytes, region)
 
 
-def _parse_outputs(content: object, *, is_binary_default: bool) -> list[OutputForm]:
-    outputs: list[OutputForm] = []
+def _parse_outputs(content: object, *, is_binary_default: bool) -> list[OutputJson]:
+    outputs: list[OutputJson] = []
     for each in _check_tensor_maps("outputs", content):
         name = _check_name("outputs", each.get("name"))
         parameters = _without_nulls(_check_map(f"{label(name)}: parameters", each.get("parameters", {})))
         if parameters.get("classification"):
             raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
         is_binary = _check_boolean(f"{label(name)}: binary_data", parameters.get("binary_data", is_binary_default))
-        outputs.append(OutputForm(name, is_binary, parameters if _REGION_PARAMETER in parameters else None))
+        outputs.append(OutputJson(name, is_binary, parameters if _REGION_PARAMETER in parameters else None))
     if len({each.name for each in outputs}) < len(outputs):
         raise InvalidArgument("outputs: expected each name once")
     return outputs
@@ -280,7 +280,7 @@ def _check_boolean(what: str, value: object) -> bool:
     return value
 
 
-def split_binary(form: Form, content: memoryview) -> dict[str, memoryview]:
+def split_binary(form: InferRequestJson, content: memoryview) -> dict[str, memoryview]:
     """Return the bytes of each input that has binary data, in the order in which they follow.
 
     Raises:

@@ -15,16 +15,16 @@ from pathlib import Path
 from aiohttp import web
 
 from weightd.gateway import handshakes, listening
-from weightd.gateway.admission import Admission
+from weightd.gateway.admission import PeerAdmission
 from weightd.gateway.arrays import to_json
 from weightd.gateway.config import places
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.listening import Accepting
-from weightd.gateway.rest.api import Api
-from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
+from weightd.gateway.listening import GatewayAcceptor
+from weightd.gateway.rest.api import HttpApi
+from weightd.gateway.rest.connection import SWEEP_S, HttpConnection, HttpConnections, ConnectionPhase
 from weightd.gateway.rest.reply import JSON
-from weightd.gateway.turns import Turns
+from weightd.gateway.turns import FairRunner
 from weightd.shared.peers import Peer, Peers
 
 # Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
@@ -41,7 +41,7 @@ _LINGERING_S = 5.0
 _NEVER_S = 1e8
 
 
-class Rest:
+class HttpServer:
     """Speaks HTTP.
 
     Args:
@@ -54,12 +54,12 @@ class Rest:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.connections = _make_connections(gateway.config)
-        self._api = Api(gateway, _allowed_hosts(gateway.config))
+        self._api = HttpApi(gateway, _allowed_hosts(gateway.config))
         self._managers: list[web.Server] = []
         self._peers = Peers()
         # How many connections a peer may have is for the crowd to decide, which closes idle ones.
-        self._admission = Admission(sys.maxsize, gateway.config.max_connection_rate)
-        self._acceptors: list[Accepting] = []
+        self._admission = PeerAdmission(sys.maxsize, gateway.config.max_connection_rate)
+        self._acceptors: list[GatewayAcceptor] = []
         self._handshakes: set[asyncio.Task[None]] = set()
         self._paths: list[Path] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,13 +75,13 @@ class Rest:
         manager = web.Server(self._api.handle, handler_cancellation=True)  # type: ignore[arg-type]
         self._managers.append(manager)
         self._tasks.append(asyncio.create_task(self._sweep()))
-        fair_runner = Turns(loop.call_soon, time.thread_time)
+        fair_runner = FairRunner(loop.call_soon, time.thread_time)
         context = listening.tls_context(config)
         urls: list[str] = []
         for listener in self._bind_listeners():
             tls = None if listener.family == socket.AF_UNIX else context
             admit = partial(self._on_connection, manager=manager, fair_runner=fair_runner, tls=tls)
-            self._acceptors.append(Accepting(listener, self._admission, self._peers, admit, None if tls else _refusal_response))
+            self._acceptors.append(GatewayAcceptor(listener, self._admission, self._peers, admit, None if tls else _refusal_response))
             urls.append(f"{'https' if tls else 'http'} {places.address_of(listener)}")
         return urls
 
@@ -101,14 +101,14 @@ class Rest:
             path.unlink(missing_ok=True)
 
     def _on_connection(
-        self, connection: socket.socket, peer: Peer, *, manager: web.Server, fair_runner: Turns, tls: ssl.SSLContext | None
+        self, connection: socket.socket, peer: Peer, *, manager: web.Server, fair_runner: FairRunner, tls: ssl.SSLContext | None
     ) -> None:
         task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, fair_runner, tls))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
     async def _connect(
-        self, connection: socket.socket, peer: Peer, manager: web.Server, fair_runner: Turns, tls: ssl.SSLContext | None
+        self, connection: socket.socket, peer: Peer, manager: web.Server, fair_runner: FairRunner, tls: ssl.SSLContext | None
     ) -> None:
         self._admission.remove_connection(peer)
         protocol_factory = partial(self._make_connection, manager, fair_runner, peer)
@@ -121,8 +121,8 @@ class Rest:
         except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             connection.close()
 
-    def _make_connection(self, manager: web.Server, fair_runner: Turns, peer: Peer) -> Connection:
-        return Connection(
+    def _make_connection(self, manager: web.Server, fair_runner: FairRunner, peer: Peer) -> HttpConnection:
+        return HttpConnection(
             self.connections,
             fair_runner,
             peer,
@@ -163,9 +163,9 @@ def _allowed_hosts(config: GatewayConfig) -> frozenset[str]:
     return frozenset(each.lower() for each in {*config.hosts, *own_hosts})
 
 
-def _make_connections(config: GatewayConfig) -> Crowd:
+def _make_connections(config: GatewayConfig) -> HttpConnections:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     reserved_fds = _RESERVED_FDS + (handshakes.MAX_HANDSHAKES if config.tls_cert else 0)
     max_connections = max(1, min(config.max_connections, descriptors - reserved_fds))
-    phase_timeouts = dict.fromkeys((Phase.HEADER, Phase.BODY, Phase.READING), config.receive_timeout)
-    return Crowd(max_connections, {**phase_timeouts, Phase.IDLE: config.idle_timeout}, time.monotonic)
+    phase_timeouts = dict.fromkeys((ConnectionPhase.HEADER, ConnectionPhase.BODY, ConnectionPhase.READING), config.receive_timeout)
+    return HttpConnections(max_connections, {**phase_timeouts, ConnectionPhase.IDLE: config.idle_timeout}, time.monotonic)

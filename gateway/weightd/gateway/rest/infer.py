@@ -10,14 +10,14 @@ from typing import Any, cast
 from weightd.gateway import arrays
 from weightd.gateway.callers import Caller
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.question import Question
+from weightd.gateway.question import InferenceRequest
 from weightd.gateway.rest import answer, body, form
 from weightd.gateway.rest.asking import traceparent_of
-from weightd.gateway.rest.connection import Phase
-from weightd.gateway.rest.form import Form, InputForm, OutputForm
-from weightd.gateway.rest.reply import BINARY, JSON, Reply
-from weightd.gateway.rest.request import Connection, Request
-from weightd.gateway.seats import Seat
+from weightd.gateway.rest.connection import ConnectionPhase
+from weightd.gateway.rest.form import InferRequestJson, InputJson, OutputJson
+from weightd.gateway.rest.reply import BINARY, JSON, HttpReply
+from weightd.gateway.rest.request import RequestConnection, HttpRequest
+from weightd.gateway.seats import Permit
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import describe_value
 
@@ -35,7 +35,7 @@ PARSER_PROCESS_VALUES = 4 * 1024
 _RENDERED_VALUE_BYTES = 16
 
 
-class Inference:
+class HttpInference:
     """Asks models.
 
     Args:
@@ -48,20 +48,20 @@ class Inference:
         self._parsers = gateway.parsers
         self._max_bytes = gateway.config.max_body_bytes
 
-    async def infer(self, request: Request, caller: Caller, model: str) -> Reply:
+    async def infer(self, request: HttpRequest, caller: Caller, model: str) -> HttpReply:
         """Return what a model answers.
 
         Raises:
             RequestError: that is what comes of it.
         """
-        connection = cast(Connection, request.protocol)
+        connection = cast(RequestConnection, request.protocol)
         with self._daemon_client.admission.admit(caller) as seat:
             length = _header_length(request)
             connection.begin_body(request.content)
             # Memory that the workers see is kept for the next request: only tensors are worth it.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
             content = await body.read_body(request, seat, self._max_bytes, allocate, header_bytes=length or 0)
-            connection.set_phase(Phase.ANSWER)
+            connection.set_phase(ConnectionPhase.ANSWER)
             header, binary = _split_body(content, length)
             parsed = await self._read_json(caller, header, model, seat)
             inputs = self._make_inputs(caller, parsed, binary, seat)
@@ -70,7 +70,7 @@ class Inference:
             parsed = dataclasses.replace(parsed, inputs=())
             result = await self._daemon_client.infer(
                 caller,
-                Question(model, inputs, parsed.output_names, parsed.timeout, parsed.priority, traceparent_of(request), parsed.id),
+                InferenceRequest(model, inputs, parsed.output_names, parsed.timeout, parsed.priority, traceparent_of(request), parsed.id),
             )
             summary = answer.summarize(model, parsed, result, write_output)
             buffers = summary.content
@@ -78,10 +78,10 @@ class Inference:
         # Whoever does not read keeps no more than there may be of all.
         permit = self._daemon_client.admission.reserve_response(caller, len(text) + sum(map(len, buffers)))
         if not buffers:
-            return Reply([text], JSON, permit=permit)
-        return Reply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
+            return HttpReply([text], JSON, permit=permit)
+        return HttpReply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
 
-    async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Seat) -> Form:
+    async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Permit) -> InferRequestJson:
         """Return what the JSON of a request says; a long one is parsed by a helper process."""
         if len(header) <= PARSER_PROCESS_BYTES:
             return form.read(header, model)
@@ -89,14 +89,14 @@ class Inference:
         permit.reserve(len(header))
         return await self._parsers.run(caller, len(header), form.read_values, PickleBuffer(header), model)
 
-    async def _render(self, caller: Caller, summary: answer.Description) -> bytes:
+    async def _render(self, caller: Caller, summary: answer.ResponseSummary) -> bytes:
         """Return the JSON of an answer; many values are rendered by a helper process."""
         if summary.value_count <= PARSER_PROCESS_VALUES:
             return answer.render(summary.header)
         nbytes = summary.value_count * _RENDERED_VALUE_BYTES
         return await self._parsers.run(caller, nbytes, answer.render, summary.header)
 
-    def _make_inputs(self, caller: Caller, parsed: Form, binary: memoryview, permit: Seat) -> dict[str, Array]:
+    def _make_inputs(self, caller: Caller, parsed: InferRequestJson, binary: memoryview, permit: Permit) -> dict[str, Array]:
         parts = form.split_binary(parsed, binary)
         inputs: dict[str, Array] = {}
         for each in parsed.inputs:
@@ -109,7 +109,7 @@ class Inference:
                 permit.reserve(each.expected_bytes)
         return inputs
 
-    def _read_shared(self, caller: Caller, input_json: InputForm, parameters: Any, permit: Seat) -> Array:
+    def _read_shared(self, caller: Caller, input_json: InputJson, parameters: Any, permit: Permit) -> Array:
         shm_slice = self._regions.resolve(caller, *_region_parameters(parameters))
         if shm_slice.nbytes != input_json.expected_bytes:
             text = f"{input_json.name}: shared_memory_byte_size: expected {input_json.expected_bytes}, for {input_json.datatype} {list(input_json.shape)}"
@@ -119,7 +119,7 @@ class Inference:
         shm_slice.region.read(shm_slice.offset, content)
         return arrays.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 
-    def _output_writer(self, caller: Caller, parsed: Form) -> answer.WriteOutput:
+    def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> answer.WriteOutput:
         """Return what puts outputs where they are wanted; that there is room is known before it runs."""
         slices = {
             each.name: self._regions.resolve(caller, *_region_parameters(each.region))
@@ -127,7 +127,7 @@ class Inference:
             if each.region is not None
         }
 
-        def put(how: OutputForm, content: memoryview) -> None:
+        def put(how: OutputJson, content: memoryview) -> None:
             place = slices[how.name]
             if len(content) > place.nbytes:
                 text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {place.nbytes}"
@@ -145,7 +145,7 @@ def _region_parameters(parameters: Any) -> tuple[object, object, object]:
     )
 
 
-def _header_length(request: Request) -> int | None:
+def _header_length(request: HttpRequest) -> int | None:
     """Return how many bytes of the body are JSON, once it is decompressed; None: all of them."""
     values = request.headers.getall(HEADER_LENGTH, None)
     if values is None:

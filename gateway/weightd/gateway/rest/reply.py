@@ -10,7 +10,7 @@ from aiohttp import hdrs, web
 
 from weightd.gateway.arrays import to_json
 from weightd.gateway.codes import retry_after, status_of
-from weightd.gateway.seats import Seat
+from weightd.gateway.seats import Permit
 from weightd.protocol.errors import RequestError, Unauthenticated
 
 JSON = "application/json"
@@ -24,7 +24,7 @@ _REASON_PHRASES = {each.value: each.phrase for each in HTTPStatus} | {499: "Clie
 Buffer = bytes | memoryview
 
 
-class Reply:
+class HttpReply:
     """One answer: what aiohttp asks of a response, and no more of it.
 
     Args:
@@ -46,7 +46,7 @@ class Reply:
         kind: str = JSON,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
-        permit: Seat | None = None,
+        permit: Permit | None = None,
     ) -> None:
         self.content = content
         self.status = status
@@ -96,12 +96,12 @@ class Reply:
         return "\r\n".join((*lines, "\r\n")).encode("latin-1")
 
 
-def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpReply:
     """Return an answer in JSON."""
-    return Reply([to_json(content).encode()], JSON, status, headers)
+    return HttpReply([to_json(content).encode()], JSON, status, headers)
 
 
-def error_reply(error: RequestError, headers: Mapping[str, str] | None = None) -> Reply:
+def error_reply(error: RequestError, headers: Mapping[str, str] | None = None) -> HttpReply:
     """Return the answer that an error is: always JSON, for Triton's client reads no other."""
     retry_after_s = retry_after(error)
     all_headers = dict(headers or {})
@@ -112,7 +112,7 @@ def error_reply(error: RequestError, headers: Mapping[str, str] | None = None) -
     return json_reply({"error": str(error)}, status_of(error).http, all_headers)
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A request ends in an error that is HTTP's alone.
 
     Args:
@@ -126,7 +126,7 @@ class Refused(Exception):
         self._status = status
         self._headers: dict[str, str] = {hdrs.ALLOW: allowed} if allowed else {}
 
-    def reply(self) -> Reply:
+    def reply(self) -> HttpReply:
         """Return the answer; what came late may still come, where the next request is expected."""
         reply = json_reply({"error": str(self)}, self._status, self._headers)
         reply.keep_alive = self._status != HTTPStatus.REQUEST_TIMEOUT

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from multidict import CIMultiDictProxy
 
-from weightd.gateway.rest.connection import Phase
+from weightd.gateway.rest.connection import ConnectionPhase
 
 
-class Content(Protocol):
+class HttpContent(Protocol):
     """The body, as it comes."""
 
     async def readexactly(self, n: int) -> bytes:
@@ -31,7 +31,7 @@ class Content(Protocol):
         ...
 
 
-class Connection(Protocol):
+class RequestConnection(Protocol):
     """What is known of the connection that a request came by, and what it is told.
 
     Attributes:
@@ -42,16 +42,16 @@ class Connection(Protocol):
     uid: int | None
     common_name: str | None
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: ConnectionPhase) -> None:
         """Something else is waited for from now on."""
         ...
 
-    def begin_body(self, body: Content) -> None:
+    def begin_body(self, body: HttpContent) -> None:
         """The body is read."""
         ...
 
 
-class Request(Protocol):
+class HttpRequest(Protocol):
     """A request; its `protocol` is a `Connection`, though aiohttp does not know that."""
 
     @property
@@ -80,7 +80,7 @@ class Request(Protocol):
         ...
 
     @property
-    def content(self) -> Content:
+    def content(self) -> HttpContent:
         """Its body, of which nothing has been read."""
         ...
 

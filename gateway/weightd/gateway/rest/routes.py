@@ -13,7 +13,7 @@ from weightd.protocol.errors import NotFound
 from weightd.protocol.schema import label
 
 
-class Verb(enum.Enum):
+class Operation(enum.Enum):
     """What is asked."""
 
     LIVE = enum.auto()
@@ -43,7 +43,7 @@ class Verb(enum.Enum):
 class Route(NamedTuple):
     """A path: by method what is asked there, and of which model, region or file; "" of all."""
 
-    methods: Mapping[str, Verb]
+    methods: Mapping[str, Operation]
     name: str = ""
 
 
@@ -62,44 +62,44 @@ def parse_route(path: str) -> Route:
         case ["v2", *rest]:
             return _server_route(rest)
         case ["metrics"]:
-            return Route({"GET": Verb.METRICS})
+            return Route({"GET": Operation.METRICS})
         case ["status.json"]:
-            return Route({"GET": Verb.STATUS_JSON})
+            return Route({"GET": Operation.STATUS_JSON})
         case [file] if f"/{file}" in FILES:
-            return Route({"GET": Verb.PAGE}, f"/{file}")
+            return Route({"GET": Operation.PAGE}, f"/{file}")
         case _:
             raise _not_found(segments)
 
 
-_SERVER_ROUTES: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
-    (): {"GET": Verb.SERVER},
-    ("health", "live"): {"GET": Verb.LIVE},
-    ("health", "ready"): {"GET": Verb.READY},
-    ("repository", "index"): {"POST": Verb.INDEX},
-    ("trace", "setting"): {"GET": Verb.TRACE, "POST": Verb.CHANGE_SETTING},
-    ("logging",): {"GET": Verb.LOGGING, "POST": Verb.CHANGE_SETTING},
-    ("systemsharedmemory", "status"): {"GET": Verb.REGIONS},
-    ("systemsharedmemory", "unregister"): {"POST": Verb.UNREGISTER},
-    ("cudasharedmemory", "status"): {"GET": Verb.CUDA_REGIONS},
-    ("cudasharedmemory", "unregister"): {"POST": Verb.CUDA_UNREGISTER},
+_SERVER_ROUTES: Mapping[tuple[str, ...], Mapping[str, Operation]] = {
+    (): {"GET": Operation.SERVER},
+    ("health", "live"): {"GET": Operation.LIVE},
+    ("health", "ready"): {"GET": Operation.READY},
+    ("repository", "index"): {"POST": Operation.INDEX},
+    ("trace", "setting"): {"GET": Operation.TRACE, "POST": Operation.CHANGE_SETTING},
+    ("logging",): {"GET": Operation.LOGGING, "POST": Operation.CHANGE_SETTING},
+    ("systemsharedmemory", "status"): {"GET": Operation.REGIONS},
+    ("systemsharedmemory", "unregister"): {"POST": Operation.UNREGISTER},
+    ("cudasharedmemory", "status"): {"GET": Operation.CUDA_REGIONS},
+    ("cudasharedmemory", "unregister"): {"POST": Operation.CUDA_UNREGISTER},
 }
 
-_MODEL_ROUTES: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
-    (): {"GET": Verb.MODEL},
-    ("ready",): {"GET": Verb.MODEL_READY},
-    ("config",): {"GET": Verb.CONFIG},
-    ("stats",): {"GET": Verb.STATISTICS},
-    ("infer",): {"POST": Verb.INFER},
-    ("trace", "setting"): {"GET": Verb.TRACE, "POST": Verb.CHANGE_SETTING},
+_MODEL_ROUTES: Mapping[tuple[str, ...], Mapping[str, Operation]] = {
+    (): {"GET": Operation.MODEL},
+    ("ready",): {"GET": Operation.MODEL_READY},
+    ("config",): {"GET": Operation.CONFIG},
+    ("stats",): {"GET": Operation.STATISTICS},
+    ("infer",): {"POST": Operation.INFER},
+    ("trace", "setting"): {"GET": Operation.TRACE, "POST": Operation.CHANGE_SETTING},
 }
 
-_REGION_ROUTES: Mapping[tuple[str, str], Mapping[str, Verb]] = {
-    ("systemsharedmemory", "status"): {"GET": Verb.REGIONS},
-    ("systemsharedmemory", "register"): {"POST": Verb.REGISTER},
-    ("systemsharedmemory", "unregister"): {"POST": Verb.UNREGISTER},
-    ("cudasharedmemory", "status"): {"GET": Verb.CUDA_REGIONS},
-    ("cudasharedmemory", "register"): {"POST": Verb.CUDA_REGISTER},
-    ("cudasharedmemory", "unregister"): {"POST": Verb.CUDA_UNREGISTER},
+_REGION_ROUTES: Mapping[tuple[str, str], Mapping[str, Operation]] = {
+    ("systemsharedmemory", "status"): {"GET": Operation.REGIONS},
+    ("systemsharedmemory", "register"): {"POST": Operation.REGISTER},
+    ("systemsharedmemory", "unregister"): {"POST": Operation.UNREGISTER},
+    ("cudasharedmemory", "status"): {"GET": Operation.CUDA_REGIONS},
+    ("cudasharedmemory", "register"): {"POST": Operation.CUDA_REGISTER},
+    ("cudasharedmemory", "unregister"): {"POST": Operation.CUDA_UNREGISTER},
 }
 
 
@@ -109,7 +109,7 @@ def _server_route(rest: list[str]) -> Route:
         return Route(methods)
     match rest:
         case ["repository", "models", name, "load" | "unload"]:
-            return Route({"POST": Verb.LOAD}, name)
+            return Route({"POST": Operation.LOAD}, name)
         case [kind, "region", name, act] if name and (kind, act) in _REGION_ROUTES:
             return Route(_REGION_ROUTES[kind, act], name)
         case _:
@@ -119,7 +119,7 @@ def _server_route(rest: list[str]) -> Route:
 def _model_route(name: str, rest: list[str]) -> Route:
     # As Triton has it: no model can be asked about by this name.
     if name == "stats" and not rest:
-        return Route({"GET": Verb.STATISTICS})
+        return Route({"GET": Operation.STATISTICS})
     if rest[:1] == ["versions"] and len(rest) > 1:
         if rest[1] != VERSION:
             raise NotFound(f"no version {label(rest[1])} of model {label(name)}: each has version {VERSION} alone")

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from weightd.gateway.callers import Caller, Identities, parse_bearer
+from weightd.gateway.callers import Caller, Authenticator, parse_bearer
 from weightd.gateway.codes import TooLarge, status_of, to_request_error
 from weightd.gateway.logs import log_failure
 from weightd.gateway.rpc.errors import rpc_status
-from weightd.gateway.seats import Seat, Seats
-from weightd.gateway.shares import Shares
+from weightd.gateway.seats import Permit, AdmissionControl
+from weightd.gateway.shares import FairLimit
 from weightd.gateway.traces import TRACEPARENT, valid_traceparent
 from weightd.protocol.errors import (
     DeadlineExceeded,
@@ -30,7 +30,7 @@ from weightd.protocol.errors import (
     WeightdError,
 )
 from weightd.shared.peers import Peer
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 
 _log = logging.getLogger("weightd.gateway.rpc")
 
@@ -72,7 +72,7 @@ PROBE_CALLER = Caller(None, "probe")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class Call(NamedTuple):
+class RpcContext(NamedTuple):
     """A call of somebody who may make one.
 
     Attributes:
@@ -84,7 +84,7 @@ class Call(NamedTuple):
     """
 
     caller: Caller
-    permit: Seat
+    permit: Permit
     traceparent: str = ""
     time_left_s: float | None = None
     is_local: bool = False
@@ -95,7 +95,7 @@ class Unimplemented(InvalidArgument):
 
 
 # From a call and its message to the bytes of the answer.
-Method = Callable[[Call, Any], Awaitable[bytes]]
+Method = Callable[[RpcContext, Any], Awaitable[bytes]]
 
 
 class Connections(Protocol):
@@ -114,7 +114,7 @@ class Connections(Protocol):
         ...
 
 
-class Calls:
+class RpcDispatcher:
     """Takes calls.
 
     What gRPC calls a handler of one message is a stream here, of which one message is read: so who calls is known, and
@@ -130,8 +130,8 @@ class Calls:
 
     def __init__(
         self,
-        authenticator: Callable[[], Identities],
-        seats: Seats,
+        authenticator: Callable[[], Authenticator],
+        seats: AdmissionControl,
         most_bytes: int,
         receive_timeout_s: float,
         connections: Connections,
@@ -140,10 +140,10 @@ class Calls:
         self.max_bytes = most_bytes
         self._receive_timeout_s = receive_timeout_s
         self._connections = connections
-        self._error_log = Seldom(_LOG_INTERVAL_S)
-        self._probe_admission = Seats(MAX_PROBES, MAX_PROBES * most_bytes)
-        self._unsent_probe_limit = Shares(MAX_PROBES)
-        self._unsent_limit = Shares(seats.max_requests + MAX_UNSENT_CALLS)
+        self._error_log = RateLimitedLog(_LOG_INTERVAL_S)
+        self._probe_admission = AdmissionControl(MAX_PROBES, MAX_PROBES * most_bytes)
+        self._unsent_probe_limit = FairLimit(MAX_PROBES)
+        self._unsent_limit = FairLimit(seats.max_requests + MAX_UNSENT_CALLS)
         self.admission = seats
 
     def unary_handler(
@@ -186,7 +186,7 @@ class Calls:
         return Caller(None, self._connections.peer(context.peer()).key)
 
     @contextmanager
-    def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[Call, None, None]:
+    def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
         """Have a call of somebody who may make one, and has a seat within the block; `is_open`: of whoever asks.
 
         Raises:
@@ -204,13 +204,13 @@ class Calls:
         peer = self._connections.peer(context.peer())
         caller = PROBE_CALLER if is_unauthenticated else self._authenticator().authenticate(token=token, common_name=peer.common_name)
         with self._probe_admission.admit(self.anonymous_caller(context)) if is_unauthenticated else self.admission.admit(caller) as seat:
-            yield Call(caller, seat, parent, context.time_remaining(), peer.is_local)
+            yield RpcContext(caller, seat, parent, context.time_remaining(), peer.is_local)
 
     def receiving(self, context: Context) -> AbstractContextManager[None]:
         """Let the connection of a call send long messages within a block."""
         return self._connections.receiving(context.peer())
 
-    def log_call(self, name: str, call: Call | None, started_at: float, error: RequestError | None = None) -> None:
+    def log_call(self, name: str, call: RpcContext | None, started_at: float, error: RequestError | None = None) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
         caller, traceparent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
@@ -223,7 +223,7 @@ class Calls:
             what = f"{name} for {caller}: {outcome} in {1000 * (now - started_at):.1f} ms"
             _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
 
-    async def _receive(self, context: Context, permit: Seat, max_bytes: int, *, is_unauthenticated: bool) -> bytes:
+    async def _receive(self, context: Context, permit: Permit, max_bytes: int, *, is_unauthenticated: bool) -> bytes:
         """Return the message, which the seat has from then on.
 
         gRPC's library tells nothing of a message before it is there, and keeps what has come of it. So who is not
@@ -347,7 +347,7 @@ def _raise_deadline_exceeded(seconds: float, setting: str = "") -> None:
     raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{setting}")
 
 
-def _hold_until_done(context: Any, limit: Shares, caller: Caller) -> None:
+def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
     """Have a place until the call has ended.
 
     Its handler has long before, where nobody reads the answer, which gRPC's library lets nobody take back: of such
@@ -365,7 +365,7 @@ def _hold_until_done(context: Any, limit: Shares, caller: Caller) -> None:
     context.add_done_callback(release)
 
 
-def _release_when_done(context: Any, permit: Seat) -> None:
+def _release_when_done(context: Any, permit: Permit) -> None:
     """Keep a seat until the call has ended, in whatever way."""
 
     def release(_: object) -> None:

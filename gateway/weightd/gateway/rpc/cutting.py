@@ -18,7 +18,7 @@ MAX_FIELDS = 512
 _MAX_VARINT_BYTES = 5
 
 
-class Cut(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A message in pieces.
 
     Attributes:
@@ -32,14 +32,14 @@ class Cut(NamedTuple):
     contents: tuple[memoryview, ...] = ()
 
 
-def fast_parse(message: bytes) -> Cut:
+def fast_parse(message: bytes) -> ParsedRequest:
     """Return the message in pieces. One that is unusual is its own header, with all that is in it."""
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
     for _ in range(MAX_FIELDS):
         if position == end:
-            return Cut(bytes(header), request_id, tuple(contents))
+            return ParsedRequest(bytes(header), request_id, tuple(contents))
         tag = message[position]
         value, begin = _read_varint(message, position + 1)
         # A tag of two bytes is of a field that nobody knows here.
@@ -57,7 +57,7 @@ def fast_parse(message: bytes) -> Cut:
         else:
             header += view[position:after]
         position = after
-    return Cut(message)
+    return ParsedRequest(message)
 
 
 def _read_varint(message: bytes, position: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import (
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
-from weightd.gateway.rpc.tables import Table
+from weightd.gateway.rpc.tables import DescriptorFile
 
 _SCALARS = {
     "double": FieldDescriptorProto.TYPE_DOUBLE,
@@ -40,7 +40,7 @@ class Messages:
         requests: what each method takes, by its name.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: DescriptorFile) -> None:
         self.file = file_descriptor(table)
         pool = DescriptorPool()
         pool.Add(self.file)
@@ -57,7 +57,7 @@ class Messages:
         return self._classes[name]
 
 
-def file_descriptor(table: Table) -> FileDescriptorProto:
+def file_descriptor(table: DescriptorFile) -> FileDescriptorProto:
     """Return what a table says, as protobuf has it."""
     file = FileDescriptorProto(name=table.file, package=table.package, syntax="proto3")
     by_name: dict[str, DescriptorProto] = {}
@@ -84,7 +84,7 @@ def file_descriptor(table: Table) -> FileDescriptorProto:
     return file
 
 
-def _add_field(table: Table, owner: str, message: DescriptorProto, number: str, name: str, kind: str) -> None:
+def _add_field(table: DescriptorFile, owner: str, message: DescriptorProto, number: str, name: str, kind: str) -> None:
     kind, _, choice = kind.partition("@")
     field = message.field.add(number=int(number), name=name, label=FieldDescriptorProto.LABEL_OPTIONAL)
     if kind.endswith("*") or kind.startswith("{"):
@@ -107,7 +107,7 @@ def _add_field(table: Table, owner: str, message: DescriptorProto, number: str, 
         field.oneof_index = choices.index(choice)
 
 
-def _set_type(table: Table, field: FieldDescriptorProto, kind: str) -> None:
+def _set_type(table: DescriptorFile, field: FieldDescriptorProto, kind: str) -> None:
     if kind in _SCALARS:
         field.type = _SCALARS[kind]
         return
@@ -120,5 +120,5 @@ def _add_enum_values(enum: EnumDescriptorProto, values: str) -> None:
         enum.value.add(name=name, number=number)
 
 
-def _full_name(table: Table, name: str) -> str:
+def _full_name(table: DescriptorFile, name: str) -> str:
     return f".{table.package}.{name}"

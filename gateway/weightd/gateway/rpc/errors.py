@@ -15,7 +15,7 @@ MAX_TEXT_BYTES = 1500
 _RETRY_INFO_TYPE = "type.googleapis.com/google.rpc.RetryInfo"
 
 
-class Ending(NamedTuple):
+class RpcStatus(NamedTuple):
     """How a call ends.
 
     Attributes:
@@ -29,7 +29,7 @@ class Ending(NamedTuple):
     metadata: tuple[tuple[str, str | bytes], ...]
 
 
-def rpc_status(error: RequestError) -> Ending:
+def rpc_status(error: RequestError) -> RpcStatus:
     """Return how a call ends in this error.
 
     Where it helps to wait, two say so: `grpc-retry-pushback-ms`, which gRPC's own retries obey, and a
@@ -38,10 +38,10 @@ def rpc_status(error: RequestError) -> Ending:
     code = status_of(error).grpc
     text = str(error).encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
     if error.retry_after is None:
-        return Ending(code, text, ())
+        return RpcStatus(code, text, ())
     milliseconds = max(1, round(error.retry_after * 1000))
     seconds, rest = divmod(milliseconds, 1000)
     delay = STATUS["Duration"](seconds=seconds, nanos=rest * 1_000_000)
     retry = STATUS["Any"](type_url=_RETRY_INFO_TYPE, value=STATUS["RetryInfo"](retry_delay=delay).SerializeToString())
     details = STATUS["Status"](code=code, message=text, details=[retry]).SerializeToString()
-    return Ending(code, text, (("grpc-retry-pushback-ms", str(milliseconds)), ("grpc-status-details-bin", details)))
+    return RpcStatus(code, text, (("grpc-retry-pushback-ms", str(milliseconds)), ("grpc-status-details-bin", details)))

@@ -32,7 +32,7 @@ class Layout:
     nested: Mapping[int, tuple[str, Layout]]
 
 
-class _Part(NamedTuple):
+class _NestedSpan(NamedTuple):
     path: str
     layout: Layout
     begin: int
@@ -69,7 +69,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
         DecodeError: the bytes are not a message, or contain groups, which proto3 does not have.
     """
     count = 0
-    ranges = [_Part("", layout, 0, len(message))]
+    ranges = [_NestedSpan("", layout, 0, len(message))]
     while ranges:
         path, inner, position, end = ranges.pop()
         while position < end:
@@ -92,7 +92,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
                 position = begin + size
                 found = inner.nested.get(tag >> 3)
                 if found is not None and position <= end:
-                    ranges.append(_Part(_field_path(path, inner, tag >> 3), found[1], begin, position))
+                    ranges.append(_NestedSpan(_field_path(path, inner, tag >> 3), found[1], begin, position))
             else:
                 position = _skip_number(kind, message, position, end)
         if position > end:

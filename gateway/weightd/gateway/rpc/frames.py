@@ -69,7 +69,7 @@ class LimitExceeded(Exception):
     """A connection has exceeded a limit; the text names the limit and what was received."""
 
 
-class Heads:
+class FrameHeads:
     """Finds the heads of frames in a stream of bytes, however it is cut.
 
     Attributes:
@@ -124,7 +124,7 @@ class Heads:
             yield head[3], head[4], self._payload_left, int.from_bytes(head[5:], "big")
 
 
-class Frames:
+class FrameCounter:
     """Counts the frames that one client sends.
 
     Args:
@@ -135,7 +135,7 @@ class Frames:
         # The calls under way, with the bytes of their messages that no answer has followed.
         self._calls: dict[int, int] = {}
         self._unanswered_bytes = 0
-        self._heads = Heads()
+        self._heads = FrameHeads()
         self._preface_left = len(PREFACE)
         self._tokens = BURST_TOKENS
         self._updated_at = now

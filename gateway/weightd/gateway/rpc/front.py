@@ -16,22 +16,22 @@ from typing import Any
 import grpc
 
 from weightd.gateway import listening
-from weightd.gateway.admission import Admission
+from weightd.gateway.admission import PeerAdmission
 from weightd.gateway.config import places
-from weightd.gateway.config.places import Place
+from weightd.gateway.config.places import ListenAddress
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.listening import Accepting
+from weightd.gateway.listening import GatewayAcceptor
 from weightd.gateway.rpc import health, inference, reflection
-from weightd.gateway.rpc.calls import MAX_PROBES, MAX_UNSENT_CALLS, Calls, Handler
+from weightd.gateway.rpc.calls import MAX_PROBES, MAX_UNSENT_CALLS, RpcDispatcher, Handler
 from weightd.gateway.rpc.health import Health
-from weightd.gateway.rpc.inference import Inference
+from weightd.gateway.rpc.inference import GrpcInference
 from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION_V1ALPHA, REFLECTION
-from weightd.gateway.rpc.methods import Methods
+from weightd.gateway.rpc.methods import ModelApi
 from weightd.gateway.rpc.reflection import Reflection
-from weightd.gateway.rpc.relay import Relay
-from weightd.gateway.rpc.requests import Memory
-from weightd.gateway.rpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, Streams
+from weightd.gateway.rpc.relay import Http2Filter
+from weightd.gateway.rpc.requests import ShmResolver
+from weightd.gateway.rpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, WaitingCalls
 from weightd.shared.peers import Peers
 
 # Calls of whoever asks.
@@ -63,7 +63,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 
-class RpcFront:
+class GrpcServer:
     """Speaks gRPC.
 
     Args:
@@ -75,13 +75,13 @@ class RpcFront:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._streams = Streams()
-        self._watch_streams = Streams(MAX_WATCH_STREAMS)
-        self._reflection_streams = Streams(MAX_REFLECTION_STREAMS)
+        self._streams = WaitingCalls()
+        self._watch_streams = WaitingCalls(MAX_WATCH_STREAMS)
+        self._reflection_streams = WaitingCalls(MAX_REFLECTION_STREAMS)
         self._peers = Peers()
-        self._admission = Admission(_max_connections(gateway.config), gateway.config.max_connection_rate)
+        self._admission = PeerAdmission(_max_connections(gateway.config), gateway.config.max_connection_rate)
         self._server: grpc.aio.Server | None = None
-        self._acceptors: list[Accepting] = []
+        self._acceptors: list[GatewayAcceptor] = []
         self._paths: list[Path] = []
 
     async def start(self) -> Sequence[str]:
@@ -95,7 +95,7 @@ class RpcFront:
         # Others may not enter it: the relay is the only client of gRPC's library.
         self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
         inner = Path(self._directory.name, "grpc")
-        self.http2_filter = Relay(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
+        self.http2_filter = Http2Filter(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=max_calls)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
@@ -112,7 +112,7 @@ class RpcFront:
         for listener in listeners:
             used = None if listener.family == socket.AF_UNIX else tls
             admit = partial(self.http2_filter.on_connection, tls=used)
-            self._acceptors.append(Accepting(listener, self._admission, self._peers, admit))
+            self._acceptors.append(GatewayAcceptor(listener, self._admission, self._peers, admit))
             urls.append(f"{'grpcs' if used else 'grpc'} {places.address_of(listener)}")
         return urls
 
@@ -134,7 +134,7 @@ class RpcFront:
             path.unlink(missing_ok=True)
         self._directory.cleanup()
 
-    def _bind(self, address: Place) -> socket.socket:
+    def _bind(self, address: ListenAddress) -> socket.socket:
         listener = listening.bind(address, "grpc")
         if address.path:
             self._paths.append(Path(address.path))
@@ -143,18 +143,18 @@ class RpcFront:
     def _services(self) -> Mapping[str, dict[str, Handler]]:
         gateway, config = self._gateway, self._gateway.config
         daemon_client = gateway.daemon_client
-        calls = Calls(
+        calls = RpcDispatcher(
             lambda: gateway.authenticator,
             daemon_client.admission,
             config.max_body_bytes,
             config.receive_timeout,
             self.http2_filter,
         )
-        shm_resolver = Memory(gateway.regions, daemon_client.allocate, gateway.parsers)
-        methods = Methods(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
+        shm_resolver = ShmResolver(gateway.regions, daemon_client.allocate, gateway.parsers)
+        methods = ModelApi(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
         described = (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA)
         return {
-            inference.NAME: {**methods.handlers(calls), **Inference(daemon_client, shm_resolver, self._streams).handlers(calls)},
+            inference.NAME: {**methods.handlers(calls), **GrpcInference(daemon_client, shm_resolver, self._streams).handlers(calls)},
             health.NAME: Health(daemon_client, ("", inference.NAME), self._watch_streams).handlers(calls),
             reflection.NAME: Reflection(described, REFLECTION, self._reflection_streams).handlers(calls),
             reflection.V1ALPHA_NAME: Reflection(described, REFLECTION_V1ALPHA, self._reflection_streams).handlers(calls),

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from weightd.gateway.rpc.calls import PROBE_CALLER, Call, Calls, Context, Handler, report_errors
+from weightd.gateway.rpc.calls import PROBE_CALLER, RpcContext, RpcDispatcher, Context, Handler, report_errors
 from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.messages import HEALTH
-from weightd.gateway.rpc.streams import Streams
-from weightd.gateway.service import Service
+from weightd.gateway.rpc.streams import WaitingCalls
+from weightd.gateway.service import DaemonClient
 from weightd.protocol.errors import NotFound, RequestError
 
 NAME = "grpc.health.v1.Health"
@@ -40,9 +40,9 @@ class Health:
 
     def __init__(
         self,
-        daemon_client: Service,
+        daemon_client: DaemonClient,
         names: Collection[str],
-        streams: Streams,
+        streams: WaitingCalls,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._daemon_client = daemon_client
@@ -53,7 +53,7 @@ class Health:
         self._cached_status = NOT_SERVING
         self._fetched_at = float("-inf")
 
-    def handlers(self, calls: Calls) -> dict[str, Handler]:
+    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def watch(messages: object, context: Context) -> None:
@@ -78,7 +78,7 @@ class Health:
                 self._fetched_at = self._clock()
             return self._cached_status
 
-    async def _check(self, call: Call, request: Any) -> bytes:
+    async def _check(self, call: RpcContext, request: Any) -> bytes:
         status = await self.status(request.service)
         if status == SERVICE_UNKNOWN:
             raise NotFound(f"expected one of {sorted(self._names)}")

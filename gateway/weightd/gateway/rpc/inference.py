@@ -7,18 +7,18 @@ import time
 import grpc
 
 from weightd.gateway.codes import to_request_error
-from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, report_errors
+from weightd.gateway.rpc.calls import RpcContext, RpcDispatcher, Context, Handler, report_errors
 from weightd.gateway.rpc.cutting import fast_parse
-from weightd.gateway.rpc.requests import Memory, parse_infer_request
+from weightd.gateway.rpc.requests import ShmResolver, parse_infer_request
 from weightd.gateway.rpc.responses import encode_response, encode_stream_response, encode_stream_error
-from weightd.gateway.rpc.streams import Streams
-from weightd.gateway.service import Service
+from weightd.gateway.rpc.streams import WaitingCalls
+from weightd.gateway.service import DaemonClient
 from weightd.protocol.errors import WeightdError
 
 NAME = "inference.GRPCInferenceService"
 
 
-class Inference:
+class GrpcInference:
     """Has models run.
 
     Args:
@@ -27,12 +27,12 @@ class Inference:
         streams: calls with many requests are among them.
     """
 
-    def __init__(self, daemon_client: Service, shm_resolver: Memory, streams: Streams) -> None:
+    def __init__(self, daemon_client: DaemonClient, shm_resolver: ShmResolver, streams: WaitingCalls) -> None:
         self._daemon_client = daemon_client
         self._shm_resolver = shm_resolver
         self._streams = streams
 
-    def handlers(self, calls: Calls) -> dict[str, Handler]:
+    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def stream(messages: object, context: Context) -> None:
@@ -54,11 +54,11 @@ class Inference:
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(report_errors(stream)),
         }
 
-    async def _infer(self, call: Call, message: bytes) -> bytes:
+    async def _infer(self, call: RpcContext, message: bytes) -> bytes:
         request = await parse_infer_request(message, call, self._shm_resolver)
         return encode_response(request, await self._daemon_client.infer(call.caller, request.request))
 
-    async def _infer_streamed(self, calls: Calls, call: Call, message: bytes) -> bytes:
+    async def _infer_streamed(self, calls: RpcDispatcher, call: RpcContext, message: bytes) -> bytes:
         """Return the answer to one request of a stream, which goes on if that is an error."""
         started_at = time.monotonic()
         try:

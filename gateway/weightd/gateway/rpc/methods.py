@@ -7,13 +7,13 @@ from typing import Any
 
 from weightd.gateway import model_view
 from weightd.gateway.model_view import View
-from weightd.gateway.regions import Regions
-from weightd.gateway.rpc.calls import Call, Calls, Handler, Method, Unimplemented
+from weightd.gateway.regions import RegisteredRegions
+from weightd.gateway.rpc.calls import RpcContext, RpcDispatcher, Handler, Method, Unimplemented
 from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.gateway.rpc.parameters import check_local
 from weightd.gateway.rpc.requests import check_version, model_of
-from weightd.gateway.service import Service
+from weightd.gateway.service import DaemonClient
 from weightd.protocol.errors import InvalidArgument, Unavailable
 
 # For probes, which have no token.
@@ -40,7 +40,7 @@ _LOG_SETTINGS = {
 _READ_ONLY_SETTING = "this setting is the operator's, in the configuration of weightd"
 
 
-class Methods:
+class ModelApi:
     """Answers each method.
 
     Args:
@@ -49,12 +49,12 @@ class Methods:
         shared_memory: whether they may.
     """
 
-    def __init__(self, daemon_client: Service, regions: Regions, *, has_shared_memory: bool) -> None:
+    def __init__(self, daemon_client: DaemonClient, regions: RegisteredRegions, *, has_shared_memory: bool) -> None:
         self._daemon_client = daemon_client
         self._regions = regions
         self._has_shared_memory = has_shared_memory
 
-    def handlers(self, calls: Calls) -> dict[str, Handler]:
+    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
         """Return what gRPC wants for each method by its name."""
         methods: Mapping[str, Method] = {
             "ServerLive": self._server_live,
@@ -81,82 +81,82 @@ class Methods:
             for name, method in methods.items()
         }
 
-    async def _server_live(self, call: Call, request: Any) -> bytes:
+    async def _server_live(self, call: RpcContext, request: Any) -> bytes:
         return _encode("ServerLiveResponse", {"live": True})
 
-    async def _server_ready(self, call: Call, request: Any) -> bytes:
+    async def _server_ready(self, call: RpcContext, request: Any) -> bytes:
         return _encode("ServerReadyResponse", {"ready": await self._is_ready(call, "")})
 
-    async def _model_ready(self, call: Call, request: Any) -> bytes:
+    async def _model_ready(self, call: RpcContext, request: Any) -> bytes:
         check_version(request.version)
         return _encode("ModelReadyResponse", {"ready": await self._is_ready(call, model_of(request.name))})
 
-    async def _is_ready(self, call: Call, model: str) -> bool:
+    async def _is_ready(self, call: RpcContext, model: str) -> bool:
         try:
             return (await self._daemon_client.ready(call.caller, model)).ready
         except Unavailable:
             return False
 
-    async def _server_metadata(self, call: Call, request: Any) -> bytes:
+    async def _server_metadata(self, call: RpcContext, request: Any) -> bytes:
         answer = await self._daemon_client.server(call.caller)
         return _encode("ServerMetadataResponse", model_view.server_metadata(answer, shared_memory=self._has_shared_memory))
 
-    async def _model_metadata(self, call: Call, request: Any) -> bytes:
+    async def _model_metadata(self, call: RpcContext, request: Any) -> bytes:
         check_version(request.version)
         answer = await self._daemon_client.metadata(call.caller, model_of(request.name))
         return _encode("ModelMetadataResponse", model_view.model_metadata(answer))
 
-    async def _model_config(self, call: Call, request: Any) -> bytes:
+    async def _model_config(self, call: RpcContext, request: Any) -> bytes:
         check_version(request.version)
         answer = await self._daemon_client.metadata(call.caller, model_of(request.name))
         return _encode("ModelConfigResponse", {"config": model_view.model_config(answer)})
 
-    async def _model_statistics(self, call: Call, request: Any) -> bytes:
+    async def _model_statistics(self, call: RpcContext, request: Any) -> bytes:
         check_version(request.version)
         metrics = await self._daemon_client.metrics(call.caller)
         return _encode("ModelStatisticsResponse", model_view.statistics(metrics, request.name))
 
-    async def _repository_index(self, call: Call, request: Any) -> bytes:
+    async def _repository_index(self, call: RpcContext, request: Any) -> bytes:
         metrics = await self._daemon_client.metrics(call.caller)
         models = model_view.repository_index(metrics, only_ready=request.ready)
         return _encode("RepositoryIndexResponse", {"models": models})
 
-    async def _load(self, call: Call, request: Any) -> bytes:
+    async def _load(self, call: RpcContext, request: Any) -> bytes:
         raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
 
-    async def _memory_status(self, call: Call, request: Any) -> bytes:
+    async def _memory_status(self, call: RpcContext, request: Any) -> bytes:
         check_local(call)
         regions = self._regions.status(call.caller, request.name)
         return _encode("SystemSharedMemoryStatusResponse", {"regions": {each["name"]: each for each in regions}})
 
-    async def _memory_register(self, call: Call, request: Any) -> bytes:
+    async def _memory_register(self, call: RpcContext, request: Any) -> bytes:
         check_local(call)
         self._regions.register(call.caller, request.name, request.key, request.offset, request.byte_size)
         return _encode("SystemSharedMemoryRegisterResponse", {})
 
-    async def _memory_unregister(self, call: Call, request: Any) -> bytes:
+    async def _memory_unregister(self, call: RpcContext, request: Any) -> bytes:
         check_local(call)
         self._regions.unregister(call.caller, request.name)
         return _encode("SystemSharedMemoryUnregisterResponse", {})
 
-    async def _cuda_status(self, call: Call, request: Any) -> bytes:
+    async def _cuda_status(self, call: RpcContext, request: Any) -> bytes:
         return _encode("CudaSharedMemoryStatusResponse", {})
 
-    async def _cuda_register(self, call: Call, request: Any) -> bytes:
+    async def _cuda_register(self, call: RpcContext, request: Any) -> bytes:
         raise Unimplemented("weightd has no memory of CUDA devices")
 
-    async def _cuda_unregister(self, call: Call, request: Any) -> bytes:
+    async def _cuda_unregister(self, call: RpcContext, request: Any) -> bytes:
         # There is none, which is what was asked for: some clients do so to begin with, whatever they use.
         return _encode("CudaSharedMemoryUnregisterResponse", {})
 
-    async def _trace_setting(self, call: Call, request: Any) -> bytes:
+    async def _trace_setting(self, call: RpcContext, request: Any) -> bytes:
         if request.settings:
             raise InvalidArgument(_READ_ONLY_SETTING)
         return _encode(
             "TraceSettingResponse", {"settings": {name: {"value": [value]} for name, value in _TRACE_SETTINGS.items()}}
         )
 
-    async def _log_settings(self, call: Call, request: Any) -> bytes:
+    async def _log_settings(self, call: RpcContext, request: Any) -> bytes:
         if request.settings:
             raise InvalidArgument(_READ_ONLY_SETTING)
         return _encode("LogSettingsResponse", {"settings": _LOG_SETTINGS})

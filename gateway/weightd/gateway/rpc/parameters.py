@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.regions import Place, Regions
-from weightd.gateway.rpc.calls import Call
+from weightd.gateway.regions import ShmSlice, RegisteredRegions
+from weightd.gateway.rpc.calls import RpcContext
 from weightd.protocol import limits
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument
 from weightd.protocol.schema import describe_value
@@ -86,7 +86,7 @@ def priority_of(parameters: Mapping[str, Any]) -> int | None:
     return priority or None
 
 
-def shm_slice_of(parameters: Mapping[str, Any], call: Call, regions: Regions) -> Place:
+def shm_slice_of(parameters: Mapping[str, Any], call: RpcContext, regions: RegisteredRegions) -> ShmSlice:
     """Return where a tensor is, by its parameters.
 
     Raises:
@@ -97,7 +97,7 @@ def shm_slice_of(parameters: Mapping[str, Any], call: Call, regions: Regions) ->
     return regions.resolve(call.caller, parameters[REGION], parameters.get(OFFSET, 0), parameters.get(SIZE))
 
 
-def check_local(call: Call) -> None:
+def check_local(call: RpcContext) -> None:
     """Look at where a caller is who speaks of shared memory.
 
     Raises:

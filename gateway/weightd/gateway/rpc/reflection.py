@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from weightd.gateway.rpc.calls import Calls, Context, Handler, check_length, report_errors, parse_message, receive_deadline
+from weightd.gateway.rpc.calls import RpcDispatcher, Context, Handler, check_length, report_errors, parse_message, receive_deadline
 from weightd.gateway.rpc.descriptors import Messages
 from weightd.gateway.rpc.fields import checked_parser
-from weightd.gateway.rpc.streams import Streams
+from weightd.gateway.rpc.streams import WaitingCalls
 
 # Between two questions of a tool. Who asks no more leaves his place to others, who have no more of a right to it.
 REQUEST_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class Reflection:
         streams: those who ask are among them.
     """
 
-    def __init__(self, files: Iterable[Messages], protocol: Messages, streams: Streams) -> None:
+    def __init__(self, files: Iterable[Messages], protocol: Messages, streams: WaitingCalls) -> None:
         self._parse = checked_parser(protocol["ServerReflectionRequest"])
         self._response = protocol["ServerReflectionResponse"]
         self._streams = streams
@@ -46,7 +46,7 @@ class Reflection:
         for each in files:
             self._add_file(each.file)
 
-    def handlers(self, calls: Calls) -> dict[str, Handler]:
+    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def info(messages: object, context: Context) -> None:

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.gateway.admission import Admission
+from weightd.gateway.admission import PeerAdmission
 from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.listening import common_name
-from weightd.gateway.rpc.frames import DATA, Frames, Heads, LimitExceeded, goaway_frame
+from weightd.gateway.rpc.frames import DATA, FrameCounter, FrameHeads, LimitExceeded, goaway_frame
 from weightd.shared.peers import UNKNOWN, Peer
-from weightd.shared.seldom import Seldom
+from weightd.shared.seldom import RateLimitedLog
 from weightd.shared.tokenbuckets import TokenBuckets
 
 _log = logging.getLogger("weightd.gateway.rpc")
@@ -47,7 +47,7 @@ _STEP_BYTES = 8192
 _RETRY_INTERVAL_S = 0.01
 
 
-class Relay:
+class Http2Filter:
     """The connections of all clients.
 
     Args:
@@ -57,7 +57,7 @@ class Relay:
         handshakes: TLS handshakes under way.
     """
 
-    def __init__(self, path: Path, admission: Admission, timeout_s: float, handshakes: Handshakes) -> None:
+    def __init__(self, path: Path, admission: PeerAdmission, timeout_s: float, handshakes: Handshakes) -> None:
         self._path = str(path)
         self._admission = admission
         self._handshakes = handshakes
@@ -69,7 +69,7 @@ class Relay:
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Future[None] | None = None
-        self._violation_log = Seldom(_LOG_INTERVAL_S)
+        self._violation_log = RateLimitedLog(_LOG_INTERVAL_S)
         self._call_buckets = TokenBuckets(CALLS_PER_S, CALLS_BURST)
 
     def peer_of(self, library_name: str) -> Peer:
@@ -197,11 +197,11 @@ class Relay:
 class _Client(asyncio.Protocol):
     """The connection of a client."""
 
-    def __init__(self, http2_filter: Relay, peer: Peer) -> None:
+    def __init__(self, http2_filter: Http2Filter, peer: Peer) -> None:
         self.peer = peer
         self._filter = http2_filter
-        self._frames = Frames(time.monotonic())
-        self._sent_heads = Heads()
+        self._frames = FrameCounter(time.monotonic())
+        self._sent_heads = FrameHeads()
         self._transport: asyncio.Transport | None = None
         self._library: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None

@@ -13,10 +13,10 @@ from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.helper import Helpers
 from weightd.gateway.model_view import VERSION
-from weightd.gateway.question import Question
-from weightd.gateway.regions import Place, Regions
+from weightd.gateway.question import InferenceRequest
+from weightd.gateway.regions import ShmSlice, RegisteredRegions
 from weightd.gateway.rpc import parameters
-from weightd.gateway.rpc.calls import Call, parse_message
+from weightd.gateway.rpc.calls import RpcContext, parse_message
 from weightd.gateway.rpc.cutting import fast_parse
 from weightd.gateway.rpc.fields import check_fields, layout_of
 from weightd.gateway.rpc.messages import INFERENCE
@@ -69,7 +69,7 @@ _MAX_CACHED_BYTES = 2048
 _CACHE_SIZE = 1024
 
 
-class Memory(NamedTuple):
+class ShmResolver(NamedTuple):
     """Where tensors may be that are not in the message.
 
     Attributes:
@@ -78,12 +78,12 @@ class Memory(NamedTuple):
         helpers: the processes that parse many values.
     """
 
-    regions: Regions
+    regions: RegisteredRegions
     allocate: Callable[[Caller, int], Any]
     parsers: Helpers
 
 
-class Target(NamedTuple):
+class OutputTarget(NamedTuple):
     """Where an output is to be.
 
     Attributes:
@@ -92,10 +92,10 @@ class Target(NamedTuple):
     """
 
     region: str
-    shm_slice: Place
+    shm_slice: ShmSlice
 
 
-class Asked(NamedTuple):
+class InferRequest(NamedTuple):
     """A request.
 
     Attributes:
@@ -103,11 +103,11 @@ class Asked(NamedTuple):
         targets: of outputs that are not to be in the answer, by their names.
     """
 
-    request: Question
-    targets: Mapping[str, Target]
+    request: InferenceRequest
+    targets: Mapping[str, OutputTarget]
 
 
-class Input(NamedTuple):
+class InputTensor(NamedTuple):
     """One input, and where it is: `values`, or in a region, or else among the raw contents."""
 
     name: str
@@ -117,7 +117,7 @@ class Input(NamedTuple):
     region: Mapping[str, Any] | None
 
 
-class Form(NamedTuple):
+class RequestTemplate(NamedTuple):
     """What a request says, but for its tensors: the same for many.
 
     Attributes:
@@ -126,7 +126,7 @@ class Form(NamedTuple):
     """
 
     model: str
-    inputs: Sequence[Input]
+    inputs: Sequence[InputTensor]
     outputs: tuple[str, ...] | None
     regions: Mapping[str, Mapping[str, Any]]
     timeout: float | None
@@ -135,7 +135,7 @@ class Form(NamedTuple):
     id: str
 
 
-async def parse_infer_request(message: bytes, call: Call, shm_resolver: Memory) -> Asked:
+async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: ShmResolver) -> InferRequest:
     """Return what the bytes of a request ask.
 
     Raises:
@@ -157,7 +157,7 @@ async def parse_infer_request(message: bytes, call: Call, shm_resolver: Memory) 
         # The copy on its way.
         call.permit.reserve(len(header))
         form = await shm_resolver.parsers.run(call.caller, len(header), _parse_template, PickleBuffer(header))
-    request = Question(
+    request = InferenceRequest(
         form.model,
         _make_inputs(form, contents or [memoryview(each) for each in form.contents], call, shm_resolver),
         form.outputs,
@@ -167,10 +167,10 @@ async def parse_infer_request(message: bytes, call: Call, shm_resolver: Memory) 
         _parse_id(request_id) if request_id else form.id,
     )
     targets = {
-        name: Target(given[parameters.REGION], parameters.shm_slice_of(given, call, shm_resolver.regions))
+        name: OutputTarget(given[parameters.REGION], parameters.shm_slice_of(given, call, shm_resolver.regions))
         for name, given in form.regions.items()
     }
-    return Asked(request, targets)
+    return InferRequest(request, targets)
 
 
 def _check_header(nbytes: int, max_bytes: int) -> None:
@@ -188,13 +188,13 @@ def _parse(message: bytes) -> Any:
     return _Request.FromString(message)
 
 
-def _parse_template(header: bytes) -> Form:
+def _parse_template(header: bytes) -> RequestTemplate:
     request = parse_message(header, _parse)
     check_version(request.model_version)
     values = parameters.parse_parameters("parameters", request.parameters)
     parameters.check_parameters(values)
     outputs, regions = _parse_outputs(request.outputs)
-    return Form(
+    return RequestTemplate(
         model_of(request.model_name),
         _parse_inputs(request.inputs),
         outputs,
@@ -237,9 +237,9 @@ def _parse_id(content: bytes) -> str:
         raise InvalidArgument("id: expected UTF-8") from None
 
 
-def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[Input]:
+def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
     _check_count("inputs", input_messages)
-    inputs: dict[str, Input] = {}
+    inputs: dict[str, InputTensor] = {}
     values_left = arrays.MAX_VALUES
     for index, tensor in enumerate(input_messages):
         name = _check_name(f"inputs[{index}].name", tensor.name)
@@ -255,11 +255,11 @@ def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[Input]:
             values_left -= values.size
         if values is not None and region is not None:
             raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
-        inputs[name] = Input(name, datatype, shape, values, region)
+        inputs[name] = InputTensor(name, datatype, shape, values, region)
     return tuple(inputs.values())
 
 
-def _make_inputs(template: Form, contents: Sequence[memoryview], call: Call, shm_resolver: Memory) -> dict[str, Array]:
+def _make_inputs(template: RequestTemplate, contents: Sequence[memoryview], call: RpcContext, shm_resolver: ShmResolver) -> dict[str, Array]:
     inputs: dict[str, Array] = {}
     used_contents = 0
     for each in template.inputs:
@@ -284,7 +284,7 @@ def _make_inputs(template: Form, contents: Sequence[memoryview], call: Call, shm
     return inputs
 
 
-def _read_shared(input_tensor: Input, shm_slice: Place, call: Call, shm_resolver: Memory) -> Array:
+def _read_shared(input_tensor: InputTensor, shm_slice: ShmSlice, call: RpcContext, shm_resolver: ShmResolver) -> Array:
     """Return a tensor that is in shared memory: a copy, that nobody else changes."""
     name, datatype, shape, _, _ = input_tensor
     expected = arrays.nbytes_of(name, datatype, shape)

@@ -13,7 +13,7 @@ from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import InferenceResult
 from weightd.gateway.rpc import parameters
 from weightd.gateway.rpc.messages import INFERENCE
-from weightd.gateway.rpc.requests import Asked, Target
+from weightd.gateway.rpc.requests import InferRequest, OutputTarget
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import label
 from weightd.protocol.tensors import frame_of
@@ -32,7 +32,7 @@ _MAX_BYTES = 2**31 - 1
 _FINAL_PARAMETER = "triton_final_response"
 
 
-def encode_response(infer_request: Asked, result: InferenceResult, *, is_final: bool = False) -> bytes:
+def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_final: bool = False) -> bytes:
     """Return the bytes of the response; what is to be in shared memory is written there.
 
     Args:
@@ -68,7 +68,7 @@ def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...
     return content
 
 
-def _encode_placed(infer_request: Asked, result: InferenceResult, *, is_final: bool) -> tuple[bytes, list[memoryview]]:
+def _encode_placed(infer_request: InferRequest, result: InferenceResult, *, is_final: bool) -> tuple[bytes, list[memoryview]]:
     """Return the same, and the contents, where outputs are to be elsewhere."""
     head = _new_response(infer_request.request.model, is_final=is_final)
     contents: list[memoryview] = []
@@ -107,7 +107,7 @@ def encode_stream_error(request_id: bytes, text: str) -> bytes:
     return content
 
 
-def _write_output(name: str, array: Array, target: Target, output: Any) -> memoryview:
+def _write_output(name: str, array: Array, target: OutputTarget, output: Any) -> memoryview:
     """Write an output where it is wanted, say so in what describes it, and return what is sent in its place."""
     region, shm_slice = target
     if array.nbytes > shm_slice.nbytes:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import TypeVar, cast
 
 from weightd.gateway.callers import Caller
-from weightd.gateway.shares import Shares
+from weightd.gateway.shares import FairLimit
 from weightd.protocol.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ MAX_REFLECTION_STREAMS = 8
 """Of those who ask which methods there are, likewise: a message that each has begun may be as long as any."""
 
 
-class Streams:
+class WaitingCalls:
     """Calls that wait for their caller, or for something to happen, as often as not.
 
     Args:
@@ -32,7 +32,7 @@ class Streams:
 
     def __init__(self, max_streams: int = MAX_STREAMS) -> None:
         self._max_streams = max_streams
-        self._limit = Shares(max_streams)
+        self._limit = FairLimit(max_streams)
         self._waiting: set[asyncio.Task[object]] = set()
         self._is_stopping = False
 

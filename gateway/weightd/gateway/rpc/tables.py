@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Table:
+class DescriptorFile:
     """One file of descriptors.
 
     Attributes:
@@ -45,7 +45,7 @@ _BATCH_TIMES = (
 )
 
 # The Open Inference Protocol with Triton's additions, of whose description of a model what weightd says of one.
-INFERENCE = Table(
+INFERENCE = DescriptorFile(
     file="weightd/inference.proto",
     package="inference",
     enums={
@@ -175,7 +175,7 @@ INFERENCE = Table(
 )
 
 # The health protocol of gRPC, which Kubernetes and load balancers ask.
-HEALTH = Table(
+HEALTH = DescriptorFile(
     file="weightd/health.proto",
     package="grpc.health.v1",
     messages={
@@ -192,8 +192,8 @@ HEALTH = Table(
 )
 
 
-def _reflection_file(version: str) -> Table:
-    return Table(
+def _reflection_file(version: str) -> DescriptorFile:
+    return DescriptorFile(
         file=f"weightd/reflection_{version}.proto",
         package=f"grpc.reflection.{version}",
         messages={
@@ -224,7 +224,7 @@ REFLECTION = _reflection_file("v1")
 REFLECTION_V1ALPHA = _reflection_file("v1alpha")
 
 # What `grpc-status-details-bin` has: an error, and after which time to ask again.
-STATUS = Table(
+STATUS = DescriptorFile(
     file="weightd/status.proto",
     package="google.rpc",
     messages={

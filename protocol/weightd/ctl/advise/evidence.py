@@ -22,7 +22,7 @@ class Difference(NamedTuple):
     max_relative: float
 
 
-class Evidence:
+class Comparison:
     """What is known of requests with a number of rows.
 
     Attributes:

@@ -9,10 +9,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Seq
 import numpy as np
 
 from weightd.client.client import Client
-from weightd.ctl.advise.evidence import Evidence
-from weightd.ctl.advise.rounds import Slice, block_requests, count_blocks
-from weightd.ctl.advise.rule import Size
-from weightd.ctl.advise.source import FromFile, MadeUp
+from weightd.ctl.advise.evidence import Comparison
+from weightd.ctl.advise.rounds import RowSlice, block_requests, count_blocks
+from weightd.ctl.advise.rule import BatchSizeResult
+from weightd.ctl.advise.source import FileRows, SyntheticRows
 from weightd.ctl.measuring.counters import read_counters, has_split
 from weightd.ctl.measuring.samples import Arrays
 from weightd.protocol.errors import Internal, InvalidArgument
@@ -23,7 +23,7 @@ Outputs = Mapping[str, Any]
 OVERHEAD_PINGS = 2
 
 
-class Plan(NamedTuple):
+class AdvisePlan(NamedTuple):
     """What to measure.
 
     Attributes:
@@ -36,12 +36,12 @@ class Plan(NamedTuple):
 
     model: str
     sizes: Sequence[int]
-    source: Union[MadeUp, FromFile]
+    source: Union[SyntheticRows, FileRows]
     min_distinct_rows: int
     min_seconds: float
 
 
-class Measuring:
+class Measurement:
     """Asks, and keeps what has come: it may be ended at any time.
 
     Args:
@@ -49,21 +49,21 @@ class Measuring:
         plan: for what.
     """
 
-    def __init__(self, client: Client, plan: Plan) -> None:
+    def __init__(self, client: Client, plan: AdvisePlan) -> None:
         self._client = client
         self._plan = plan
         self._ping_times_s: List[float] = []
         self._request_times_s: Dict[int, List[float]] = {size: [] for size in plan.sizes}
-        self._comparisons: Dict[int, Evidence] = {size: Evidence() for size in plan.sizes}
+        self._comparisons: Dict[int, Comparison] = {size: Comparison() for size in plan.sizes}
         self._refusals: Dict[int, str] = {}
         self._is_split: Dict[int, bool] = {}
 
     @property
-    def results(self) -> List[Size]:
+    def results(self) -> List[BatchSizeResult]:
         """What is known, in ascending order; of a size that was refused, why."""
         overhead_s = OVERHEAD_PINGS * _median(self._ping_times_s)
         return [
-            Size(
+            BatchSizeResult(
                 size,
                 _median(self._request_times_s[size]),
                 overhead_s,
@@ -98,7 +98,7 @@ class Measuring:
         for size in self._plan.sizes:
             before = read_counters(self._client.status(), self._plan.model)
             try:
-                self._infer(rows, Slice(size, 0))
+                self._infer(rows, RowSlice(size, 0))
             except (InvalidArgument, Internal) as error:
                 if size == 1:
                     raise
@@ -109,7 +109,7 @@ class Measuring:
                 self._is_split[size] = has_split(before, after)
         return accepted
 
-    def _measure_block(self, sizes: Sequence[int], number: int) -> Iterator[Slice]:
+    def _measure_block(self, sizes: Sequence[int], number: int) -> Iterator[RowSlice]:
         """Ask for the rows of a block in each size; yield what has been compared."""
         rows = self._plan.source.block(number, sizes[-1])
         single: List[Outputs] = []
@@ -125,9 +125,9 @@ class Measuring:
             else:
                 self._comparisons[each.rows].compare(outputs, single[each.first : each.end])
             yield each
-        self._comparisons[1].compare(self._infer(rows, Slice(1, 0)), single[:1])
+        self._comparisons[1].compare(self._infer(rows, RowSlice(1, 0)), single[:1])
 
-    def _infer(self, rows: Arrays, row_slice: Slice) -> Outputs:
+    def _infer(self, rows: Arrays, row_slice: RowSlice) -> Outputs:
         inputs = {name: array[row_slice.first : row_slice.end] for name, array in rows.items()}
         return self._client.infer(self._plan.model, inputs)
 

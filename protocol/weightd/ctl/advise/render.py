@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightd.ctl.advise.rule import Advice, Size, Verdict, gain, is_overhead_dominated
+from weightd.ctl.advise.rule import Recommendation, BatchSizeResult, Verdict, gain, is_overhead_dominated
 from weightd.ctl.text import clean, count, paragraph, table
 
 _HEADING = ("ROWS", "MS", "ROWS/s", "GAIN", "LATENCY", "BITS")
@@ -19,7 +19,7 @@ _VERDICT_TEXTS = {
 }
 
 
-def config_text(model: str, advice: Advice) -> str:
+def config_text(model: str, advice: Recommendation) -> str:
     """Return what to write into the configuration; "" where nothing is to be."""
     if advice.verdict is Verdict.NO:
         return ""
@@ -31,7 +31,7 @@ def config_text(model: str, advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def render(model: str, sizes: Sequence[Size], advice: Advice, distinct_rows: Optional[int]) -> str:
+def render(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation, distinct_rows: Optional[int]) -> str:
     """Return a table, what should be known of its rows, and what is advised.
 
     Args:
@@ -52,7 +52,7 @@ def render(model: str, sizes: Sequence[Size], advice: Advice, distinct_rows: Opt
     return "\n".join([*lines, "", *(f"  {line}" for line in text.splitlines())] if text else lines)
 
 
-def _row(size: Size, one: Size) -> List[str]:
+def _row(size: BatchSizeResult, one: BatchSizeResult) -> List[str]:
     return [
         f"{size.rows:,}",
         f"{size.median_s * 1e3:,.2f}",
@@ -63,7 +63,7 @@ def _row(size: Size, one: Size) -> List[str]:
     ]
 
 
-def _bits_cell(size: Size) -> str:
+def _bits_cell(size: BatchSizeResult) -> str:
     comparison = size.comparison
     if comparison.shape_mismatches:
         return "other shape"
@@ -72,7 +72,7 @@ def _bits_cell(size: Size) -> str:
     return f"{comparison.rows_unequal:,} of {comparison.rows_compared:,} differ" if comparison.rows_unequal else "equal"
 
 
-def _remarks(sizes: Sequence[Size]) -> Iterator[str]:
+def _remarks(sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
     for size in sizes:
         if size.refusal:
             yield from paragraph(f"{count(size.rows, 'row')}, refused", size.refusal.rstrip(), "")
@@ -83,7 +83,7 @@ def _remarks(sizes: Sequence[Size]) -> Iterator[str]:
         yield from _output_remarks(name, sizes)
 
 
-def _output_remarks(name: str, sizes: Sequence[Size]) -> Iterator[str]:
+def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
     """What is to be said of an output, all sizes taken together."""
     mismatches = [(size.rows, size.comparison.shape_mismatches[name]) for size in sizes if name in size.comparison.shape_mismatches]
     for rows, found in mismatches[:1]:
@@ -99,7 +99,7 @@ def _output_remarks(name: str, sizes: Sequence[Size]) -> Iterator[str]:
         )
 
 
-def as_json(model: str, sizes: Sequence[Size], advice: Advice) -> Dict[str, Any]:
+def as_json(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation) -> Dict[str, Any]:
     """Return the same as a dictionary."""
     return {
         "model_name": model,
@@ -115,7 +115,7 @@ def as_json(model: str, sizes: Sequence[Size], advice: Advice) -> Dict[str, Any]
     }
 
 
-def _size_json(size: Size, one: Size) -> Dict[str, Any]:
+def _size_json(size: BatchSizeResult, one: BatchSizeResult) -> Dict[str, Any]:
     comparison = size.comparison
     fields: Dict[str, Any] = {
         "rows": size.rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import List, NamedTuple, Sequence
 
 
-class Slice(NamedTuple):
+class RowSlice(NamedTuple):
     """Some rows of a block: one request.
 
     Attributes:
@@ -22,13 +22,13 @@ class Slice(NamedTuple):
         return self.first + self.rows
 
 
-def block_requests(sizes: Sequence[int]) -> List[Slice]:
+def block_requests(sizes: Sequence[int]) -> List[RowSlice]:
     """Return the requests for as many rows as the largest size has: each row is in one of each size, or in two.
 
     A row has been asked for alone, if 1 is one of the sizes, before it is in a larger one.
     """
     rows = max(sizes)
-    slices = [Slice(size, min(first, rows - size)) for size in sizes for first in range(0, rows, size)]
+    slices = [RowSlice(size, min(first, rows - size)) for size in sizes for first in range(0, rows, size)]
     return sorted(slices, key=lambda each: (each.end, each.rows))
 
 

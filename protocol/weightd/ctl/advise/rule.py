@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from typing import List, NamedTuple, Sequence, Tuple
 
-from weightd.ctl.advise.evidence import Evidence
+from weightd.ctl.advise.evidence import Comparison
 
 GAIN_ROWS = 8
 MIN_GAIN = 1.3
@@ -30,7 +30,7 @@ ENOUGH_OF_BEST = 0.9
 ROUNDING_TOLERANCE = 0.01
 
 
-class Size(NamedTuple):
+class BatchSizeResult(NamedTuple):
     """What is known of requests with so many rows.
 
     Attributes:
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     median_s: float
     overhead_s: float
     answers: int
-    comparison: Evidence
+    comparison: Comparison
     is_split: bool = False
     refusal: str = ""
 
@@ -70,7 +70,7 @@ class Verdict(enum.Enum):
     NO = "no"
 
 
-class Advice(NamedTuple):
+class Recommendation(NamedTuple):
     """What is advised, and why.
 
     Attributes:
@@ -88,40 +88,40 @@ class Advice(NamedTuple):
     sample: str = ""
 
 
-def not_batched(note: str) -> Advice:
+def not_batched(note: str) -> Recommendation:
     """Return what is advised where the daemon does not batch requests, for the reason that `note` gives."""
-    return Advice(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
+    return Recommendation(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
 
 
-def is_overhead_dominated(one: Size) -> bool:
+def is_overhead_dominated(one: BatchSizeResult) -> bool:
     """Whether the model takes less for one row than its way: then nothing can be told of it, or gained."""
     return one.model_s < one.overhead_s
 
 
-def gain(size: Size, one: Size) -> float:
+def gain(size: BatchSizeResult, one: BatchSizeResult) -> float:
     """Return how many times the rows/s of single rows the model makes of it."""
     return size.rows * one.model_s / size.model_s
 
 
-def is_worth_its_latency(size: Size, one: Size) -> bool:
+def is_worth_its_latency(size: BatchSizeResult, one: BatchSizeResult) -> bool:
     """Whether so many that wait are answered sooner together, on average; see above."""
     return gain(size, one) >= 2 * size.rows / (size.rows + 1)
 
 
-def recommend(sizes: Sequence[Size]) -> Advice:
+def recommend(sizes: Sequence[BatchSizeResult]) -> Recommendation:
     """Return what follows from sizes in ascending order, the first of which is 1, and measured."""
     one = sizes[0]
     measured = [size for size in sizes[1:] if size.is_measured]
     worthwhile = [size for size in measured if is_worth_its_latency(size, one)]
     objection = _shape_objection(one, measured) or _mixing_objection(sizes, measured) or _gain_objection(one, measured, worthwhile)
     if objection:
-        return Advice(Verdict.NO, 1, (), objection)
+        return Recommendation(Verdict.NO, 1, (), objection)
     for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING_TOLERANCE)):
         allowed = _below_first_difference(sizes, worthwhile, share)
         if allowed:
             best = _best(allowed, one)
-            return Advice(verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict])
-    return Advice(Verdict.NO, 1, (), f"{_MIXING_REASON}, and with fewer of them it does not pay")
+            return Recommendation(verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict])
+    return Recommendation(Verdict.NO, 1, (), f"{_MIXING_REASON}, and with fewer of them it does not pay")
 
 
 _MIXING_REASON = "the answer to a row hangs on the rows beside it, by more than rounding"
@@ -131,7 +131,7 @@ _NOTES = {
 }
 
 
-def _shape_objection(one: Size, measured: Sequence[Size]) -> str:
+def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) -> str:
     """Why requests cannot be merged, whatever it brings; "" if they can."""
     for size in (one, *measured):
         for name, found in size.comparison.shape_mismatches.items():
@@ -139,7 +139,7 @@ def _shape_objection(one: Size, measured: Sequence[Size]) -> str:
     return "" if measured else "no request of more than one row was answered by one execution"
 
 
-def _mixing_objection(sizes: Sequence[Size], measured: Sequence[Size]) -> str:
+def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[BatchSizeResult]) -> str:
     """Why merged answers would be wrong, however few the rows; "" if not."""
     if _below_first_difference(sizes, measured, ROUNDING_TOLERANCE):
         return ""
@@ -148,7 +148,7 @@ def _mixing_objection(sizes: Sequence[Size], measured: Sequence[Size]) -> str:
     return f"{_MIXING_REASON}: merged answers would be wrong"
 
 
-def _gain_objection(one: Size, measured: Sequence[Size], worthwhile: Sequence[Size]) -> str:
+def _gain_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult], worthwhile: Sequence[BatchSizeResult]) -> str:
     """Why it does not pay; "" if it does."""
     if is_overhead_dominated(one):
         return (
@@ -164,28 +164,28 @@ def _gain_objection(one: Size, measured: Sequence[Size], worthwhile: Sequence[Si
     return ""
 
 
-def _below_first_difference(sizes: Sequence[Size], candidates: Sequence[Size], relative: float) -> List[Size]:
+def _below_first_difference(sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float) -> List[BatchSizeResult]:
     """Those of `worth` below the first size at which rows differ by more, for a request may have any of them."""
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
     return [size for size in candidates if size.rows < end]
 
 
-def _differs(size: Size, relative: float) -> bool:
+def _differs(size: BatchSizeResult, relative: float) -> bool:
     return not size.comparison.is_equal if not relative else size.comparison.max_relative > relative
 
 
-def _best(sizes: Sequence[Size], one: Size) -> Size:
+def _best(sizes: Sequence[BatchSizeResult], one: BatchSizeResult) -> BatchSizeResult:
     max_gain = max(gain(size, one) for size in sizes)
     return next(size for size in sizes if gain(size, one) >= ENOUGH_OF_BEST * max_gain)
 
 
-def _accepted_sizes(sizes: Sequence[Size], max_rows: int) -> Tuple[int, ...]:
+def _accepted_sizes(sizes: Sequence[BatchSizeResult], max_rows: int) -> Tuple[int, ...]:
     """The sizes that the model takes up to there, if it has refused one of those."""
     below = [size for size in sizes if size.rows <= max_rows]
     return tuple(size.rows for size in below if not size.refusal) if any(size.refusal for size in below) else ()
 
 
-def _gain_text(size: Size, one: Size) -> str:
+def _gain_text(size: BatchSizeResult, one: BatchSizeResult) -> str:
     return (
         f"{size.rows} rows together bring {gain(size, one):.2f} times the rows/s of single ones, at "
         f"{size.median_s / one.median_s:.2f} times the latency"

@@ -13,10 +13,10 @@ from weightd.ctl.text import clean
 from weightd.ctl.verb import BadInput
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
 from weightd.protocol.tensors import NUMPY_DTYPE
-from weightd.shared.rowtest.rows import Kind, TestRows
+from weightd.shared.rowtest.rows import RowKind, TestRows
 
 
-class MadeUp:
+class SyntheticRows:
     """Rows that are all different: those on which the daemon tests the model.
 
     Args:
@@ -32,7 +32,7 @@ class MadeUp:
     distinct_rows: Optional[int] = None
     sample: Optional[Arrays] = None
 
-    def __init__(self, specs: Sequence[TensorSpec], kind: Kind = Kind.SCALED) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], kind: RowKind = RowKind.SCALED) -> None:
         self.shapes: Dict[str, Tuple[int, ...]] = {each.name: (1, *each.shape[1:]) for each in specs}
         self._inputs = [TensorSignature(each.name, each.datatype, (-1, *each.shape[1:])) for each in specs]
         self.kind = kind
@@ -43,7 +43,7 @@ class MadeUp:
         return test_rows.select([row % test_rows.count for row in range(rows)])
 
 
-class FromFile:
+class FileRows:
     """The rows of an .npz file, in turn.
 
     Args:

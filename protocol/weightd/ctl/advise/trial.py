@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
 
 from weightd.client.client import Client
-from weightd.ctl.advise.source import FromFile, MadeUp
+from weightd.ctl.advise.source import FileRows, SyntheticRows
 from weightd.protocol.errors import Internal, InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.status import StatusResponse
 from weightd.shared.rowtest import comparison
-from weightd.shared.rowtest.bits import Arrays, NotTogether
-from weightd.shared.rowtest.comparison import Subject
-from weightd.shared.rowtest.rows import Kind
+from weightd.shared.rowtest.bits import Arrays, NotBatchable
+from weightd.shared.rowtest.comparison import TestedModel
+from weightd.shared.rowtest.rows import RowKind
 
 
-class Verified(NamedTuple):
+class BatchTestResult(NamedTuple):
     """What the test has shown.
 
     Attributes:
@@ -27,7 +27,7 @@ class Verified(NamedTuple):
     needs_sample: bool = False
 
 
-class Trial:
+class BatchTest:
     """Tests a model as the daemon does.
 
     Args:
@@ -41,11 +41,11 @@ class Trial:
         self._model = model
         self._inputs = inputs
 
-    def find_kind(self, source: MadeUp, rows: int) -> Kind:
+    def find_kind(self, source: SyntheticRows, rows: int) -> RowKind:
         """Return the kind of made-up rows that the model accepts, in requests of up to so many rows."""
         return comparison.compare(self._row_test_subject(source, None, rows, ()), exact=False).kind
 
-    def verify(self, source: Union[MadeUp, FromFile], rows: int, sizes: Tuple[int, ...]) -> Verified:
+    def verify(self, source: Union[SyntheticRows, FileRows], rows: int, sizes: Tuple[int, ...]) -> BatchTestResult:
         """Test the model with made-up rows, as the daemon does; if they do not do, with those of the file.
 
         Args:
@@ -55,19 +55,19 @@ class Trial:
         """
         try:
             comparison.inputs_with_rows(self._inputs, sizes)
-        except NotTogether as error:
-            return Verified(str(error))
+        except NotBatchable as error:
+            return BatchTestResult(str(error))
         note = comparison.compare(self._row_test_subject(source, None, rows, sizes), exact=True).note
         if note and source.sample is not None:
-            return Verified(
+            return BatchTestResult(
                 comparison.compare(self._row_test_subject(source, source.sample, rows, sizes), exact=True).note, True
             )
-        return Verified(note)
+        return BatchTestResult(note)
 
     def _row_test_subject(
-        self, source: Union[MadeUp, FromFile], sample: Optional[Arrays], rows: int, sizes: Tuple[int, ...]
-    ) -> Subject:
-        return Subject(self._infer, self._inputs, source.shapes, rows, sizes, sample, (InvalidArgument, Internal))
+        self, source: Union[SyntheticRows, FileRows], sample: Optional[Arrays], rows: int, sizes: Tuple[int, ...]
+    ) -> TestedModel:
+        return TestedModel(self._infer, self._inputs, source.shapes, rows, sizes, sample, (InvalidArgument, Internal))
 
     def _infer(self, inputs: Arrays) -> Any:
         return self._client.infer(self._model, inputs)

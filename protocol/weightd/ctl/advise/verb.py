@@ -9,12 +9,12 @@ from typing import List, Sequence, Union
 
 from weightd.ctl import exits
 from weightd.ctl.advise import render, rule
-from weightd.ctl.advise.measure import Measuring, Plan
-from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.advise.trial import Trial, Verified, batching_refusal
+from weightd.ctl.advise.measure import Measurement, AdvisePlan
+from weightd.ctl.advise.source import FileRows, SyntheticRows
+from weightd.ctl.advise.trial import BatchTest, BatchTestResult, batching_refusal
 from weightd.ctl.measuring import shapes, subject
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Ended, Verb
+from weightd.ctl.verb import Connect, CommandError, Command
 from weightd.protocol.errors import FailedPrecondition
 from weightd.protocol.messages.data import TensorSignature
 
@@ -66,7 +66,7 @@ rows, 64 it does not take such a shape, 66 --inputs cannot be used, 130 Ctrl-C."
 _MAX_DISTINCT_ROWS = 1_000_000
 
 
-class NoRows(Ended):
+class NoRows(CommandError):
     """Requests of the model have nothing that could be merged."""
 
     code = FailedPrecondition.code
@@ -117,13 +117,13 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     sizes = sorted({1, *options.rows})
     with subject.open_target(connect, name) as model:
         source = _make_source(options, model, sizes[-1])
-        batch_test = Trial(model.client, name, model.inputs)
-        measurement = Measuring(model.client, Plan(name, sizes, source, options.different, options.seconds))
+        batch_test = BatchTest(model.client, name, model.inputs)
+        measurement = Measurement(model.client, AdvisePlan(name, sizes, source, options.different, options.seconds))
         status = exits.OK
-        test_result = Verified("its test was not made, for this was ended before")
+        test_result = BatchTestResult("its test was not made, for this was ended before")
         try:
             with model.explain_errors():
-                if isinstance(source, MadeUp):
+                if isinstance(source, SyntheticRows):
                     source.kind = batch_test.find_kind(source, sizes[-1])
                 measurement.run(lambda done, all_: model.show_progress(f"{done:,} rows of {max(done, all_):,}"))
                 test_result = _verify(model, batch_test, source, measurement.results)
@@ -141,20 +141,20 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _verify(
-    model: subject.Subject, batch_test: Trial, source: Union[MadeUp, FromFile], results: Sequence[rule.Size]
-) -> Verified:
+    model: subject.BenchTarget, batch_test: BatchTest, source: Union[SyntheticRows, FileRows], results: Sequence[rule.BatchSizeResult]
+) -> BatchTestResult:
     """Return what the daemon's own test shows of what is advised: it is made if this is to merge."""
     recommendation = rule.recommend(results)
     if recommendation.verdict is not rule.Verdict.MERGE:
-        return Verified("")
+        return BatchTestResult("")
     note = batching_refusal(model.client.status(), model.name)
     if note:
-        return Verified(note)
+        return BatchTestResult(note)
     model.show_progress("makes the test that the daemon makes when it loads the model")
     return batch_test.verify(source, recommendation.max_rows, recommendation.sizes)
 
 
-def _make_source(options: argparse.Namespace, model: subject.Subject, rows: int) -> Union[MadeUp, FromFile]:
+def _make_source(options: argparse.Namespace, model: subject.BenchTarget, rows: int) -> Union[SyntheticRows, FileRows]:
     inputs = model.inputs
     fixed: List[TensorSignature] = [each for each in inputs if not shapes.has_free_rows(each)]
     if fixed or not inputs:
@@ -163,8 +163,8 @@ def _make_source(options: argparse.Namespace, model: subject.Subject, rows: int)
             f"input must be free: {shapes.describe(fixed)}"
         )
     if options.inputs:
-        return FromFile(options.inputs, inputs)
-    return MadeUp(shapes.specify(inputs, options.shape, rows, model.example))
+        return FileRows(options.inputs, inputs)
+    return SyntheticRows(shapes.specify(inputs, options.shape, rows, model.example))
 
 
-COMMAND = Verb("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)

@@ -18,7 +18,7 @@ _BACKOFF_S = 0.01
 _MAX_BACKOFF_S = 1.0
 
 
-class Plan(NamedTuple):
+class BenchPlan(NamedTuple):
     """What to measure.
 
     Attributes:
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     on_window: Callable[[int, Windows], None]
 
 
-def measure(address: str, timeout: float, plan: Plan, on_level: Callable[[Level], None]) -> bool:
+def measure(address: str, timeout: float, plan: BenchPlan, on_level: Callable[[Level], None]) -> bool:
     """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C.
 
     Args:
@@ -48,7 +48,7 @@ def measure(address: str, timeout: float, plan: Plan, on_level: Callable[[Level]
     return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, on_level))
 
 
-async def _run(client: AsyncClient, plan: Plan, on_level: Callable[[Level], None]) -> bool:
+async def _run(client: AsyncClient, plan: BenchPlan, on_level: Callable[[Level], None]) -> bool:
     async with client:
         interrupt = _Interrupt()
         with interrupt:
@@ -59,7 +59,7 @@ async def _run(client: AsyncClient, plan: Plan, on_level: Callable[[Level], None
     return False
 
 
-async def _measure_level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
+async def _measure_level(client: AsyncClient, plan: BenchPlan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
     before = read_counters(await client.status(), plan.model)
     windows = Windows(time.monotonic(), plan.max_seconds / MAX_WINDOWS)
     plan.on_window(in_flight, windows)
@@ -79,7 +79,7 @@ async def _measure_level(client: AsyncClient, plan: Plan, in_flight: int, interr
     return summarize(in_flight, windows, per_execution(before, after))
 
 
-async def _send_requests(client: AsyncClient, plan: Plan, windows: Windows, first: int, in_flight: int) -> None:
+async def _send_requests(client: AsyncClient, plan: BenchPlan, windows: Windows, first: int, in_flight: int) -> None:
     """Ask until it is enough; the first input is another one for each task."""
     for inputs in itertools.islice(itertools.cycle(plan.inputs), first % len(plan.inputs), None):
         sent = time.monotonic()

@@ -11,7 +11,7 @@ from weightd.ctl.bench import render
 from weightd.ctl.bench.windows import STABLE_WINDOWS, MAX_WINDOWS, TOLERANCE, Level, Windows
 from weightd.ctl.measuring import samples, shapes, subject
 from weightd.ctl.text import count
-from weightd.ctl.verb import Connect, Verb
+from weightd.ctl.verb import Connect, Command
 
 _DESCRIPTION = f"""\
 Measures how many requests a model answers in a second, and how soon: with 1, with 8 and with 64 of
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
             rate = f"{windows.recent[-1].rate:,.1f} requests/s, " if windows.recent else ""
             model.show_progress(f"{in_flight:,} in flight: {rate}{count(max(0, windows.count), 'window')}")
 
-        plan = load.Plan(name, inputs, options.in_flight, options.seconds, on_window)
+        plan = load.BenchPlan(name, inputs, options.in_flight, options.seconds, on_window)
         is_interrupted = load.measure(model.client.address, model.client.timeout, plan, levels.append)
     rows = shapes.rows_of(model.inputs, specs)
     show = render.as_json(name, specs, rows, levels)
@@ -95,4 +95,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK if all(level.answers for level in levels) else exits.ERROR
 
 
-COMMAND = Verb("measure requests/s and latency of a model", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("measure requests/s and latency of a model", _DESCRIPTION, _add_arguments, _run)

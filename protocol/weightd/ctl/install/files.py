@@ -10,25 +10,25 @@ from pathlib import Path
 
 from weightd.ctl import exits
 from weightd.ctl.install.plan import is_ours
-from weightd.ctl.verb import Ended
+from weightd.ctl.verb import CommandError
 from weightd.protocol.errors import Internal, PermissionDenied
 
 
-class Refused(Ended):
+class InstallError(CommandError):
     """A file cannot be written; the text names it."""
 
     status = exits.CANNOT_WRITE
     code = Internal.code
 
 
-class NotAllowed(Refused):
+class WriteNotAllowed(InstallError):
     """This user may not write there; the text names the path."""
 
     status = exits.NO_PERMISSION
     code = PermissionDenied.code
 
 
-class State(Enum):
+class FileState(Enum):
     """What became of a file, or what would become of it."""
 
     NEW = "new"
@@ -39,7 +39,7 @@ class State(Enum):
     KEPT = "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
 
 
-def compare(path: Path, content: bytes) -> State:
+def compare(path: Path, content: bytes) -> FileState:
     """Return what `put` would do.
 
     Raises:
@@ -47,18 +47,18 @@ def compare(path: Path, content: bytes) -> State:
     """
     try:
         if path.is_symlink() or path.is_dir():
-            return State.KEPT
+            return FileState.KEPT
         current = path.read_bytes()
     except FileNotFoundError:
-        return State.NEW
+        return FileState.NEW
     except OSError as error:
         raise _install_error(path, error) from None
     if current == content:
-        return State.UNCHANGED
-    return State.CHANGED if is_ours(current) else State.KEPT
+        return FileState.UNCHANGED
+    return FileState.CHANGED if is_ours(current) else FileState.KEPT
 
 
-def install(path: Path, content: bytes) -> State:
+def install(path: Path, content: bytes) -> FileState:
     """Have `content` at `path`, readable for everybody; a file that is not ours is left as it is.
 
     Whoever looks meanwhile, and whenever this is interrupted, sees the old file or the new one.
@@ -67,7 +67,7 @@ def install(path: Path, content: bytes) -> State:
         Refused: it cannot be written.
     """
     state = compare(path, content)
-    if state in (State.NEW, State.CHANGED):
+    if state in (FileState.NEW, FileState.CHANGED):
         try:
             _make_directory(path.parent)
             _write(path, content)
@@ -76,20 +76,20 @@ def install(path: Path, content: bytes) -> State:
     return state
 
 
-def remove(path: Path, *, dry_run: bool) -> State:
+def remove(path: Path, *, dry_run: bool) -> FileState:
     """Remove the file; one that is not ours is left as it is.
 
     Raises:
         Refused: it cannot be removed.
     """
     state = compare(path, b"")
-    if state is State.NEW:
-        return State.ABSENT
-    if state is not State.CHANGED:  # somebody else's, or empty
-        return State.KEPT
+    if state is FileState.NEW:
+        return FileState.ABSENT
+    if state is not FileState.CHANGED:  # somebody else's, or empty
+        return FileState.KEPT
     if not dry_run:
         unlink(path)
-    return State.REMOVED
+    return FileState.REMOVED
 
 
 def unlink(path: Path) -> None:
@@ -125,7 +125,7 @@ def _write(path: Path, content: bytes) -> None:
             raise
 
 
-def _install_error(path: Path, error: OSError) -> Refused:
+def _install_error(path: Path, error: OSError) -> InstallError:
     if isinstance(error, PermissionError):
-        return NotAllowed(f"{path}: {error.strerror}; run this as root, with sudo")
-    return Refused(f"{path}: {error.strerror}")
+        return WriteNotAllowed(f"{path}: {error.strerror}; run this as root, with sudo")
+    return InstallError(f"{path}: {error.strerror}")

@@ -17,7 +17,7 @@ GATEWAY_CONFIGURATION = Path("/etc/weightd/gateway.toml")
 _PROGRAM = re.compile(rb"(?m)^(Exec\w+=.*?)/usr/bin/(weightd|weightctl)(?![\w-])")
 
 
-class Planned(NamedTuple):
+class PlannedFile(NamedTuple):
     """A file to be.
 
     Attributes:
@@ -35,7 +35,7 @@ def units_source() -> Path:
     return packed if packed.is_dir() else Path(__file__).resolve().parents[4] / "systemd"
 
 
-def make_plan(units: Path, manual: Path, program: Path) -> List[Planned]:
+def make_plan(units: Path, manual: Path, program: Path) -> List[PlannedFile]:
     """Return the files of a service.
 
     Args:
@@ -44,7 +44,7 @@ def make_plan(units: Path, manual: Path, program: Path) -> List[Planned]:
         program: the weightd that the units shall start; weightctl is beside it.
     """
     return [
-        Planned(Path("/") / target, add_notice(target, _with_program_path(program, path.read_bytes())))
+        PlannedFile(Path("/") / target, add_notice(target, _with_program_path(program, path.read_bytes())))
         for path, target in sorted([*_units(units), *_manual(manual)], key=lambda pair: pair[1])
     ]
 
@@ -102,7 +102,7 @@ def is_ours(content: bytes) -> bool:
     return _MARKER.encode() in content.partition(b"\n")[0]
 
 
-def units_to_enable(planned: Iterable[Planned]) -> List[str]:
+def units_to_enable(planned: Iterable[PlannedFile]) -> List[str]:
     """Return the units to enable, sockets first: those that say what wants them, and are no templates."""
     units = [
         each.path.name

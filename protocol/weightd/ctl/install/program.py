@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from weightd.ctl import exits
-from weightd.ctl.verb import Ended
+from weightd.ctl.verb import CommandError
 from weightd.protocol.errors import Unavailable
 
 _HINT = (
@@ -27,7 +27,7 @@ _SAFE_PATH = re.compile(r"[A-Za-z0-9_/.,:@+=-]+")
 _TIMEOUT_S = 60.0
 
 
-class NoProgram(Ended):
+class NoProgram(CommandError):
     """There is no weightd that the units could start; the text says where it was looked for, and what to do."""
 
     status = exits.UNAVAILABLE

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Collection, Iterator, List, Sequence, Tuple
 
-from weightd.ctl.install.files import State, remove, unlink
-from weightd.ctl.install.plan import UNIT_DIRECTORY, Planned
+from weightd.ctl.install.files import FileState, remove, unlink
+from weightd.ctl.install.plan import UNIT_DIRECTORY, PlannedFile
 
 NEXT_STEPS = (
     (
@@ -24,7 +24,7 @@ REMAINING_NOTE = (
 )
 
 
-def remove_planned(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
+def remove_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
     """Remove the planned files below `prefix`, and the links by which systemctl has enabled them.
 
     Yields:
@@ -37,16 +37,16 @@ def remove_planned(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -
     for each in planned:
         path = prefix / each.path.relative_to("/")
         state = remove(path, dry_run=dry_run)
-        if state is not State.ABSENT:
+        if state is not FileState.ABSENT:
             yield state, path
-        if state is State.REMOVED:
+        if state is FileState.REMOVED:
             units.append(path.name)
             if not dry_run:
                 _prune(prefix, each.path.parent.relative_to("/"))
     for link in sorted(_enable_links(prefix / UNIT_DIRECTORY, units)):
         if not dry_run:
             unlink(link)
-        yield State.REMOVED, link
+        yield FileState.REMOVED, link
 
 
 def _enable_links(directory: Path, units: Collection[str]) -> Iterator[Path]:

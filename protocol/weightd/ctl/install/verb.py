@@ -11,11 +11,11 @@ from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
 from weightd.ctl import exits, manual
 from weightd.ctl.install import program
-from weightd.ctl.install.files import Refused, State, compare, install
-from weightd.ctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, Planned, units_to_enable, make_plan, units_source
+from weightd.ctl.install.files import InstallError, FileState, compare, install
+from weightd.ctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, PlannedFile, units_to_enable, make_plan, units_source
 from weightd.ctl.install.removal import REMAINING_NOTE, NEXT_STEPS, remove_planned
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Verb
+from weightd.ctl.verb import Connect, Command
 
 _DESCRIPTION = """\
 Makes weightd a service of systemd: writes its units, user, groups and directories to /etc, and man
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
         actions = remove_planned(planned, prefix, dry_run=options.dry_run)
     else:
         actions = _install(planned, prefix, dry_run=options.dry_run)
-    done: List[Tuple[State, Path]] = []
+    done: List[Tuple[FileState, Path]] = []
     for state, path in actions:
         done.append((state, path))
         if not options.json:
@@ -71,26 +71,26 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
     if options.remove:
         steps = [_Step(*each) for each in NEXT_STEPS]
     else:
-        steps = list(_next_steps(planned, prefix, changed=any(state is State.CHANGED for state, _ in done)))
+        steps = list(_next_steps(planned, prefix, changed=any(state is FileState.CHANGED for state, _ in done)))
     notes = list(_notes(done, weightd, options))
     if options.json:
         print(json.dumps(_as_json(done, steps, notes)))
     else:
         _print_steps(steps, notes)
-    return exits.ERROR if any(state is State.KEPT for state, _ in done) else exits.OK
+    return exits.ERROR if any(state is FileState.KEPT for state, _ in done) else exits.OK
 
 
-def _install(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
+def _install(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
     install_file = compare if dry_run else install
     for each in planned:
         path = prefix / each.path.relative_to("/")
         yield install_file(path, each.content), path
 
 
-COMMAND = Verb("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
 
 
-def _make_plan(weightd: Path, parser: argparse.ArgumentParser) -> List[Planned]:
+def _make_plan(weightd: Path, parser: argparse.ArgumentParser) -> List[PlannedFile]:
     try:
         with tempfile.TemporaryDirectory(prefix="weightctl-") as name:
             directory = Path(name)
@@ -99,10 +99,10 @@ def _make_plan(weightd: Path, parser: argparse.ArgumentParser) -> List[Planned]:
             (directory / "completions" / "weightctl").write_text(manual.bash_completion(parser), "utf-8")
             return make_plan(units_source(), directory, weightd)
     except OSError as error:
-        raise Refused(f"cannot prepare the files: {error}") from None
+        raise InstallError(f"cannot prepare the files: {error}") from None
 
 
-def _next_steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> Iterator[_Step]:
+def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) -> Iterator[_Step]:
     users = [each.path.name for each in planned if each.path.parent.name == "sysusers.d"]
     directories = [each.path.name for each in planned if each.path.parent.name == "tmpfiles.d"]
     commands = [f"systemd-sysusers {' '.join(users)}"] if users else []
@@ -125,9 +125,9 @@ def _next_steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> I
         yield _Step("systemctl try-restart weightd.service weightd-gateway.service", "where they run already")
 
 
-def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
+def _notes(done: Sequence[Tuple[FileState, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
     for state, path in done:
-        if state is State.KEPT:
+        if state is FileState.KEPT:
             hint = "" if options.remove else " Move it away to have weightd's own."
             yield f"{path} was kept: install-units did not write it.{hint}"
     hidden = program.hidden_directory(weightd)
@@ -142,7 +142,7 @@ def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, options: argparse.
         yield "nothing was changed: --dry-run."
 
 
-def _as_json(done: Sequence[Tuple[State, Path]], steps: Sequence[_Step], notes: Sequence[str]) -> object:
+def _as_json(done: Sequence[Tuple[FileState, Path]], steps: Sequence[_Step], notes: Sequence[str]) -> object:
     return {
         "files": [{"path": str(path), "state": state.value} for state, path in done],
         "next": [step.command for step in steps],

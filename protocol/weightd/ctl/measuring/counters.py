@@ -7,7 +7,7 @@ from typing import NamedTuple, Optional
 from weightd.protocol.messages.status import StatusResponse
 
 
-class Counted(NamedTuple):
+class CounterSample(NamedTuple):
     """What the daemon has counted of a model since its start.
 
     Attributes:
@@ -21,21 +21,21 @@ class Counted(NamedTuple):
     split_requests: int
 
 
-def read_counters(status: StatusResponse, name: str) -> Optional[Counted]:
+def read_counters(status: StatusResponse, name: str) -> Optional[CounterSample]:
     """Return what is told of a model; None where there is none, or nothing is told."""
     for model in status.models:
         if model.name == name and model.executions is not None:
-            return Counted(model.served, model.executions.count, model.executions.split)
+            return CounterSample(model.served, model.executions.count, model.executions.split)
     return None
 
 
-def per_execution(before: Optional[Counted], after: Optional[Counted]) -> Optional[float]:
+def per_execution(before: Optional[CounterSample], after: Optional[CounterSample]) -> Optional[float]:
     """Return how many requests were in an execution on average; None where nothing is known of that."""
     if before is None or after is None or after.executions <= before.executions:
         return None
     return (after.requests - before.requests) / (after.executions - before.executions)
 
 
-def has_split(before: Optional[Counted], after: Optional[Counted]) -> bool:
+def has_split(before: Optional[CounterSample], after: Optional[CounterSample]) -> bool:
     """Whether a request was run in parts; not where nothing is known of that."""
     return before is not None and after is not None and after.split_requests > before.split_requests

@@ -12,10 +12,10 @@ _ERASE = "\r\x1b[K"
 _MIN_INTERVAL_S = 0.1
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr, written again and again; nothing, where that is no terminal. Gone after the block."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         self._stream: TextIO = sys.stderr
         self._is_terminal = self._stream.isatty()
         self._next_at = 0.0

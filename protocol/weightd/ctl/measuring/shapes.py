@@ -8,7 +8,7 @@ from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Ended
+from weightd.ctl.verb import CommandError
 from weightd.protocol import limits
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
@@ -16,7 +16,7 @@ from weightd.protocol.messages.data import TensorSignature, TensorSpec
 Shape = Tuple[int, ...]
 
 
-class WrongShape(Ended):
+class WrongShape(CommandError):
     """The command line asks for a shape that the model does not take; the text says which it does."""
 
     status = exits.USAGE

@@ -8,7 +8,7 @@ from typing import ContextManager, Dict, Generator, Mapping, NamedTuple, Sequenc
 
 from weightd.client.client import Client
 from weightd.ctl.measuring import shapes
-from weightd.ctl.measuring.progress import Progress
+from weightd.ctl.measuring.progress import ProgressLine
 from weightd.ctl.verb import Connect
 from weightd.protocol.errors import (
     DeadlineExceeded,
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> Non
     shapes.add_argument(parser, help_suffix)
 
 
-class Subject(NamedTuple):
+class BenchTarget(NamedTuple):
     """A model that is ready.
 
     Attributes:
@@ -42,7 +42,7 @@ class Subject(NamedTuple):
     client: Client
     inputs: Tuple[TensorSignature, ...]
     example: Mapping[str, shapes.Shape]
-    progress: Progress
+    progress: ProgressLine
 
     def show_progress(self, text: str) -> None:
         """Show how far it is."""
@@ -54,17 +54,17 @@ class Subject(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_target(connect: Connect, model: str) -> Generator[Subject, None, None]:
+def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, None]:
     """Have a model of this name that is ready, in the block.
 
     Raises:
         RequestError: it is not, or there is none.
     """
-    with connect() as client, Progress() as progress:
+    with connect() as client, ProgressLine() as progress:
         progress.show(f"{model}: waits until it is ready")
         with _explain_errors(model):
             metadata = client.metadata(model)
-        yield Subject(model, client, metadata.inputs, shapes.example_of(metadata), progress)
+        yield BenchTarget(model, client, metadata.inputs, shapes.example_of(metadata), progress)
 
 
 @contextlib.contextmanager

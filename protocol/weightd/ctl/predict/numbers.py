@@ -74,7 +74,7 @@ def _make_object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
     return values
 
 
-class Table:
+class CsvTable:
     """The rows of a CSV text: numbers between commas, as many in each line; empty lines are passed over.
 
     Raises:
@@ -127,7 +127,7 @@ def array_of_lists(value: Any, signature: TensorSignature) -> Any:
     return _make_array(leaves, shape, fitted, signature, list_position)
 
 
-def array_of_table(table: Table, signature: TensorSignature) -> Any:
+def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
     """Return the array of a table; where the input has not two dimensions, of its numbers in their order.
 
     Raises:

@@ -9,9 +9,9 @@ from weightd.ctl import arrays, exits
 from weightd.ctl.measuring.shapes import describe
 from weightd.ctl.predict import images, numbers
 from weightd.ctl.predict.images import Pixels, WrongImage
-from weightd.ctl.predict.numbers import Table, WrongNumbers
+from weightd.ctl.predict.numbers import CsvTable, WrongNumbers
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadInput, Ended
+from weightd.ctl.verb import BadInput, CommandError
 from weightd.protocol.messages.data import TensorSignature
 
 # As Python it takes thirty times as much memory; and nobody writes more by hand.
@@ -28,13 +28,13 @@ _NUMBER_STARTS = tuple(bytes([each]) for each in b"+-.0123456789")
 Arrays = Iterator[Tuple[str, Any]]
 
 
-class Unclear(Ended):
+class AmbiguousInput(CommandError):
     """The command line does not say which input is meant."""
 
     status = exits.USAGE
 
 
-class Given(NamedTuple):
+class InputArgument(NamedTuple):
     """An argument.
 
     Attributes:
@@ -53,7 +53,7 @@ class Given(NamedTuple):
         return "stdin" if self.path == arrays.STDIN else self.path
 
 
-def parse_input_argument(argument: str) -> Given:
+def parse_input_argument(argument: str) -> InputArgument:
     """Return what an argument names.
 
     Raises:
@@ -65,10 +65,10 @@ def parse_input_argument(argument: str) -> Given:
     if not path or (equals and not name):
         raise argparse.ArgumentTypeError(f"expected NAME=FILE, or FILE where the model has one input, got {argument!r}")
     stem, mark, array = path.partition(".npz:")
-    return Given(name, f"{stem}.npz", array) if mark and array and name else Given(name, path)
+    return InputArgument(name, f"{stem}.npz", array) if mark and array and name else InputArgument(name, path)
 
 
-class Reader:
+class ArgumentReader:
     """Reads what is given.
 
     Args:
@@ -90,7 +90,7 @@ class Reader:
             self._inputs = self._fetch_inputs()
         return self._inputs
 
-    def read(self, argument: Given) -> Arrays:
+    def read(self, argument: InputArgument) -> Arrays:
         """Yield names of inputs with their arrays.
 
         Raises:
@@ -107,7 +107,7 @@ class Reader:
             except OSError as error:
                 raise BadInput(f"{argument.display_name}: {error.strerror or error}") from None
 
-    def _read_arrays(self, argument: Given, start: bytes, file: BinaryIO) -> Arrays:
+    def _read_arrays(self, argument: InputArgument, start: bytes, file: BinaryIO) -> Arrays:
         if start[: len(arrays.NPZ[0])] in arrays.NPZ:
             if argument.name:
                 yield argument.name, arrays.load_one(argument.display_name, file, argument.array or argument.name)
@@ -119,14 +119,14 @@ class Reader:
         elif _is_json(argument, start):
             yield from self._json_arrays(argument, numbers.read_json(_read_text(argument, file)))
         elif _is_csv(argument, start):
-            table = Table(_read_text(argument, file))
+            table = CsvTable(_read_text(argument, file))
             signature = self._input_of(argument)
             yield signature.name, numbers.array_of_table(table, signature)
         else:
             array = arrays.load(argument.display_name, file)
             yield argument.name or self._input_of(argument).name, array
 
-    def _json_arrays(self, argument: Given, value: Any) -> Arrays:
+    def _json_arrays(self, argument: InputArgument, value: Any) -> Arrays:
         if type(value) is not _MAP:
             signature = self._input_of(argument)
             yield signature.name, numbers.array_of_lists(value, signature)
@@ -139,11 +139,11 @@ class Reader:
             except WrongNumbers as error:
                 raise WrongNumbers(f"{name}: {error}") from None
 
-    def _input_of(self, argument: Given) -> TensorSignature:
+    def _input_of(self, argument: InputArgument) -> TensorSignature:
         if argument.name:
             return self._input_named(argument.name)
         if len(self.inputs) != 1:
-            raise Unclear(
+            raise AmbiguousInput(
                 f"{argument.display_name}: {self._model} takes {len(self.inputs)} inputs: expected NAME={argument.path}; there are: "
                 f"{describe(self.inputs)}"
             )
@@ -153,18 +153,18 @@ class Reader:
         for each in self.inputs:
             if each.name == name:
                 return each
-        raise Unclear(f"{self._model} has no input {name!r}; there are: {describe(self.inputs)}")
+        raise AmbiguousInput(f"{self._model} has no input {name!r}; there are: {describe(self.inputs)}")
 
 
-def _is_json(argument: Given, start: bytes) -> bool:
+def _is_json(argument: InputArgument, start: bytes) -> bool:
     return argument.path.endswith(".json") or (argument.path == arrays.STDIN and start.lstrip()[:1] in (b"[", b"{"))
 
 
-def _is_csv(argument: Given, start: bytes) -> bool:
+def _is_csv(argument: InputArgument, start: bytes) -> bool:
     return argument.path.endswith(".csv") or (argument.path == arrays.STDIN and start.lstrip()[:1] in _NUMBER_STARTS)
 
 
-def _read_text(argument: Given, file: BinaryIO) -> str:
+def _read_text(argument: InputArgument, file: BinaryIO) -> str:
     content = file.read(_MAX_TEXT_BYTES + 1)
     if len(content) > _MAX_TEXT_BYTES:
         raise BadInput(

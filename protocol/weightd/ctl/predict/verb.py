@@ -12,9 +12,9 @@ from weightd.ctl.measuring import samples, shapes
 from weightd.ctl.predict import scores, sources
 from weightd.ctl.predict.images import Pixels
 from weightd.ctl.predict.scores import Labels
-from weightd.ctl.predict.sources import Reader
+from weightd.ctl.predict.sources import ArgumentReader
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Verb
+from weightd.ctl.verb import Connect, Command
 from weightd.protocol.messages.data import TensorSignature
 
 _DESCRIPTION = """\
@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         outputs = client.infer(options.model, inputs)
     if labels is not None:
         scores.check_labels(options.labels, labels, list(outputs.values()))
-    output_format = Shown(_write_outputs(options.output, outputs), options.top, labels)
+    output_format = OutputFormat(_write_outputs(options.output, outputs), options.top, labels)
     if options.json:
         print(json.dumps({"model_name": options.model, "outputs": [output_format.json(*each) for each in outputs.items()]}))
     else:
@@ -169,7 +169,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
 def _read_inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
     pixels = Pixels(options.scale, options.mean, options.std)
-    reader = Reader(options.model, lambda: client.metadata(options.model).inputs, pixels)
+    reader = ArgumentReader(options.model, lambda: client.metadata(options.model).inputs, pixels)
     inputs: Dict[str, Any] = {}
     for given in options.input:
         for name, array in reader.read(given):
@@ -195,7 +195,7 @@ def _write_outputs(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping
     return arrays.save_together(output, outputs) if output.endswith(".npz") else arrays.save(output, outputs)
 
 
-class Shown:
+class OutputFormat:
     """How outputs are shown.
 
     Args:
@@ -237,4 +237,4 @@ def _scores_json(row: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
     return [{**each, "score": arrays.json_number(each["score"])} for each in row]
 
 
-COMMAND = Verb("run a model once, on files, pictures or made-up inputs", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("run a model once, on files, pictures or made-up inputs", _DESCRIPTION, _add_arguments, _run)

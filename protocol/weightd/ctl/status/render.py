@@ -10,7 +10,7 @@ from weightd.ctl.text import binary, clean, count, duration, milliseconds, parag
 from weightd.protocol.messages.status import (
     DeviceStatus,
     ForkServerStatus,
-    GateStatus,
+    ProxyStatus,
     MemoryLimit,
     ModelStatus,
     StatusResponse,
@@ -112,7 +112,7 @@ def _device_lines(device: DeviceStatus) -> Iterator[str]:
     yield ""
 
 
-def _proxy_line(proxy: GateStatus) -> str:
+def _proxy_line(proxy: ProxyStatus) -> str:
     process = f"gate {proxy.pid}" if proxy.pid else "its gate is starting"
     restarts = f", restarted {proxy.restarts:,} times" if proxy.restarts else ""
     clients = count(proxy.peers, "client")

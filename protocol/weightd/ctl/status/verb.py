@@ -8,7 +8,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.status import render
-from weightd.ctl.verb import Connect, NotReached, Verb, check_model
+from weightd.ctl.verb import Connect, DaemonUnreachable, Command, check_model
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.status import StatusResponse
 
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         try:
             response = client.status()
         except (Unavailable, DeadlineExceeded) as error:
-            raise NotReached(error) from None
+            raise DaemonUnreachable(error) from None
     total = pss_total(response)
     if options.model is not None:
         response = filter_model(response, options.model)
@@ -100,4 +100,4 @@ def pss_total(response: StatusResponse) -> int:
     return response.pss_bytes + servers + sum(processes.values())
 
 
-COMMAND = Verb("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)

@@ -18,7 +18,7 @@ METRICS_TIMEOUT_S = 5.0
 _STATUS_TIMEOUT_S = 30.0
 
 
-class Found(NamedTuple):
+class PollResult(NamedTuple):
     """What came of asking.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     error: str = ""
 
 
-class Asker:
+class Poller:
     """Makes pictures of what a daemon answers.
 
     Args:
@@ -55,7 +55,7 @@ class Asker:
         return self._history.overview()
 
 
-class Asking:
+class PollThread:
     """A thread that asks until the block ends.
 
     Args:
@@ -64,7 +64,7 @@ class Asking:
         found: takes what comes of it, in that thread.
     """
 
-    def __init__(self, poller: Asker, delay_s: float, on_result: Callable[[Found], None]) -> None:
+    def __init__(self, poller: Poller, delay_s: float, on_result: Callable[[PollResult], None]) -> None:
         self._poller = poller
         self._delay_s = delay_s
         self._on_result = on_result
@@ -73,7 +73,7 @@ class Asking:
         # A daemon that hangs does not keep who wants to leave.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> PollThread:
         self._thread.start()
         return self
 
@@ -91,11 +91,11 @@ class Asking:
             self._wake.clear()
             self._on_result(self._poll_once())
 
-    def _poll_once(self) -> Found:
+    def _poll_once(self) -> PollResult:
         try:
             overview = self._poller.poll()
         except RequestError as error:
-            return Found(None, time.monotonic(), f"{error.code}: {clean(str(error))}")
+            return PollResult(None, time.monotonic(), f"{error.code}: {clean(str(error))}")
         except WeightdError as error:
-            return Found(None, time.monotonic(), clean(str(error)))
-        return Found(overview, time.monotonic())
+            return PollResult(None, time.monotonic(), clean(str(error)))
+        return PollResult(overview, time.monotonic())

@@ -28,7 +28,7 @@ class Style(enum.Enum):
 Span = Tuple[str, Style]
 
 
-class Line(NamedTuple):
+class StyledLine(NamedTuple):
     """Pieces, one beside the other; `selected` is the line on which the cursor is."""
 
     spans: Sequence[Span]
@@ -40,18 +40,18 @@ class Line(NamedTuple):
         return "".join(text for text, _ in self.spans)
 
 
-def text_line(text: str = "", style: Style = Style.TEXT) -> Line:
+def text_line(text: str = "", style: Style = Style.TEXT) -> StyledLine:
     """Return a line of one piece."""
-    return Line([(text, style)])
+    return StyledLine([(text, style)])
 
 
-def truncate(line: Line, width: int) -> Line:
+def truncate(line: StyledLine, width: int) -> StyledLine:
     """Return as much of a line as there is room for."""
     spans: List[Span] = []
     for text, style in line.spans:
         spans.append((text[: max(0, width)], style))
         width -= len(text)
-    return Line([each for each in spans if each[0]], line.is_selected)
+    return StyledLine([each for each in spans if each[0]], line.is_selected)
 
 
 def narrow(text: str) -> str:

@@ -7,10 +7,10 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 from weightd.ctl.text import count, duration, size
 from weightd.ctl.top.bars import ASCII, Glyphs, Segment, bar, spark
-from weightd.ctl.top.lines import Line, Span, Style, truncate, text_line, narrow
-from weightd.ctl.top.tables import ORDERS, TABLES, Column, Table
+from weightd.ctl.top.lines import StyledLine, Span, Style, truncate, text_line, narrow
+from weightd.ctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable
 from weightd.ctl.top.view import View
-from weightd.shared.overview.memory import Memory
+from weightd.shared.overview.memory import MemoryUsage
 from weightd.shared.overview.rows import Overview
 
 HELP = """\
@@ -36,7 +36,7 @@ _MAX_NAME_WIDTH = 32
 _MAX_TEXT_WIDTH = 18
 
 
-class Standing(NamedTuple):
+class PollStatus(NamedTuple):
     """How the asking goes.
 
     Attributes:
@@ -50,14 +50,14 @@ class Standing(NamedTuple):
     error: str = ""
 
 
-class Size(NamedTuple):
+class ScreenSize(NamedTuple):
     """Of the screen."""
 
     height: int
     width: int
 
 
-def draw(overview: Overview, view: View, poll_status: Standing, size: Size, glyphs: Glyphs) -> List[Line]:
+def draw(overview: Overview, view: View, poll_status: PollStatus, size: ScreenSize, glyphs: Glyphs) -> List[StyledLine]:
     """Return the lines of the screen, no more of them, and none longer than there is room for."""
     spark_width = max(_MIN_SPARK_WIDTH, min(_MAX_SPARK_WIDTH, size.width - _LABEL_WIDTH - 40))
     head = [_title(overview, poll_status, size.width), *_summary(overview, spark_width, glyphs), text_line()]
@@ -69,7 +69,7 @@ def draw(overview: Overview, view: View, poll_status: Standing, size: Size, glyp
         selected = view.scroll_to_selected(rows, height)
         shown = slice(view.top, view.top + height)
         body = table(view.table, rows, size.width, glyphs)
-        marked = [Line(each.spans, index == selected) for index, each in enumerate(body[1:])][shown]
+        marked = [StyledLine(each.spans, index == selected) for index, each in enumerate(body[1:])][shown]
         lines = [*head, body[0], *marked]
         lines += [text_line() for _ in range(size.height - len(lines) - 1)]
         lines.append(_footer(view, len(rows)))
@@ -86,16 +86,16 @@ def render_text(overview: Overview, width: int) -> List[str]:
     return [truncate(each, width).text.rstrip() for each in lines]
 
 
-def _title(overview: Overview, poll_status: Optional[Standing], width: int) -> Line:
+def _title(overview: Overview, poll_status: Optional[PollStatus], width: int) -> StyledLine:
     left = f"weightd {narrow(overview.version)}: {narrow(overview.state)}, up {duration(overview.uptime_s)}"
     right, style = ("", Style.WEAK) if poll_status is None else _poll_status_span(poll_status)
     # What is wrong is worth more than since when all is well.
     left = left[: max(0, width - len(right) - 1)]
     gap = max(1, width - len(left) - len(right))
-    return Line([(left, Style.STRONG), (" " * gap if right else "", Style.TEXT), (right, style)])
+    return StyledLine([(left, Style.STRONG), (" " * gap if right else "", Style.TEXT), (right, style)])
 
 
-def _poll_status_span(poll_status: Standing) -> Span:
+def _poll_status_span(poll_status: PollStatus) -> Span:
     if poll_status.error:
         return f"no answer for {duration(poll_status.age_s)}: {narrow(poll_status.error)}", Style.BAD
     if poll_status.age_s >= 2 + 2 * poll_status.delay_s:
@@ -103,7 +103,7 @@ def _poll_status_span(poll_status: Standing) -> Span:
     return f"every {poll_status.delay_s:g} s", Style.WEAK
 
 
-def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[Line]:
+def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
     """Yield requests and latency as sparks, memory as bars, which have so much room."""
     pace = overview.throughput
     rate = "-" if pace.rate is None else f"{pace.rate:,.1f}"
@@ -117,15 +117,15 @@ def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[L
         yield text_line("only this tenant's own requests are shown: it may not see the status of others", Style.WEAK)
 
 
-def _labelled_line(label: str, drawn: str, style: Style, text: str) -> Line:
-    return Line([(label.ljust(_LABEL_WIDTH), Style.WEAK), (drawn, style), (f"{' ' if drawn else ''}{text}", Style.TEXT)])
+def _labelled_line(label: str, drawn: str, style: Style, text: str) -> StyledLine:
+    return StyledLine([(label.ljust(_LABEL_WIDTH), Style.WEAK), (drawn, style), (f"{' ' if drawn else ''}{text}", Style.TEXT)])
 
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def _memory(memory: Memory, width: int, glyphs: Glyphs) -> Iterator[Line]:
+def _memory(memory: MemoryUsage, width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
     now, plain = memory.total_bytes, memory.plain_bytes
     parts = [
         (memory.copy_bytes, glyphs.copy, Style.COPY),
@@ -139,12 +139,12 @@ def _memory(memory: Memory, width: int, glyphs: Glyphs) -> Iterator[Line]:
         yield _bar("plain", [(plain, glyphs.plain, Style.PLAIN)], max(now, plain), width, text)
 
 
-def _bar(label: str, segments: Sequence[Segment], total: int, width: int, text: str) -> Line:
+def _bar(label: str, segments: Sequence[Segment], total: int, width: int, text: str) -> StyledLine:
     gap = " " if width else ""
-    return Line([(label.ljust(_LABEL_WIDTH), Style.WEAK), *bar(segments, total, width), (f"{gap}{text}", Style.TEXT)])
+    return StyledLine([(label.ljust(_LABEL_WIDTH), Style.WEAK), *bar(segments, total, width), (f"{gap}{text}", Style.TEXT)])
 
 
-def table(table: Table[Any], rows: Sequence[Any], width: int, glyphs: Glyphs) -> List[Line]:
+def table(table: ScreenTable[Any], rows: Sequence[Any], width: int, glyphs: Glyphs) -> List[StyledLine]:
     """Return the heading, and a line for each row; columns for which there is no room are left out."""
     columns = [*table.columns]
     while len(columns) > 1 and _table_width(columns, rows) > width:
@@ -153,22 +153,22 @@ def table(table: Table[Any], rows: Sequence[Any], width: int, glyphs: Glyphs) ->
     spark_width = width - sum(widths) - 2 * len(widths)
     spark_of = table.spark if spark_width >= _MIN_SPARK_WIDTH else None
     heading = [_cell(each.heading, least, each.is_left) for each, least in zip(columns, widths)]
-    lines = [Line([("  ".join(heading).ljust(width), Style.HEAD)])]
+    lines = [StyledLine([("  ".join(heading).ljust(width), Style.HEAD)])]
     for row in rows:
         pieces: List[Span] = []
         for column, each in zip(columns, widths):
             pieces += [(_cell(column.text(row), each, column.is_left), column.style(row)), ("  ", Style.TEXT)]
         if spark_of is not None:
             pieces.append((spark(spark_of(row), min(spark_width, _MAX_SPARK_WIDTH), glyphs), Style.COPY))
-        lines.append(Line(pieces))
+        lines.append(StyledLine(pieces))
     return lines
 
 
-def _table_width(columns: Sequence[Column[Any]], rows: Sequence[Any]) -> int:
+def _table_width(columns: Sequence[ScreenColumn[Any]], rows: Sequence[Any]) -> int:
     return sum(_column_width(each, rows) for each in columns) + 2 * (len(columns) - 1)
 
 
-def _column_width(column: Column[Any], rows: Sequence[Any]) -> int:
+def _column_width(column: ScreenColumn[Any], rows: Sequence[Any]) -> int:
     longest = max([len(column.heading), *(len(column.text(row)) for row in rows)])
     return min(longest, _MAX_NAME_WIDTH if column.priority == 9 else _MAX_TEXT_WIDTH)
 
@@ -177,13 +177,13 @@ def _cell(text: str, width: int, is_left: bool) -> str:
     return text[:width].ljust(width) if is_left else text.rjust(width)
 
 
-def _footer(view: View, rows: int) -> Line:
+def _footer(view: View, rows: int) -> StyledLine:
     if view.is_typing:
-        return Line([("/", Style.STRONG), (f"{narrow(view.filter)}_", Style.TEXT)])
+        return StyledLine([("/", Style.STRONG), (f"{narrow(view.filter)}_", Style.TEXT)])
     spans: List[Span] = []
     for each in TABLES:
         spans += [(each.title, Style.STRONG if each is view.table else Style.WEAK), (" ", Style.TEXT)]
     what = f" {rows:,} by {ORDERS[view.order]}{' reversed' if view.is_reversed else ''}"
     model_text = f" of {narrow(view.model)}" if view.model else ""
     filter_text = f', with "{narrow(view.filter)}"' if view.filter else ""
-    return Line([*spans, (f"{what}{model_text}{filter_text}", Style.TEXT), ("   h help  q quit", Style.WEAK)])
+    return StyledLine([*spans, (f"{what}{model_text}{filter_text}", Style.TEXT), ("   h help  q quit", Style.WEAK)])

@@ -16,7 +16,7 @@ _MAX_PRIORITY = 9
 
 
 @dataclass(frozen=True)
-class Column(Generic[R]):
+class ScreenColumn(Generic[R]):
     """One column.
 
     Attributes:
@@ -35,7 +35,7 @@ class Column(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Table(Generic[R]):
+class ScreenTable(Generic[R]):
     """One table.
 
     Attributes:
@@ -51,7 +51,7 @@ class Table(Generic[R]):
     title: str
     rows: Callable[[Overview], Sequence[R]]
     key: Callable[[R], str]
-    columns: Sequence[Column[R]]
+    columns: Sequence[ScreenColumn[R]]
     sort_keys: Dict[str, Callable[[R], Any]]
     spark: Optional[Callable[[R], Sequence[Optional[float]]]] = None
     model: Callable[[R], str] = field(default=lambda _: "")
@@ -96,25 +96,25 @@ def _short(row: ProcessRow) -> str:
     return narrow(row.name[len(prefix) :] if row.name.startswith(prefix) else row.name)
 
 
-MODELS: Table[ModelRow] = Table(
+MODELS: ScreenTable[ModelRow] = ScreenTable(
     "models",
     lambda overview: overview.models,
     lambda row: row.name,
     [
-        Column("MODEL", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
-        Column("STATE", _progress, is_left=True, style=_state),
-        Column("GEN", lambda row: str(row.generation) if row.generation else _NONE, 1),
-        Column("PROC", lambda row: f"{row.ready_workers}/{row.desired_workers}" if row.desired_workers else _NONE, 6,
+        ScreenColumn("MODEL", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
+        ScreenColumn("STATE", _progress, is_left=True, style=_state),
+        ScreenColumn("GEN", lambda row: str(row.generation) if row.generation else _NONE, 1),
+        ScreenColumn("PROC", lambda row: f"{row.ready_workers}/{row.desired_workers}" if row.desired_workers else _NONE, 6,
                style=lambda row: Style.WARN if row.ready_workers < row.desired_workers else Style.TEXT),
-        Column("REQ/s", lambda row: _rate(row.throughput.rate)),
-        Column("ERR/s", lambda row: _rate(row.refused_rate), 4,
+        ScreenColumn("REQ/s", lambda row: _rate(row.throughput.rate)),
+        ScreenColumn("ERR/s", lambda row: _rate(row.refused_rate), 4,
                style=lambda row: Style.WARN if row.refused_rate else Style.TEXT),
-        Column("QUEUE", lambda row: f"{row.queued:,}", 8),
-        Column("RUN", lambda row: f"{row.running:,}", 2),
-        Column("P50 ms", lambda row: _ms(row.throughput.p50_s), 5),
-        Column("P99 ms", lambda row: _ms(row.throughput.p99_s), 8),
-        Column("MEM MB", lambda row: megabytes(row.memory.total_bytes if row.memory else None), 7),
-        Column("PLAIN MB", lambda row: megabytes(row.memory.plain_bytes if row.memory else None), 6,
+        ScreenColumn("QUEUE", lambda row: f"{row.queued:,}", 8),
+        ScreenColumn("RUN", lambda row: f"{row.running:,}", 2),
+        ScreenColumn("P50 ms", lambda row: _ms(row.throughput.p50_s), 5),
+        ScreenColumn("P99 ms", lambda row: _ms(row.throughput.p99_s), 8),
+        ScreenColumn("MEM MB", lambda row: megabytes(row.memory.total_bytes if row.memory else None), 7),
+        ScreenColumn("PLAIN MB", lambda row: megabytes(row.memory.plain_bytes if row.memory else None), 6,
                style=lambda _: Style.WEAK),
     ],
     {
@@ -128,24 +128,24 @@ MODELS: Table[ModelRow] = Table(
     model=lambda row: row.name,
 )  # fmt: skip
 
-PROCESSES: Table[ProcessRow] = Table(
+PROCESSES: ScreenTable[ProcessRow] = ScreenTable(
     "processes",
     lambda overview: overview.processes,
     lambda row: row.name,
     [
-        Column("MODEL", lambda row: narrow(row.model), is_left=True, style=lambda _: Style.STRONG),
-        Column("PROCESS", _short, is_left=True),
-        Column("ROLE", lambda row: narrow(row.role), 6, is_left=True),
-        Column("STATE", lambda row: narrow(row.state), 7, is_left=True, style=_process_state),
-        Column("DEVICE", lambda row: narrow(row.device), 1, is_left=True),
-        Column("PID", lambda row: str(row.pid), 5),
-        Column("REQ/s", lambda row: _rate(row.rate)),
-        Column("NOW", lambda row: f"{row.in_flight:,}", 4),
-        Column("P50 ms", lambda row: _ms(row.p50_s), 3),
-        Column("P99 ms", lambda row: _ms(row.p99_s), 6),
-        Column("PSS MB", lambda row: megabytes(row.pss_bytes), 7),
-        Column("OWN MB", lambda row: megabytes(row.private_bytes), 7),
-        Column("SHARED MB", lambda row: megabytes(row.shared_bytes or None), 2),
+        ScreenColumn("MODEL", lambda row: narrow(row.model), is_left=True, style=lambda _: Style.STRONG),
+        ScreenColumn("PROCESS", _short, is_left=True),
+        ScreenColumn("ROLE", lambda row: narrow(row.role), 6, is_left=True),
+        ScreenColumn("STATE", lambda row: narrow(row.state), 7, is_left=True, style=_process_state),
+        ScreenColumn("DEVICE", lambda row: narrow(row.device), 1, is_left=True),
+        ScreenColumn("PID", lambda row: str(row.pid), 5),
+        ScreenColumn("REQ/s", lambda row: _rate(row.rate)),
+        ScreenColumn("NOW", lambda row: f"{row.in_flight:,}", 4),
+        ScreenColumn("P50 ms", lambda row: _ms(row.p50_s), 3),
+        ScreenColumn("P99 ms", lambda row: _ms(row.p99_s), 6),
+        ScreenColumn("PSS MB", lambda row: megabytes(row.pss_bytes), 7),
+        ScreenColumn("OWN MB", lambda row: megabytes(row.private_bytes), 7),
+        ScreenColumn("SHARED MB", lambda row: megabytes(row.shared_bytes or None), 2),
     ],
     {
         "N": lambda row: (row.model, row.name),
@@ -157,23 +157,23 @@ PROCESSES: Table[ProcessRow] = Table(
     model=lambda row: row.model,
 )
 
-TENANTS: Table[TenantRow] = Table(
+TENANTS: ScreenTable[TenantRow] = ScreenTable(
     "tenants",
     lambda overview: overview.tenants,
     lambda row: row.name,
     [
-        Column("TENANT", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
-        Column("WEIGHT", lambda row: f"{row.weight:g}", 3),
-        Column("SHARE", lambda row: _NONE if row.share is None else f"{row.share:.0%}", 7),
-        Column("REQ/s", lambda row: _rate(row.rate)),
-        Column("REF/s", lambda row: _rate(row.refused_rate), 7,
+        ScreenColumn("TENANT", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
+        ScreenColumn("WEIGHT", lambda row: f"{row.weight:g}", 3),
+        ScreenColumn("SHARE", lambda row: _NONE if row.share is None else f"{row.share:.0%}", 7),
+        ScreenColumn("REQ/s", lambda row: _rate(row.rate)),
+        ScreenColumn("REF/s", lambda row: _rate(row.refused_rate), 7,
                style=lambda row: Style.WARN if row.refused_rate else Style.TEXT),
-        Column("NOW", lambda row: f"{row.in_flight:,}", 6),
-        Column("QUEUED", lambda row: f"{row.queued:,}", 8),
-        Column("WAIT ms", lambda row: _ms(row.wait_s), 5),
-        Column("SERVED", lambda row: f"{row.served:,}", 4),
-        Column("REFUSED", lambda row: f"{row.refused:,}", 4),
-        Column("SEAT s", lambda row: f"{row.slot_seconds:,.1f}", 2),
+        ScreenColumn("NOW", lambda row: f"{row.in_flight:,}", 6),
+        ScreenColumn("QUEUED", lambda row: f"{row.queued:,}", 8),
+        ScreenColumn("WAIT ms", lambda row: _ms(row.wait_s), 5),
+        ScreenColumn("SERVED", lambda row: f"{row.served:,}", 4),
+        ScreenColumn("REFUSED", lambda row: f"{row.refused:,}", 4),
+        ScreenColumn("SEAT s", lambda row: f"{row.slot_seconds:,.1f}", 2),
     ],
     {
         "N": lambda row: row.name,
@@ -183,4 +183,4 @@ TENANTS: Table[TenantRow] = Table(
     },
 )  # fmt: skip
 
-TABLES: Sequence[Table[Any]] = (MODELS, PROCESSES, TENANTS)
+TABLES: Sequence[ScreenTable[Any]] = (MODELS, PROCESSES, TENANTS)

@@ -14,11 +14,11 @@ import sys
 import time
 from typing import Callable, Dict, Generator, Iterable, List, Optional, Tuple
 
-from weightd.ctl.top.asking import Asker, Asking, Found
+from weightd.ctl.top.asking import Poller, PollThread, PollResult
 from weightd.ctl.top.bars import BLOCKS, glyphs
-from weightd.ctl.top.lines import Line, Style
-from weightd.ctl.top.screen import Size, Standing, draw
-from weightd.ctl.top.view import View, Wish, faster, slower
+from weightd.ctl.top.lines import StyledLine, Style
+from weightd.ctl.top.screen import ScreenSize, PollStatus, draw
+from weightd.ctl.top.view import View, KeyAction, faster, slower
 from weightd.shared.overview.rows import Overview
 
 # How long ago the last answer came is told in seconds.
@@ -39,7 +39,7 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def show(poller: Asker, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
+def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
     """Show pictures until `q`, or so many of them.
 
     Args:
@@ -55,11 +55,11 @@ def show(poller: Asker, first: Overview, delay_s: float, max_updates: Optional[i
     with _wakeup_socket() as (wake, woken):
         screen = Screen(first, delay_s, max_updates)
 
-        def found(what: Found) -> None:
+        def found(what: PollResult) -> None:
             screen.results.put(what)
             wake()
 
-        with Asking(poller, delay_s, found) as asking:
+        with PollThread(poller, delay_s, found) as asking:
             _run_curses(lambda window: screen.run(window, woken, asking.poll_now))
 
 
@@ -118,7 +118,7 @@ class Screen:
     """
 
     def __init__(self, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
-        self.results: queue.Queue[Found] = queue.Queue()
+        self.results: queue.Queue[PollResult] = queue.Queue()
         self._view = View()
         self._overview, self._polled_at, self._error = first, time.monotonic(), ""
         self._delay_s = delay_s
@@ -158,11 +158,11 @@ class Screen:
         """Do what keys want; return whether it goes on."""
         for key in keys:
             wish = self._view.on_key(key, self._overview)
-            if wish is Wish.QUIT:
+            if wish is KeyAction.QUIT:
                 return False
-            if wish is Wish.SLOWER:
+            if wish is KeyAction.SLOWER:
                 self._delay_s = slower(self._delay_s)
-            if wish is Wish.FASTER:
+            if wish is KeyAction.FASTER:
                 self._delay_s = faster(self._delay_s)
             if wish is not None:
                 poll_now(self._delay_s)
@@ -170,15 +170,15 @@ class Screen:
 
     def _show(self, window: curses.window, styles: Dict[Style, int]) -> None:
         height, width = _fit_window(window)
-        poll_status = Standing(self._delay_s, time.monotonic() - self._polled_at, self._error)
+        poll_status = PollStatus(self._delay_s, time.monotonic() - self._polled_at, self._error)
         # The last column of the last line is left alone: curses cannot write there without scrolling.
-        lines = draw(self._overview, self._view, poll_status, Size(height, width - 1), self._glyphs)
+        lines = draw(self._overview, self._view, poll_status, ScreenSize(height, width - 1), self._glyphs)
         window.erase()
         for row, line in enumerate(lines):
             _write(window, row, self._encodable(line), width - 1, styles)
         window.refresh()
 
-    def _encodable(self, line: Line) -> Line:
+    def _encodable(self, line: StyledLine) -> StyledLine:
         """Return a line without what this terminal has no character for."""
         if self._glyphs is BLOCKS:
             return line
@@ -225,7 +225,7 @@ def _make_styles() -> Dict[Style, int]:
     return styles
 
 
-def _write(window: curses.window, row: int, line: Line, width: int, styles: Dict[Style, int]) -> None:
+def _write(window: curses.window, row: int, line: StyledLine, width: int, styles: Dict[Style, int]) -> None:
     cursor = curses.A_REVERSE if line.is_selected else 0
     # A terminal that has become smaller meanwhile refuses what is beyond it, and is drawn anew at once.
     with contextlib.suppress(curses.error):

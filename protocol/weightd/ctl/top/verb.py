@@ -10,10 +10,10 @@ import time
 from typing import Optional
 
 from weightd.ctl import exits
-from weightd.ctl.top.asking import Asker
+from weightd.ctl.top.asking import Poller
 from weightd.ctl.top.screen import HELP, render_text
 from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S
-from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.ctl.verb import Connect, DaemonUnreachable, Command
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.shared.overview.rows import Overview
 from weightd.shared.overview.values import to_json_values
@@ -64,7 +64,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client:
-        poller = Asker(client)
+        poller = Poller(client)
         first = _poll(poller)
         if options.batch or options.json or not _has_screen():
             _print_tables(poller, options)
@@ -75,11 +75,11 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK
 
 
-def _poll(poller: Asker) -> Overview:
+def _poll(poller: Poller) -> Overview:
     try:
         return poller.poll()
     except (Unavailable, DeadlineExceeded) as error:
-        raise NotReached(error) from None
+        raise DaemonUnreachable(error) from None
 
 
 def _has_screen() -> bool:
@@ -97,7 +97,7 @@ def _has_screen() -> bool:
     return curses.tigetstr("cup") is not None
 
 
-def _print_tables(poller: Asker, options: argparse.Namespace) -> None:
+def _print_tables(poller: Poller, options: argparse.Namespace) -> None:
     """Print tables, or objects; rates are those between two looks, so the first comes after a delay."""
     remaining: Optional[int] = 1 if options.count is None else options.count or None
     is_first = True
@@ -131,4 +131,4 @@ def _parse_count(argument: str) -> int:
     return int(argument)
 
 
-COMMAND = Verb("show models, processes and tenants while they work", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("show models, processes and tenants while they work", _DESCRIPTION, _add_arguments, _run)

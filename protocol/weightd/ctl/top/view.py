@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any, Dict, List, Optional
 
-from weightd.ctl.top.tables import MODELS, ORDERS, PROCESSES, TABLES, Table
+from weightd.ctl.top.tables import MODELS, ORDERS, PROCESSES, TABLES, ScreenTable
 from weightd.shared.overview.rows import Overview
 
 # Nobody types more, and it has room on a line.
@@ -14,7 +14,7 @@ _MAX_FILTER_LENGTH = 40
 MIN_DELAY_S, MAX_DELAY_S = 0.2, 3600.0
 
 
-class Wish(enum.Enum):
+class KeyAction(enum.Enum):
     """What a key asks of who drives the screen."""
 
     QUIT = "quit"
@@ -23,8 +23,8 @@ class Wish(enum.Enum):
     FASTER = "faster"
 
 
-_KEY_ACTIONS: Dict[str, Wish] = {
-    "q": Wish.QUIT, "r": Wish.POLL, " ": Wish.POLL, "+": Wish.SLOWER, "=": Wish.SLOWER, "-": Wish.FASTER,
+_KEY_ACTIONS: Dict[str, KeyAction] = {
+    "q": KeyAction.QUIT, "r": KeyAction.POLL, " ": KeyAction.POLL, "+": KeyAction.SLOWER, "=": KeyAction.SLOWER, "-": KeyAction.FASTER,
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class View:
     """
 
     def __init__(self) -> None:
-        self.table: Table[Any] = MODELS
+        self.table: ScreenTable[Any] = MODELS
         self.order = "R"
         self.is_reversed = False
         self.filter = ""
@@ -87,13 +87,13 @@ class View:
         self.top = min(max(self.top, index - self._page_height + 1), index)
         return index
 
-    def on_key(self, key: str, overview: Overview) -> Optional[Wish]:
+    def on_key(self, key: str, overview: Overview) -> Optional[KeyAction]:
         """A key was pressed; return what it asks of others."""
         if self.is_typing:
             self._on_filter_key(key)
         elif self.has_help:
             self.has_help = False
-            return Wish.QUIT if key == "q" else None
+            return KeyAction.QUIT if key == "q" else None
         elif key in _KEY_ACTIONS:
             return _KEY_ACTIONS[key]
         elif key in ORDERS:
@@ -119,7 +119,7 @@ class View:
                 self._show_table(MODELS)
             self.filter = ""
 
-    def _show_table(self, table: Table[Any], model: str = "") -> None:
+    def _show_table(self, table: ScreenTable[Any], model: str = "") -> None:
         self.table, self.model, self.top = table, model, 0
 
     def _toggle_processes(self, overview: Overview) -> None:

@@ -12,8 +12,8 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import BYTES, SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCase, SelfTestCases, DeviceMemory, Rows
-from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.findings import BYTES, SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCase, SelfTestCases, DeviceMemory, RowSupport
+from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.messages.regions import POSITIONS, MappedRegions
 from weightd.protocol.schema import boolean, in_own_frame, integer, omit_default, list_of, mapping, one_of, record, text
 from weightd.protocol.values import dataclass
@@ -64,7 +64,7 @@ class Hello:
     origin: str = field(default="spawned", metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
-    slice: Optional[Slice] = field(default=None, metadata=record(Slice))
+    slice: Optional[RankSlice] = field(default=None, metadata=record(RankSlice))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Forked:
 
 
 @dataclass(frozen=True)
-class Back:
+class Reconnected:
     """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on.
 
     `step` is that of the last `Predict` that it has run, where it is a rank; 0: none.
@@ -120,7 +120,7 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Probing:
+class TryingSelfTest:
     """holder → daemon: I am about to run the canary on `trying`, which may be my end; `unfit` is known not to work.
 
     It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
@@ -131,7 +131,7 @@ class Probing:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ContinueSelfTest:
     """daemon → holder: it is noted what you are trying; go on."""
 
 
@@ -160,7 +160,7 @@ class Built:
     selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     is_loss: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
-    row_support: Optional[Rows] = field(default=None, metadata=record(Rows))
+    row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     """None where it was not to be found out."""
     rebuilds_per_shape: bool = field(default=False, metadata=boolean())
     """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
@@ -196,7 +196,7 @@ class Attach:
     max_rows: int = field(default=1, metadata=ROW_COUNT)
     row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
     exact: bool = field(default=True, metadata=boolean())
-    row_support: Optional[Rows] = field(default=None, metadata=record(Rows))
+    row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     by_shape: bool = field(default=False, metadata=boolean())
     """As in `Built`."""
     first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
@@ -215,7 +215,7 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class Broken:
+class ProcessFailed:
     """child → daemon: build or attach failed for this cause; the process exits.
 
     `no_room`: the card has no memory or no place for this process; some may come free late after another one's end.
@@ -278,7 +278,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Together:
+class BeginBatch:
     """daemon → worker: the next so many `Predict`s are answered by one predict of the model.
 
     They differ in nothing but the first dimension of their inputs. Each is answered, and skipped before they begin, as
@@ -294,7 +294,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Unequal:
+class BatchMismatch:
     """worker → daemon: an answer to several requests at once was not what each gets alone, as `note` tells.
 
     From now on this worker runs the requests of these `parties` one by one, where they come together with others; all
@@ -306,28 +306,28 @@ class Unequal:
 
 
 @dataclass(frozen=True)
-class Skip:
+class CancelPredict:
     """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
 
     request: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
-class Skipped:
+class PredictCancelled:
     """worker → daemon: the answer to a `Predict` that a `Skip` has come in time for: it was not run."""
 
     request: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
-class Map:
+class MapRegion:
     """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
 
     region: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
-class Unmap:
+class UnmapRegion:
     """daemon → worker: no further predict names the region."""
 
     region: int = field(metadata=_REQUEST)
@@ -348,7 +348,7 @@ class Pong:
 
 
 @dataclass(frozen=True)
-class Settle:
+class TrimStore:
     """daemon → child: no attach is due; let pages of the store that nobody maps leave memory."""
 
 
@@ -360,57 +360,57 @@ class Stop:
 ChildMessage = Union[
     Hello,
     Forked,
-    Back,
-    Probing,
+    Reconnected,
+    TryingSelfTest,
     Built,
     Allowed,
     Attached,
-    Entered,
-    Warmed,
-    Broken,
+    JoinedGroup,
+    SelfTestDone,
+    ProcessFailed,
     Result,
     Failed,
     Done,
-    Skipped,
-    Unequal,
+    PredictCancelled,
+    BatchMismatch,
     Pong,
 ]
 ChildOrder = Union[
-    Fork, Build, Probe, Allow, Attach, Enter, Warm, Together, Predict, Skip, Map, Unmap, Ping, Settle, Stop
+    Fork, Build, ContinueSelfTest, Allow, Attach, JoinGroup, RunSelfTest, BeginBatch, Predict, CancelPredict, MapRegion, UnmapRegion, Ping, TrimStore, Stop
 ]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
     "forked": Forked,
-    "back": Back,
-    "probing": Probing,
+    "back": Reconnected,
+    "probing": TryingSelfTest,
     "built": Built,
     "allowed": Allowed,
     "attached": Attached,
-    "entered": Entered,
-    "warmed": Warmed,
-    "broken": Broken,
+    "entered": JoinedGroup,
+    "warmed": SelfTestDone,
+    "broken": ProcessFailed,
     "result": Result,
     "failed": Failed,
     "done": Done,
-    "skipped": Skipped,
-    "unequal": Unequal,
+    "skipped": PredictCancelled,
+    "unequal": BatchMismatch,
     "pong": Pong,
 }
 TO_CHILD: Dict[str, Type[ChildOrder]] = {
     "fork": Fork,
     "build": Build,
-    "probe": Probe,
+    "probe": ContinueSelfTest,
     "allow": Allow,
     "attach": Attach,
-    "enter": Enter,
-    "warm": Warm,
-    "together": Together,
+    "enter": JoinGroup,
+    "warm": RunSelfTest,
+    "together": BeginBatch,
     "predict": Predict,
-    "skip": Skip,
-    "map": Map,
-    "unmap": Unmap,
+    "skip": CancelPredict,
+    "map": MapRegion,
+    "unmap": UnmapRegion,
     "ping": Ping,
-    "settle": Settle,
+    "settle": TrimStore,
     "stop": Stop,
 }

@@ -33,7 +33,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSupport:
     """What a holder has found of the rows of its model: of tensors whose first dimension is that of each request.
 
     `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the

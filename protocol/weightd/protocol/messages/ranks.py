@@ -11,7 +11,7 @@ from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCases, DeviceMemory, Rows
+from weightd.protocol.messages.findings import SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCases, DeviceMemory, RowSupport
 from weightd.protocol.schema import integer, list_of, record
 from weightd.protocol.values import dataclass
 
@@ -19,7 +19,7 @@ _SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
-class Slice:
+class RankSlice:
     """Which rank a process is, and what the file of its slice says of the model's tensors."""
 
     rank: int = field(metadata=integer(0, limits.MAX_DEVICES - 1))
@@ -28,7 +28,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankMember:
     """One of the models of a process that has several: what it takes and gives."""
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
@@ -36,7 +36,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Proof:
+class SelfTestResult:
     """What the canary of one of the models of a process has shown: the digest of its answer, "" where it has none."""
 
     selftest_digest: str = field(metadata=DIGEST)
@@ -44,7 +44,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Enter:
+class JoinGroup:
     """daemon → each process of a unit: all are there; join the group, and load.
 
     A broker, by which ranks find each other, answers nothing to it.
@@ -52,7 +52,7 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class Entered:
+class JoinedGroup:
     """rank → daemon: I am in the group, and have loaded my slice, which takes and gives this.
 
     `members` are those of a process that has several models; then `inputs` and `outputs` are empty.
@@ -62,11 +62,11 @@ class Entered:
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[Member, ...] = field(default=(), metadata=list_of(record(Member), limits.MAX_GROUP_MODELS))
+    members: Tuple[RankMember, ...] = field(default=(), metadata=list_of(record(RankMember), limits.MAX_GROUP_MODELS))
 
 
 @dataclass(frozen=True)
-class Warm:
+class RunSelfTest:
     """daemon → rank: all have entered, and all are told this at once: run the canary. `rows`, `sizes` as in `Build`."""
 
     max_rows: int = field(default=1, metadata=ROW_COUNT)
@@ -74,7 +74,7 @@ class Warm:
 
 
 @dataclass(frozen=True)
-class Warmed:
+class SelfTestDone:
     """rank → daemon: I have run the canary, and what I had to compare was right.
 
     `canary` is the digest of what was compared, "" where this rank has nothing to compare, and `canary_cases` are its
@@ -83,11 +83,11 @@ class Warmed:
 
     selftest_digest: str = field(metadata=DIGEST)
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
-    row_support: Optional[Rows] = field(default=None, metadata=record(Rows))
+    row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     """None where it was not to be found out."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[Proof, ...] = field(default=(), metadata=list_of(record(Proof), limits.MAX_GROUP_MODELS))
+    members: Tuple[SelfTestResult, ...] = field(default=(), metadata=list_of(record(SelfTestResult), limits.MAX_GROUP_MODELS))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
-class InputPlace:
+class InputLocation:
     """An input that has no frame: it is in a region, from `offset` on. `tensor` is its position in the description."""
 
     tensor_index: int = field(metadata=_TENSOR)
@@ -28,7 +28,7 @@ class InputPlace:
 
 
 @dataclass(frozen=True)
-class OutputPlace:
+class OutputLocation:
     """Where an output may be written, if it has no more than `bytes`. `tensor` is its position in the answer."""
 
     tensor_index: int = field(metadata=_TENSOR)
@@ -41,8 +41,8 @@ class OutputPlace:
 class Regions:
     """Which tensors of a request are in shared memory, and where."""
 
-    inputs: Tuple[InputPlace, ...] = field(default=(), metadata=list_of(record(InputPlace), limits.MAX_TENSORS))
-    outputs: Tuple[OutputPlace, ...] = field(default=(), metadata=list_of(record(OutputPlace), limits.MAX_TENSORS))
+    inputs: Tuple[InputLocation, ...] = field(default=(), metadata=list_of(record(InputLocation), limits.MAX_TENSORS))
+    outputs: Tuple[OutputLocation, ...] = field(default=(), metadata=list_of(record(OutputLocation), limits.MAX_TENSORS))
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True)
-class GateStatus:
+class ProxyStatus:
     """A listener, and the process that speaks ZeroMQ with its clients; `pid` is 0 while there is none.
 
     `peers` are the clients that are connected and have spoken, `restarts` the processes that have died there.
@@ -242,7 +242,7 @@ class StatusResponse:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     buffered_bytes: int = field(default=0, metadata=_COUNT)
     max_memory_bytes: int = field(default=0, metadata=_COUNT)
-    zmq_proxies: Tuple[GateStatus, ...] = field(default=(), metadata=list_of(record(GateStatus), limits.MAX_LISTENERS))
+    zmq_proxies: Tuple[ProxyStatus, ...] = field(default=(), metadata=list_of(record(ProxyStatus), limits.MAX_LISTENERS))
     fork_servers: Tuple[ForkServerStatus, ...] = field(
         default=(), metadata=list_of(record(ForkServerStatus), limits.MAX_MODELS)
     )

@@ -33,7 +33,7 @@ class Argument(NamedTuple):
     is_repeatable: bool
 
 
-class Command(NamedTuple):
+class ProgramCommand(NamedTuple):
     """A program, or one of its commands.
 
     Attributes:
@@ -52,14 +52,14 @@ class Command(NamedTuple):
     epilog: str
     options: Tuple[Argument, ...]
     positionals: Tuple[Argument, ...]
-    commands: Tuple[Command, ...]
+    commands: Tuple[ProgramCommand, ...]
 
 
-def read_parser(parser: argparse.ArgumentParser, name: Optional[str] = None, help: str = "") -> Command:
+def read_parser(parser: argparse.ArgumentParser, name: Optional[str] = None, help: str = "") -> ProgramCommand:
     """Return what `parser` declares; what it hides is left out."""
     actions = [action for action in _actions(parser) if action.help != argparse.SUPPRESS]
     arguments = [_argument(parser, action) for action in actions if not _is_commands(action)]
-    return Command(
+    return ProgramCommand(
         parser.prog if name is None else name,
         help,
         _expand(parser, parser.description or help),
@@ -79,7 +79,7 @@ def _is_commands(action: argparse.Action) -> bool:
     return type(action.choices) is _MAP and _CHOICES_ACTIONS in vars(action)
 
 
-def _commands(action: argparse.Action) -> Iterable[Command]:
+def _commands(action: argparse.Action) -> Iterable[ProgramCommand]:
     parsers: Dict[str, argparse.ArgumentParser] = vars(action)["choices"]
     for each in vars(action)[_CHOICES_ACTIONS]:
         yield read_parser(parsers[each.dest], each.dest, _expand(parsers[each.dest], each.help or ""))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Iterator, Mapping
 
-from weightd.shared.manual.commands import Argument, Command
+from weightd.shared.manual.commands import Argument, ProgramCommand
 
 # What can stand for a metavar.
 FILE = "file"
@@ -81,7 +81,7 @@ _MODELS = """\
 """
 
 
-def bash_script(program: Command, kinds: Mapping[str, str]) -> str:
+def bash_script(program: ProgramCommand, kinds: Mapping[str, str]) -> str:
     """Return the script for a program.
 
     Args:
@@ -104,7 +104,7 @@ def bash_script(program: Command, kinds: Mapping[str, str]) -> str:
     return text
 
 
-def _with_subcommands(program: Command) -> Iterator[Command]:
+def _with_subcommands(program: ProgramCommand) -> Iterator[ProgramCommand]:
     yield program._replace(name="")
     yield from program.commands
 
@@ -114,7 +114,7 @@ def _flags_with_value(option: Argument) -> Iterator[str]:
         yield from option.flags
 
 
-def _value_cases(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
+def _value_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[str]:
     for command in _with_subcommands(program):
         for option in command.options:
             for flag in _flags_with_value(option):
@@ -123,7 +123,7 @@ def _value_cases(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
                     yield f"({shlex.quote(f'{command.name} {flag}')}) wanted={shlex.quote(wanted)} ;;"
 
 
-def _command_cases(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
+def _command_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[str]:
     for command in _with_subcommands(program):
         options = shlex.quote(" ".join(flag for option in command.options for flag in option.flags))
         places = [_completion_of(each, kinds) for each in command.positionals]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Iterable, List
 
-from weightd.shared.manual.commands import Argument, Command
-from weightd.shared.manual.roff import Page, bold, italic, prose
+from weightd.shared.manual.commands import Argument, ProgramCommand
+from weightd.shared.manual.roff import ManPage, bold, italic, prose
 
 
-def write_sections(page: Page, program: Command) -> None:
+def write_sections(page: ManPage, program: ProgramCommand) -> None:
     """Write SYNOPSIS, DESCRIPTION, OPTIONS and COMMANDS of a program."""
     page.heading("SYNOPSIS")
     page.synopsis([bold(program.name), "[" + italic("OPTION") + "]...", italic("COMMAND"), "[" + italic("...") + "]"])
@@ -31,7 +31,7 @@ def write_sections(page: Page, program: Command) -> None:
             page.text(command.epilog)
 
 
-def _synopsis_words(program: Command, command: Command) -> List[str]:
+def _synopsis_words(program: ProgramCommand, command: ProgramCommand) -> List[str]:
     common = {argument.flags for argument in program.options}
     options = [_option(option) for option in command.options if option.flags not in common]
     return [f"{bold(program.name)} {bold(command.name)}", *options, *map(_positional, command.positionals)]
@@ -48,14 +48,14 @@ def _positional(argument: Argument) -> str:
     return (f"[{written}]" if argument.is_optional else written) + ("..." if argument.is_repeatable else "")
 
 
-def _arguments(page: Page, arguments: Iterable[Argument]) -> None:
+def _arguments(page: ManPage, arguments: Iterable[Argument]) -> None:
     for argument in arguments:
         value = f" {italic(argument.metavar)}" if argument.metavar else ""
         label = ", ".join(bold(flag) + value for flag in argument.flags) or italic(argument.metavar)
         page.entry(label, argument.help)
 
 
-def table(page: Page, rows: Iterable[List[str]]) -> None:
+def table(page: ManPage, rows: Iterable[List[str]]) -> None:
     """Write rows of a term, which is bold, and what it means."""
     for term, meaning in rows:
         page.entry(prose(f"`{term}`"), meaning)

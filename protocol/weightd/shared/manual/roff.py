@@ -34,7 +34,7 @@ def prose(text: str) -> str:
     return "".join(bold(part) if index % 2 else escape(part) for index, part in enumerate(parts))
 
 
-class Page:
+class ManPage:
     """A man page that is written from its top to its end.
 
     Args:

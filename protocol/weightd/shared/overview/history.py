@@ -9,8 +9,8 @@ from typing import Deque, Dict, List
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 from weightd.shared.overview import memory, picture
-from weightd.shared.overview.rows import Moment, Overview, Pace
-from weightd.shared.overview.window import Sample, Window
+from weightd.shared.overview.rows import RatePoint, Overview, Throughput
+from weightd.shared.overview.window import CounterSnapshot, StatusWindow
 
 # Of a spark: a minute, where it is looked at each second.
 SPARKLINE_POINTS = 60
@@ -38,8 +38,8 @@ class History:
 
     def __init__(self, max_gap_s: float = math.inf) -> None:
         self._max_gap_s = max_gap_s
-        self._samples: Deque[Sample] = deque(maxlen=_MAX_SAMPLES)
-        self._rate_points: Dict[str, Deque[Moment]] = {}
+        self._samples: Deque[CounterSnapshot] = deque(maxlen=_MAX_SAMPLES)
+        self._rate_points: Dict[str, Deque[RatePoint]] = {}
         self._statuses: Deque[StatusResponse] = deque(maxlen=2)
         self._status_requested_at = -math.inf
         self._requested_processes: object = None
@@ -56,7 +56,7 @@ class History:
             elif seconds > self._max_gap_s:
                 self._samples.clear()
                 self._rate_points.clear()
-        self._samples.append(Sample(metrics))
+        self._samples.append(CounterSnapshot(metrics))
         while len(self._samples) > 2 and self._samples[1].metrics.uptime_s <= metrics.uptime_s - RATE_WINDOW_S:
             self._samples.popleft()
         self._append_rate_points()
@@ -107,34 +107,34 @@ class History:
         self._statuses.clear()
         self._status_requested_at = -math.inf
 
-    def _windows(self) -> List[Window]:
+    def _windows(self) -> List[StatusWindow]:
         """All that end now, the longest first."""
         *before, now = self._samples
-        return [Window(each, now) for each in before]
+        return [StatusWindow(each, now) for each in before]
 
     def _append_rate_points(self) -> None:
         """Add what has just passed to each spark, and forget those of models that are gone."""
         last = self._windows()[-1:]
-        rate_points: Dict[str, Deque[Moment]] = {}
+        rate_points: Dict[str, Deque[RatePoint]] = {}
         for name in [_ALL_MODELS, *self._samples[-1].models]:
             rate_points[name] = self._rate_points.get(name, deque(maxlen=SPARKLINE_POINTS))
             rate_points[name].append(self._rate_point(name, last))
         self._rate_points = rate_points
 
-    def _rate_point(self, name: str, last: List[Window]) -> Moment:
+    def _rate_point(self, name: str, last: List[StatusWindow]) -> RatePoint:
         pace = self._measure_throughput(name, last)
-        return Moment(pace.rate, pace.p99_s)
+        return RatePoint(pace.rate, pace.p99_s)
 
-    def _throughput(self, name: str, windows: List[Window]) -> Pace:
+    def _throughput(self, name: str, windows: List[StatusWindow]) -> Throughput:
         return self._measure_throughput(name, windows)._replace(moments=tuple(self._rate_points[name]))
 
-    def _measure_throughput(self, name: str, windows: List[Window]) -> Pace:
+    def _measure_throughput(self, name: str, windows: List[StatusWindow]) -> Throughput:
         """What is known of the longest of these in which nothing has begun anew."""
         for window in windows:
             counts = window.answered_counts(name) if name != _ALL_MODELS else window.all_answered_counts()
             if counts is not None:
-                return Pace(window.rate(0, sum(counts)), window.quantile(0.5, counts), window.quantile(0.99, counts))
+                return Throughput(window.rate(0, sum(counts)), window.quantile(0.5, counts), window.quantile(0.99, counts))
             rate = window.rate(window.before.served(model=name), window.now.served(model=name))
             if rate is not None and not window.now.metrics.seconds_bounds:
-                return Pace(rate)  # whoever sees its own alone is told of no times
-        return Pace()
+                return Throughput(rate)  # whoever sees its own alone is told of no times
+        return Throughput()

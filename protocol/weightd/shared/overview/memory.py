@@ -25,7 +25,7 @@ _RUNNING_ROLES = (*_WORKER_ROLES, "rank")
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUsage:
     """In bytes.
 
     Attributes:
@@ -52,7 +52,7 @@ class Memory:
         return self.copy_bytes + self.private_bytes + self.other_bytes
 
 
-def model_memory(model: ModelStatus) -> Optional[Memory]:
+def model_memory(model: ModelStatus) -> Optional[MemoryUsage]:
     """Return that of the processes of a model; None where there are none, or the kernel does not tell."""
     generations = [each for each in model.generations if each.processes]
     if not generations or any(each.copy_bytes is None for each in generations):
@@ -60,7 +60,7 @@ def model_memory(model: ModelStatus) -> Optional[Memory]:
     return _sum_memory(map(_generation_memory, generations))
 
 
-def service_memory(status: StatusResponse) -> Optional[Memory]:
+def service_memory(status: StatusResponse) -> Optional[MemoryUsage]:
     """Return that of all there is; None where this client is not told. What several models share counts once."""
     if not status.pid:
         return None
@@ -80,7 +80,7 @@ def _unique_generations(status: StatusResponse) -> Iterator[GenerationStatus]:
             seen |= pids
 
 
-def _generation_memory(generation: GenerationStatus) -> Memory:
+def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
     workers = [each for each in generation.processes if each.role in _WORKER_ROLES]
     sharing = [each for each in workers if each.shared_bytes]
     running = sum(each.role in _RUNNING_ROLES for each in generation.processes)
@@ -88,14 +88,14 @@ def _generation_memory(generation: GenerationStatus) -> Memory:
     copy_bytes = generation.copy_bytes or 0
     if not sharing or not copy_bytes:
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-        return Memory(0, 0, 0, pss_bytes, pss_bytes, running)
+        return MemoryUsage(0, 0, 0, pss_bytes, pss_bytes, running)
     if not is_cpu(generation.device):
         pss_bytes += copy_bytes  # a card's memory is in no process
     copy_bytes = min(copy_bytes, pss_bytes)
     private_bytes = min(sum(each.private_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
     unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
     plain_bytes = sum(_private_bytes(each) + (each.shared_bytes or 0) for each in sharing) + unshared_bytes
-    return Memory(copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running)
+    return MemoryUsage(copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running)
 
 
 def _private_bytes(worker: ProcessStatus) -> int:
@@ -105,6 +105,6 @@ def _private_bytes(worker: ProcessStatus) -> int:
     return max(worker.private_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
 
 
-def _sum_memory(memories: Iterable[Memory]) -> Memory:
+def _sum_memory(memories: Iterable[MemoryUsage]) -> MemoryUsage:
     each = [dataclasses.astuple(memory) for memory in memories]
-    return Memory(*map(sum, zip(*each))) if each else Memory(0, 0, 0, 0, 0, 0)
+    return MemoryUsage(*map(sum, zip(*each))) if each else MemoryUsage(0, 0, 0, 0, 0, 0)

@@ -10,15 +10,15 @@ from weightd.protocol.messages.metrics import MetricsResponse, ModelMetrics
 from weightd.protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.shared.overview import memory
 from weightd.shared.overview.differences import rate
-from weightd.shared.overview.rows import ModelRow, Pace, ProcessRow, TenantRow
-from weightd.shared.overview.window import Window
+from weightd.shared.overview.rows import ModelRow, Throughput, ProcessRow, TenantRow
+from weightd.shared.overview.window import StatusWindow
 
 # Who answers requests; a spare does once one of these is lost.
 _SERVING_ROLES = ("worker", "rank")
 
 
 def model_rows(
-    now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[Window], throughput_of: Callable[[str], Pace]
+    now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[StatusWindow], throughput_of: Callable[[str], Throughput]
 ) -> Iterator[ModelRow]:
     """Yield a row for each model; `pace` tells that of one by its name."""
     statuses = {} if status is None else {each.name: each for each in status.models}
@@ -30,7 +30,7 @@ def model_rows(
         groups |= {row.group} - {""}
 
 
-def _model_row(model: ModelMetrics, status: Optional[ModelStatus], throughput: Pace, refused_rate: Optional[float]) -> ModelRow:
+def _model_row(model: ModelMetrics, status: Optional[ModelStatus], throughput: Throughput, refused_rate: Optional[float]) -> ModelRow:
     generation = None if status is None else _find_generation(status, model.generation)
     return ModelRow(
         name=model.name,
@@ -57,7 +57,7 @@ def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationSta
     return next((each for each in status.generations if each.number == number), None)
 
 
-def _refused_rate(windows: Sequence[Window], model: str) -> Optional[float]:
+def _refused_rate(windows: Sequence[StatusWindow], model: str) -> Optional[float]:
     for window in windows:
         found = window.rate(window.before.refused(model=model), window.now.refused(model=model))
         if found is not None:
@@ -108,7 +108,7 @@ def _seconds(microseconds: Optional[float]) -> Optional[float]:
     return None if microseconds is None else microseconds / 1e6
 
 
-def tenant_row(status: TenantStatus, windows: Sequence[Window]) -> TenantRow:
+def tenant_row(status: TenantStatus, windows: Sequence[StatusWindow]) -> TenantRow:
     """Return the row of a tenant."""
     served = sum(each.served for each in status.accounts)
     served_rate, refused_rate = _find_tenant_rates(status.name, windows)
@@ -127,7 +127,7 @@ def tenant_row(status: TenantStatus, windows: Sequence[Window]) -> TenantRow:
     )
 
 
-def _find_tenant_rates(name: str, windows: Sequence[Window]) -> Tuple[Optional[float], Optional[float]]:
+def _find_tenant_rates(name: str, windows: Sequence[StatusWindow]) -> Tuple[Optional[float], Optional[float]]:
     for window in windows:
         served = window.rate(window.before.served(name), window.now.served(name))
         refused = window.rate(window.before.refused(name), window.now.refused(name))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Tuple
 
-from weightd.shared.overview.memory import Memory
+from weightd.shared.overview.memory import MemoryUsage
 
 
-class Moment(NamedTuple):
+class RatePoint(NamedTuple):
     """What happened between two looks: requests in a second, and the seconds that 99 % of them did not exceed."""
 
     rate: Optional[float]
     p99_s: Optional[float]
 
 
-class Pace(NamedTuple):
+class Throughput(NamedTuple):
     """How fast requests are answered. What is not known, or of which nothing happened, is None.
 
     Attributes:
@@ -28,7 +28,7 @@ class Pace(NamedTuple):
     rate: Optional[float] = None
     p50_s: Optional[float] = None
     p99_s: Optional[float] = None
-    rate_points: Tuple[Moment, ...] = ()
+    rate_points: Tuple[RatePoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class ModelRow:
     running: int
     refused_rate: Optional[float]
     unexpected_exits: int
-    throughput: Pace
-    memory: Optional[Memory]
+    throughput: Throughput
+    memory: Optional[MemoryUsage]
     group: str
 
 
@@ -152,8 +152,8 @@ class Overview:
     is_complete: bool
     queued: int
     running: int
-    throughput: Pace
-    memory: Optional[Memory]
+    throughput: Throughput
+    memory: Optional[MemoryUsage]
     buffered_bytes: int
     max_buffered_bytes: int
     models: Tuple[ModelRow, ...]

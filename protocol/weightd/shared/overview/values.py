@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Optional
 
-from weightd.shared.overview.memory import Memory
-from weightd.shared.overview.rows import ModelRow, Overview, Pace
+from weightd.shared.overview.memory import MemoryUsage
+from weightd.shared.overview.rows import ModelRow, Overview, Throughput
 
 
 def to_json_values(overview: Overview) -> Dict[str, Any]:
@@ -26,7 +26,7 @@ def _model_values(row: ModelRow) -> Dict[str, Any]:
     return {**_field_values(row), "pace": _throughput_values(row.throughput), "memory": _memory_values(row.memory)}
 
 
-def _throughput_values(throughput: Pace) -> Dict[str, Any]:
+def _throughput_values(throughput: Throughput) -> Dict[str, Any]:
     """Rates and times of moments are two lists: half as long as if each had its name."""
     return {
         "rate": _rounded(throughput.rate),
@@ -37,7 +37,7 @@ def _throughput_values(throughput: Pace) -> Dict[str, Any]:
     }
 
 
-def _memory_values(memory: Optional[Memory]) -> Optional[Dict[str, int]]:
+def _memory_values(memory: Optional[MemoryUsage]) -> Optional[Dict[str, int]]:
     return None if memory is None else {**_field_values(memory), "now_bytes": memory.total_bytes}
 
 

@@ -11,7 +11,7 @@ from weightd.shared.overview.differences import quantile, rate, count_difference
 Counts = Tuple[int, ...]
 
 
-class Sample:
+class CounterSnapshot:
     """What the daemon had counted when it was looked at; found by name.
 
     Attributes:
@@ -36,11 +36,11 @@ class Sample:
         return sum(map(count, accounts)) if tenants else None
 
 
-class Window(NamedTuple):
+class StatusWindow(NamedTuple):
     """Two looks at the same daemon, one after the other."""
 
-    before: Sample
-    now: Sample
+    before: CounterSnapshot
+    now: CounterSnapshot
 
     @property
     def seconds(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 Arrays = Dict[str, Any]
 
 
-class NotTogether(ValueError):
+class NotBatchable(ValueError):
     """Rows have not each their own answer, or not the one that they have alone; the text says which have what."""
 
 
@@ -21,7 +21,7 @@ def check_rows(outputs: Arrays, rows: int) -> Arrays:
     """
     for name, array in outputs.items():
         if array.shape[:1] != (rows,):
-            raise NotTogether(f"output {name} has shape {list(array.shape)} for {rows} rows")
+            raise NotBatchable(f"output {name} has shape {list(array.shape)} for {rows} rows")
     return outputs
 
 
@@ -37,7 +37,7 @@ def concatenate(parts: List[Arrays]) -> Arrays:
         for name, array in parts[0].items():
             form, now = (array.dtype, array.shape[1:]), (other[name].dtype, other[name].shape[1:])
             if now != form:
-                raise NotTogether(f"output {name} has rows of shape {list(form[1])}, and of {list(now[1])}")
+                raise NotBatchable(f"output {name} has rows of shape {list(form[1])}, and of {list(now[1])}")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

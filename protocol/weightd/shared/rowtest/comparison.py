@@ -19,13 +19,13 @@ import numpy as np
 
 from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.rowtest import bits
-from weightd.shared.rowtest.bits import Arrays, NotTogether
+from weightd.shared.rowtest.bits import Arrays, NotBatchable
 from weightd.shared.rowtest.rows import (
     MIN_TEST_ROWS,
     MAX_TEST_BYTES,
     SPECIALS,
-    Kind,
-    Special,
+    RowKind,
+    SpecialFloats,
     TestRows,
     has_rows,
     row_kinds,
@@ -60,7 +60,7 @@ _MAX_DIGEST_ROWS = 64
 _SAMPLE_HINT = "set `canary` of the model to an .npz file of typical inputs, with several rows that differ"
 
 
-class Subject(NamedTuple):
+class TestedModel(NamedTuple):
     """A model, and how it is tested.
 
     Attributes:
@@ -82,7 +82,7 @@ class Subject(NamedTuple):
     input_errors: Tuple[Type[Exception], ...] = ()
 
 
-class Found(NamedTuple):
+class RowTestResult(NamedTuple):
     """What was found.
 
     Attributes:
@@ -97,12 +97,12 @@ class Found(NamedTuple):
     outputs: Tuple[str, ...] = ()
     note: str = ""
     compared_rows: int = 0
-    kind: Kind = Kind.SCALED
-    unequal_specials: Tuple[Special, ...] = ()
+    kind: RowKind = RowKind.SCALED
+    unequal_specials: Tuple[SpecialFloats, ...] = ()
     batch_error: Optional[Exception] = None
 
 
-class _Refused(NotTogether):
+class _Refused(NotBatchable):
     """The model refuses so many rows."""
 
     def __init__(self, text: str, cause: Exception) -> None:
@@ -129,24 +129,24 @@ def inputs_with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = (
         NotTogether: requests of the model cannot be batched.
     """
     if not inputs:
-        raise NotTogether("the model has no inputs")
+        raise NotBatchable("the model has no inputs")
     names = tuple(each.name for each in inputs if has_rows(each))
     for each in inputs:
         if each.shape is None:
-            raise NotTogether(f"input {each.name} has no rows: it may be of any rank")
+            raise NotBatchable(f"input {each.name} has no rows: it may be of any rank")
         if not has_rows(each) and (sizes or not names):
             form = each.shape_text
-            raise NotTogether(f"input {each.name} has no rows: its shape is {form}, whose first dimension is not free")
+            raise NotBatchable(f"input {each.name} has no rows: its shape is {form}, whose first dimension is not free")
     return names
 
 
 def compare(
-    subject: Subject,
+    subject: TestedModel,
     *,
     exact: bool,
     before_run: Callable[[int], None] = lambda _: None,
     on_refused: Callable[[Exception], None] = lambda _: None,
-) -> Found:
+) -> RowTestResult:
     """Run rows together and alone, and return what was found.
 
     Args:
@@ -158,7 +158,7 @@ def compare(
     return _Comparison(subject, exact, before_run, on_refused).run()
 
 
-def predict_many_rows(subject: Subject, kind: Kind) -> Arrays:
+def predict_many_rows(subject: TestedModel, kind: RowKind) -> Arrays:
     """Return the answer to one predict of many rows, which is the same in each process where its bits are.
 
     Raises:
@@ -174,7 +174,7 @@ class _Comparison:
     """One test of a model."""
 
     def __init__(
-        self, subject: Subject, exact: bool, before_run: Callable[[int], None], on_refused: Callable[[Exception], None]
+        self, subject: TestedModel, exact: bool, before_run: Callable[[int], None], on_refused: Callable[[Exception], None]
     ) -> None:
         self._subject = subject
         self._exact = exact
@@ -188,18 +188,18 @@ class _Comparison:
         self._tested_sizes: Set[int] = set()
         self._started_at = time.monotonic()
 
-    def run(self) -> Found:
+    def run(self) -> RowTestResult:
         """Test the model on the first kind of rows that shows something."""
-        unfit: List[Tuple[Kind, _ValuesUnfit]] = []
+        unfit: List[Tuple[RowKind, _ValuesUnfit]] = []
         for kind in row_kinds(has_sample=self._subject.sample is not None):
             try:
                 return self._test_kind(kind, may_reject_kind=True)
             except _ValuesUnfit as error:
                 unfit.append((kind, error))
         kind, best = max(unfit, key=lambda each: each[1].distinct_count)
-        return self._test_kind(kind, may_reject_kind=False) if best.distinct_count >= 0 else Found(note=str(best))
+        return self._test_kind(kind, may_reject_kind=False) if best.distinct_count >= 0 else RowTestResult(note=str(best))
 
-    def _test_kind(self, kind: Kind, *, may_reject_kind: bool) -> Found:
+    def _test_kind(self, kind: RowKind, *, may_reject_kind: bool) -> RowTestResult:
         """Test the model on rows of one kind.
 
         Args:
@@ -218,34 +218,34 @@ class _Comparison:
             self._run_batched(rows, np.arange(self._batch_sizes[0]) % rows.count)
             outputs = tuple(first_outputs)
             if not self._exact:
-                return Found(outputs, kind=kind)
+                return RowTestResult(outputs, kind=kind)
             nbytes = sum(array.nbytes for array in first_outputs.values())
             single = self._run_each_single(rows, nbytes, may_reject_kind=may_reject_kind)
             note = self._find_difference(rows, bits.concatenate(single)) or _inconclusive_reason(single)
-        except NotTogether as error:
-            return Found(outputs, str(error), kind=kind, batch_error=error.cause if isinstance(error, _Refused) else None)
+        except NotBatchable as error:
+            return RowTestResult(outputs, str(error), kind=kind, batch_error=error.cause if isinstance(error, _Refused) else None)
         if note:
-            return Found(outputs, note, kind=kind)
-        return Found(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
+            return RowTestResult(outputs, note, kind=kind)
+        return RowTestResult(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
 
-    def _find_unequal_specials(self, rows: TestRows, kind: Kind) -> Tuple[Special, ...]:
+    def _find_unequal_specials(self, rows: TestRows, kind: RowKind) -> Tuple[SpecialFloats, ...]:
         """Return the special values with which rows have other answers together, or change those of other rows."""
         deadline = time.monotonic() + MAX_SPECIAL_VALUES_S
         if not rows.has_floats:
             return ()
-        if kind not in (Kind.SCALED, Kind.UNSCALED):
+        if kind not in (RowKind.SCALED, RowKind.UNSCALED):
             return SPECIALS  # floats may be indices: what is none is not tried
         if self._are_equal(rows, SPECIALS, deadline):
             return ()
         return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), deadline)])
 
-    def _are_equal(self, rows: TestRows, specials: Sequence[Special], deadline: float) -> bool:
+    def _are_equal(self, rows: TestRows, specials: Sequence[SpecialFloats], deadline: float) -> bool:
         """Return whether rows, of which some have such values, have the same answers together and alone."""
         inputs = rows.with_special_values(_SPECIAL_ROWS, specials)
 
         def run(indices: Any) -> Arrays:
             if time.monotonic() >= deadline:
-                raise NotTogether("it takes too long")
+                raise NotBatchable("it takes too long")
             self._before_run(len(indices))
             return bits.check_rows(self._subject.predict(rows.select_from(inputs, indices)), len(indices))
 
@@ -260,7 +260,7 @@ class _Comparison:
                 indices = np.arange(size) % _SPECIAL_ROWS
                 if bits.describe_difference(run(indices), {name: array[indices] for name, array in single.items()}):
                     return False
-        except NotTogether:
+        except NotBatchable:
             return False
         except self._subject.input_errors as error:
             self._on_refused(error)
@@ -278,7 +278,7 @@ class _Comparison:
             if time.monotonic() >= self._started_at + MAX_DURATION_S:
                 if turn or self._tested_sizes.issuperset(self._batch_sizes):
                     break
-                raise NotTogether(f"the model takes too long: not all of {self._batch_sizes} rows were run in {MAX_DURATION_S:g} s")
+                raise NotBatchable(f"the model takes too long: not all of {self._batch_sizes} rows were run in {MAX_DURATION_S:g} s")
             indices = np.arange(turn * size, (turn + 1) * size) % number
             found = bits.describe_difference(
                 self._run_batched(rows, indices), {name: array[indices] for name, array in single.items()}
@@ -318,7 +318,7 @@ class _Comparison:
         max_answers = min(rows.count, max(MIN_TEST_ROWS, MAX_TEST_BYTES * self._min_rows // max(nbytes, 1)))
         while len(answers) < max_answers and (time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S or len(answers) < MIN_TEST_ROWS):
             if time.monotonic() >= self._started_at + MAX_DURATION_S:
-                raise NotTogether(f"the model takes too long: only {len(answers)} rows were run in {MAX_DURATION_S:g} s")
+                raise NotBatchable(f"the model takes too long: only {len(answers)} rows were run in {MAX_DURATION_S:g} s")
             answers.append(self._run_single(rows, len(answers)))
             if may_reject_kind and len(answers) == MIN_TEST_ROWS and time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S:
                 variety = bits.count_distinct(answers)
@@ -370,7 +370,7 @@ def _inconclusive_reason(single: Sequence[Arrays]) -> str:
     return f"no difference would show: the model answers all {len(single)} rows of the test alike; {_SAMPLE_HINT}"
 
 
-def _sizes_to_test(subject: Subject) -> List[int]:
+def _sizes_to_test(subject: TestedModel) -> List[int]:
     """The numbers of rows that are tried, the largest first."""
     if subject.allowed_sizes:
         fit = sorted((size for size in subject.allowed_sizes if size <= subject.max_rows), reverse=True)

@@ -34,7 +34,7 @@ _MAGNITUDES = (1.0, 100.0, 0.01)
 _SPECIAL_STEPS = (1, 3, 7)
 
 
-class Kind(enum.Enum):
+class RowKind(enum.Enum):
     """How the values of the rows are made. The first value of a kind that a model accepts is used: see `kinds`."""
 
     SCALED = "scaled"
@@ -50,7 +50,7 @@ class Kind(enum.Enum):
     """The rows of a sample as they are, again and again."""
 
 
-class Special(enum.Enum):
+class SpecialFloats(enum.Enum):
     """Floats for which a library may have other code than for the rest, or other bits of the answer."""
 
     NAN = "nan"
@@ -60,14 +60,14 @@ class Special(enum.Enum):
     NEGATIVE_ZERO = "negative zero"
 
 
-SPECIALS = tuple(Special)
+SPECIALS = tuple(SpecialFloats)
 
 
-def row_kinds(*, has_sample: bool) -> Tuple[Kind, ...]:
+def row_kinds(*, has_sample: bool) -> Tuple[RowKind, ...]:
     """Return the kinds of rows to try, the one that shows most first."""
     if has_sample:
-        return Kind.SCALED, Kind.PERMUTED, Kind.SAMPLE
-    return Kind.SCALED, Kind.UNSCALED, Kind.INDICES
+        return RowKind.SCALED, RowKind.PERMUTED, RowKind.SAMPLE
+    return RowKind.SCALED, RowKind.UNSCALED, RowKind.INDICES
 
 
 def has_rows(tensor: TensorSignature) -> bool:
@@ -111,7 +111,7 @@ class TestRows:
         inputs: Sequence[TensorSignature],
         shapes: Mapping[str, Tuple[int, ...]],
         sample: Optional[Arrays] = None,
-        kind: Kind = Kind.SCALED,
+        kind: RowKind = RowKind.SCALED,
         *,
         max_rows: int = MAX_TEST_ROWS,
         first_index: int = 0,
@@ -129,7 +129,7 @@ class TestRows:
         for each in with_rows:
             given = None if sample is None or not len(sample[each.name]) else sample[each.name]
             rows = np.stack([_generate_row(each, dims[each.name], given, kind, first_index + index) for index in range(self.count)])
-            if kind is Kind.SCALED and rows.dtype.kind == "f":
+            if kind is RowKind.SCALED and rows.dtype.kind == "f":
                 magnitudes = np.resize(_MAGNITUDES, self.count).astype(rows.dtype)
                 rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))
             self._rows[each.name] = rows
@@ -139,7 +139,7 @@ class TestRows:
         """Whether an input that has rows is of floats."""
         return any(array.dtype.kind == "f" for array in self._rows.values())
 
-    def with_special_values(self, count: int, specials: Sequence[Special]) -> Arrays:
+    def with_special_values(self, count: int, specials: Sequence[SpecialFloats]) -> Arrays:
         """Return so many rows, of which every other one has special values in its floats.
 
         Few of them, or many, or nothing else, at other positions in each row.
@@ -166,7 +166,7 @@ class TestRows:
         return {name: array[indices] if name in self._rows else array for name, array in inputs.items()}
 
 
-def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Sequence[Special]) -> Any:
+def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Sequence[SpecialFloats]) -> Any:
     """Return for each row whether one of the inputs with these names has a special value in it, as an array of bool."""
     found: Any = np.zeros(len(inputs[names[0]]), bool)
     for name in names:
@@ -205,24 +205,24 @@ def _float_layout(dtype: Any) -> _Layout:
 _MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 
 # By their bits: a library may have set the processor to take subnormal floats for zeros.
-_IS_SPECIAL: Mapping[Special, Callable[[Any, _Layout], Any]] = {
-    Special.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
-    Special.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
-    Special.SUBNORMAL: lambda bits, layout: ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.min_normal - 1,
-    Special.NEGATIVE_ZERO: lambda bits, layout: bits == layout.sign,
+_IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
+    SpecialFloats.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
+    SpecialFloats.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
+    SpecialFloats.SUBNORMAL: lambda bits, layout: ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.min_normal - 1,
+    SpecialFloats.NEGATIVE_ZERO: lambda bits, layout: bits == layout.sign,
 }
 
 
-def _special_bits(dtype: Any, specials: Sequence[Special]) -> Any:
+def _special_bits(dtype: Any, specials: Sequence[SpecialFloats]) -> Any:
     """Return the bits of special values of a datatype, as unsigned integers."""
     layout = _float_layout(dtype)
     sign, infinity, least = map(int, layout[1:])
     quiet = infinity | least >> 1
     values = {
-        Special.NAN: [infinity | 1, quiet, quiet | 5, sign | infinity | 2, sign | quiet, sign | quiet | 3],
-        Special.INFINITY: [infinity, sign | infinity],
-        Special.SUBNORMAL: [1, sign | 1, least - 1],
-        Special.NEGATIVE_ZERO: [sign],
+        SpecialFloats.NAN: [infinity | 1, quiet, quiet | 5, sign | infinity | 2, sign | quiet, sign | quiet | 3],
+        SpecialFloats.INFINITY: [infinity, sign | infinity],
+        SpecialFloats.SUBNORMAL: [1, sign | 1, least - 1],
+        SpecialFloats.NEGATIVE_ZERO: [sign],
     }
     # Few of them are to be of each kind.
     turns = itertools.zip_longest(*[values[special] for special in specials])
@@ -238,18 +238,18 @@ def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int,
     )
 
 
-def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: Kind, index: int) -> Any:
+def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: RowKind, index: int) -> Any:
     """Return one row of an input."""
     values = generate_values(tensor, dims, 1 + index)
     if sample is None:
-        if kind is not Kind.INDICES or values.dtype.kind != "f":
+        if kind is not RowKind.INDICES or values.dtype.kind != "f":
             return values
         count = min(values.size, _MAX_RANDOM_VALUES)
         return np.resize(_random_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size).reshape(dims)
     row = sample[index % len(sample)]
-    if kind is Kind.SCALED:
+    if kind is RowKind.SCALED:
         return (row * (1 + values / 2)).astype(row.dtype) if row.dtype.kind == "f" else row
-    if kind is Kind.PERMUTED and index >= len(sample):
+    if kind is RowKind.PERMUTED and index >= len(sample):
         return _generator(tensor, 1 + index).permutation(row.reshape(-1)).reshape(row.shape)
     return row
 

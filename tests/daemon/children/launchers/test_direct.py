@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from testkit.keeping import FORKING
-from weightd.daemon.children.launchers.direct import Direct
+from weightd.daemon.children.launchers.direct import DirectLauncher
 
 
 def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> None:
@@ -20,9 +20,9 @@ def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> N
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-        Direct().kill_orphans_of(parent.pid, {pid})
+        DirectLauncher().kill_orphans_of(parent.pid, {pid})
         os.kill(pid, 0)
-        Direct().kill_orphans_of(parent.pid, set())
+        DirectLauncher().kill_orphans_of(parent.pid, set())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     # Whoever waits for that itself still can.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.doctor.facts import host
-from weightd.daemon.doctor.facts.host import Card, Host, read_host, parse_npu_list, count_card_processes
+from weightd.daemon.doctor.facts.host import NpuInfo, HostFacts, read_host, parse_npu_list, count_card_processes
 
 # As published by users of the tool: a server of which each NPU has two chips, and a chip that is none.
 MAPPING = """
@@ -49,7 +49,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_a_host_with_nothing(tmp_path: Path) -> None:
     seen = read_host(tmp_path, no_npu_smi)
-    assert seen == Host(npu_smi_error="npu-smi is not on PATH")
+    assert seen == HostFacts(npu_smi_error="npu-smi is not on PATH")
     assert not seen.has_ascend
 
 
@@ -62,7 +62,7 @@ def test_a_host_with_cards(machine: Machine) -> None:
     seen = read_host(root, lambda _: MAPPING)
     assert seen.devices == ("davinci0", "davinci1")
     assert seen.driver == f"24.1.rc3 ({root}/{DRIVER})"
-    assert (seen.card(2), seen.card(3)) == (Card(1, 0, 2), None)
+    assert (seen.card(2), seen.card(3)) == (NpuInfo(1, 0, 2), None)
     assert (seen.has_ascend, seen.virtual_nodes) == (True, ())
 
 
@@ -112,7 +112,7 @@ def test_a_version_file_without_a_version(machine: Machine) -> None:
     ],
 )
 def test_virtual_nodes(nodes: tuple[str, ...], virtual: tuple[str, ...]) -> None:
-    assert Host(nodes=nodes).virtual_nodes == virtual
+    assert HostFacts(nodes=nodes).virtual_nodes == virtual
 
 
 @pytest.mark.parametrize(("flags", "virtual"), [("fpu hypervisor sse", True), ("fpu sse", False)])
@@ -122,13 +122,13 @@ def test_a_virtual_machine(machine: Machine, flags: str, virtual: bool) -> None:
 
 
 def test_the_cards_that_npu_smi_lists() -> None:
-    assert parse_npu_list(MAPPING) == (Card(0, 0, 0), Card(0, 1, 1), Card(1, 0, 2))
+    assert parse_npu_list(MAPPING) == (NpuInfo(0, 0, 0), NpuInfo(0, 1, 1), NpuInfo(1, 0, 2))
     assert parse_npu_list("no such thing") == ()
 
 
 @pytest.mark.parametrize("logic", [4, None])
 def test_where_npu_smi_sees_a_device(logic: int | None) -> None:
-    assert Host(cards=(Card(7, 1, 4),)).card(logic) == (Card(7, 1, 4) if logic == 4 else None)
+    assert HostFacts(cards=(NpuInfo(7, 1, 4),)).card(logic) == (NpuInfo(7, 1, 4) if logic == 4 else None)
 
 
 def test_processes_are_counted_by_chip_and_asked_for_by_npu() -> None:
@@ -138,10 +138,10 @@ def test_processes_are_counted_by_chip_and_asked_for_by_npu() -> None:
         asked.append(argv)
         return PROCESSES
 
-    assert [count_card_processes(Card(7, chip, 15), run) for chip in (0, 1)] == [0, 2]
+    assert [count_card_processes(NpuInfo(7, chip, 15), run) for chip in (0, 1)] == [0, 2]
     assert asked[0] == ["npu-smi", "info", "-t", "proc-mem", "-i", "7"]
     with pytest.raises(OSError, match="no processes of chip 2"):
-        count_card_processes(Card(7, 2, 15), run)
+        count_card_processes(NpuInfo(7, 2, 15), run)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from ascendsim import Host, environment
 from weightd.daemon.doctor.facts import interpreter
-from weightd.daemon.doctor.facts.interpreter import Report, parse_report
+from weightd.daemon.doctor.facts.interpreter import InterpreterReport, parse_report
 
 Fake = Callable[[str], str]
 STEPS = ["python", "weightd", "library", "current_pid", "libascendcl", "soc", "devices", "memory"]
@@ -23,7 +23,7 @@ def lines(*objects: object) -> str:
 def test_steps_that_went_well_or_not_and_lines_that_are_none_of_ours() -> None:
     begins = {"begin": "python"}, {"step": "python", "pid": "7"}
     report = parse_report("welcome\n" + lines(*begins, {"begin": "soc"}, {"step": "soc", "error": "no"}), "", "")
-    assert report == Report({"python": {"pid": "7"}, "soc": {"error": "no"}})
+    assert report == InterpreterReport({"python": {"pid": "7"}, "soc": {"error": "no"}})
     assert (report.value("python", "pid"), report.value("memory", "free_bytes")) == ("7", None)
     assert [report.error(each) for each in ("python", "soc", "memory")] == ["", "no", "not reached"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from weightd.daemon.doctor.facts.ranks import Network, read_network
+from weightd.daemon.doctor.facts.ranks import NetworkFacts, read_network
 
 
 def write(path: Path, text: str = "") -> None:
@@ -12,7 +12,7 @@ def write(path: Path, text: str = "") -> None:
 
 
 def test_a_host_with_nothing(tmp_path: Path) -> None:
-    assert read_network({}, tmp_path) == Network(conf_error="No such file or directory")
+    assert read_network({}, tmp_path) == NetworkFacts(conf_error="No such file or directory")
 
 
 def test_a_host_for_ranks(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_host_for_ranks(tmp_path: Path) -> None:
     machine = f"{platform.machine()}-linux/lib64"
     searched = ("/opt/other", "/opt/cann/lib64", f"/opt/cann/{machine}", "/opt/cann/compiler/lib64")
     addresses = {0: "192.168.1.8", 1: "192.168.1.9"}
-    assert seen == Network("/opt/cann/lib64/libhccl.so", searched, addresses)
+    assert seen == NetworkFacts("/opt/cann/lib64/libhccl.so", searched, addresses)
 
 
 def test_the_loader_looks_first_where_it_is_told(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.children.launch import Program
-from weightd.daemon.doctor.trial.children import ChildError, Children, Confused, Died, Hung, Refused
+from weightd.daemon.children.launch import WorkerProgram
+from weightd.daemon.doctor.trial.children import ChildError, TestProcesses, ProtocolViolation, ChildExited, ChildTimedOut, ChildRejected
 from weightd.protocol.codec import encode
-from weightd.protocol.messages.children import Broken, Built, Hello, Stop, Traits
+from weightd.protocol.messages.children import ProcessFailed, Built, Hello, Stop, Traits
 
 LIMIT_S = 20.0
 HELLO = Hello("4711", "5" * 64, {}, Traits(False, False, False))
@@ -30,15 +30,15 @@ socket = zmq.Context.instance().socket(zmq.DEALER)
 socket.setsockopt(zmq.ROUTING_ID, argument("--name").encode())
 socket.connect(argument("--address"))
 say = socket.send_multipart
-hello, broken = {encode(HELLO)!r}, {encode(Broken("that is why"))!r}
+hello, broken = {encode(HELLO)!r}, {encode(ProcessFailed("that is why"))!r}
 """
 
-Play = Callable[..., Children]
+Play = Callable[..., TestProcesses]
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Program:
-    return Program(str(tmp_path / "python"), "mindspore_lite", str(tmp_path / "model"), "ascend:0")
+def program(tmp_path: Path) -> WorkerProgram:
+    return WorkerProgram(str(tmp_path / "python"), "mindspore_lite", str(tmp_path / "model"), "ascend:0")
 
 
 @pytest.fixture
@@ -48,22 +48,22 @@ def blocks() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def play(program: Program, blocks: ExitStack) -> Play:
+def play(program: WorkerProgram, blocks: ExitStack) -> Play:
     """Have children that run this code, and start the holder."""
     script = Path(program.python)
 
-    def start(code: str, limit: float = LIMIT_S) -> Children:
+    def start(code: str, limit: float = LIMIT_S) -> TestProcesses:
         script.with_suffix(".py").write_text(PROGRAM + code)
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {script}.py "$@"\n')
         script.chmod(0o700)
-        children = blocks.enter_context(Children(program, limit))
+        children = blocks.enter_context(TestProcesses(program, limit))
         children.start("holder")
         return children
 
     return start
 
 
-def running(program: Program) -> int:
+def running(program: WorkerProgram) -> int:
     lines: list[bytes] = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -76,14 +76,14 @@ def running(program: Program) -> int:
 def test_a_message_and_the_next(play: Play) -> None:
     children = play("say(hello); say(broken); time.sleep(99)")
     assert children.wait_for("holder", Hello, "start")[0] == HELLO
-    with pytest.raises(Refused, match=r"^holder: build: that is why$"):
+    with pytest.raises(ChildRejected, match=r"^holder: build: that is why$"):
         children.wait_for("holder", Built, "build")
 
 
-def test_the_last_words_of_one_that_dies_count(play: Play, program: Program) -> None:
+def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgram) -> None:
     children = play("say(broken); zmq.Context.instance().destroy(linger=2000); sys.exit(70)")
     until(lambda: not running(program), "it ends")
-    for kind, text in ((Refused, "that is why"), (Died, "exited with status 70"), (Died, "it has ended before")):
+    for kind, text in ((ChildRejected, "that is why"), (ChildExited, "exited with status 70"), (ChildExited, "it has ended before")):
         with pytest.raises(kind, match=text):
             children.wait_for("holder", Hello, "start")
     children.send_order("holder", Stop())  # nobody is there, and nobody minds
@@ -96,12 +96,12 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: Program) -> 
         (
             "print('the cause', file=sys.stderr); os.abort()",
             LIMIT_S,
-            Died,
+            ChildExited,
             "killed by SIGABRT; its log ends: the cause",
         ),
-        ("say(hello); time.sleep(99)", LIMIT_S, Confused, "expected Built, got Hello"),
-        ("say([b'rubbish']); time.sleep(99)", LIMIT_S, Confused, "it broke the protocol"),
-        ("time.sleep(99)", 1.0, Hung, "no answer within 1 s; its log is empty"),
+        ("say(hello); time.sleep(99)", LIMIT_S, ProtocolViolation, "expected Built, got Hello"),
+        ("say([b'rubbish']); time.sleep(99)", LIMIT_S, ProtocolViolation, "it broke the protocol"),
+        ("time.sleep(99)", 1.0, ChildTimedOut, "no answer within 1 s; its log is empty"),
     ],
 )
 def test_one_that_does_not_do_what_is_due(
@@ -111,8 +111,8 @@ def test_one_that_does_not_do_what_is_due(
         play(code, limit).wait_for("holder", Built, "build")
 
 
-def test_one_that_cannot_be_started(program: Program) -> None:
-    with Children(program, LIMIT_S) as children, pytest.raises(Died, match=r"cannot start .*No such file"):
+def test_one_that_cannot_be_started(program: WorkerProgram) -> None:
+    with TestProcesses(program, LIMIT_S) as children, pytest.raises(ChildExited, match=r"cannot start .*No such file"):
         children.start("holder")
 
 
@@ -123,12 +123,12 @@ def test_nobody_speaks_for_another(play: Play, name: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.connect(children.address)
-        socket.send_multipart(encode(Broken("a lie")))
-        with pytest.raises(Hung):
+        socket.send_multipart(encode(ProcessFailed("a lie")))
+        with pytest.raises(ChildTimedOut):
             children.wait_for("holder", Hello, "start")
 
 
-def test_what_is_left_after_the_block(play: Play, program: Program, blocks: ExitStack) -> None:
+def test_what_is_left_after_the_block(play: Play, program: WorkerProgram, blocks: ExitStack) -> None:
     before = set(Path("/tmp").glob("weightd-doctor-*"))
     children = play("say(hello); time.sleep(99)")
     children.start("other")

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from weightd.daemon.doctor.trial import trial
-from weightd.daemon.doctor.trial.children import ChildError, Children, Confused, Died, Refused
-from weightd.daemon.generations.plan import Canary
-from weightd.daemon.host.ends import End
+from weightd.daemon.doctor.trial.children import ChildError, TestProcesses, ProtocolViolation, ChildExited, ChildRejected
+from weightd.daemon.generations.plan import SelfTestSpec
+from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import (
     Allow,
     Allowed,
@@ -25,7 +25,7 @@ from weightd.protocol.messages.children import (
     ChildOrder,
     Pong,
     Predict,
-    Probing,
+    TryingSelfTest,
     Result,
     Traits,
 )
@@ -41,7 +41,7 @@ BUILT = Built("90", (X,), (X,), (TRIED,), "c", 100 * MIB, "", DeviceMemory(1000 
 ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
 
 
-class Scripted(Children):
+class Scripted(TestProcesses):
     """Answers each kind of question with what was given for it, and notes what happens.
 
     Args:
@@ -59,7 +59,7 @@ class Scripted(Children):
             "Allowed": Allowed(),
             "Pong": Pong("c"),
             "Result": Result(0, ResponseDescription("m", ())),
-            "stranger Attached": Refused("no"),
+            "stranger Attached": ChildRejected("no"),
             **answers,
         }
 
@@ -71,14 +71,14 @@ class Scripted(Children):
         self.orders.append((name, order))
 
     def hear(
-        self, name: str, kind: type[M], step: str, told: Callable[[Probing], None] | None = None
+        self, name: str, kind: type[M], step: str, told: Callable[[TryingSelfTest], None] | None = None
     ) -> tuple[M, Sequence[Any]]:
         if kind is Hello:
             traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
             sha256 = self._answers.get(f"{name} sha256", "5" * 64)
             return cast("M", Hello(f"1{len(self.happened)}", sha256, {}, traits)), ()
         if self._deaths and told is not None:
-            told(Probing((TRIED,), cast("Build", self.orders[-1][1]).unfit_cases))
+            told(TryingSelfTest((TRIED,), cast("Build", self.orders[-1][1]).unfit_cases))
             raise self._deaths.pop(0)
         answer = self._answers.get(f"{name} {kind.__name__}", self._answers[kind.__name__])
         if isinstance(answer, ChildError):
@@ -91,14 +91,14 @@ class Scripted(Children):
 
 def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
     children = Scripted()
-    result = trial.run_selftest(children, Canary())
+    result = trial.run_selftest(children, SelfTestSpec())
     assert children.happened == [
         *("start holder", "start worker", "start late worker", "Build holder", "Attach worker"),
         *("start new worker", "Allow holder", "Attach new worker", "end new worker"),
         *("start stranger", "Attach stranger", "end stranger"),
         *("Ping worker", "end holder", "Ping worker", "Attach late worker"),
     ]
-    assert isinstance(result.unlisted_result, Refused)
+    assert isinstance(result.unlisted_result, ChildRejected)
     assert result.answer_before_exit == result.answer_after_exit == (b"c",)
     assert result.private_copy_result is None
     assert isinstance(result.start_result, dict)
@@ -112,59 +112,59 @@ def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
 def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
     small = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 400 * MIB))
     children = Scripted(Attached=small)
-    assert trial.run_selftest(children, Canary()).private_copy_result == small
+    assert trial.run_selftest(children, SelfTestSpec()).private_copy_result == small
     attaches = [(name, order.handle) for name, order in children.orders if isinstance(order, Attach)]
     assert attaches[:2] == [("worker", "90"), ("private worker", "")]
     assert children.happened.index("end private worker") < children.happened.index("Allow holder")
 
 
 def test_a_model_file_that_changes_meanwhile() -> None:
-    start = trial.run_selftest(Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), Canary()).start_result
-    assert isinstance(start, Confused)
+    start = trial.run_selftest(Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), SelfTestSpec()).start_result
+    assert isinstance(start, ProtocolViolation)
     assert "has changed" in str(start)
 
 
 @pytest.mark.parametrize(
     ("answers", "last"),
     [
-        ({"Built": Refused("no")}, "Build holder"),
+        ({"Built": ChildRejected("no")}, "Build holder"),
         ({"Built": replace(BUILT, handle="")}, "Build holder"),
-        ({"worker Attached": Refused("no")}, "Attach worker"),
-        ({"worker Pong": Refused("no")}, "Ping worker"),
+        ({"worker Attached": ChildRejected("no")}, "Attach worker"),
+        ({"worker Pong": ChildRejected("no")}, "Ping worker"),
         ({"worker sha256": "6" * 64}, "start late worker"),
     ],
 )
 def test_what_needs_a_step_that_failed_is_not_tried(answers: dict[str, Any], last: str) -> None:
     children = Scripted(**answers)
-    trial.run_selftest(children, Canary())
+    trial.run_selftest(children, SelfTestSpec())
     assert children.happened[-1] == last
 
 
 def test_a_list_that_does_not_grow() -> None:
     children = Scripted(Allowed=Allowed("no such call"))
-    assert trial.run_selftest(children, Canary()).new_worker_result is None
+    assert trial.run_selftest(children, SelfTestSpec()).new_worker_result is None
     assert "Attach new worker" not in children.happened
 
 
 def test_the_same_question_before_and_after_the_death() -> None:
     children = Scripted(Built=replace(BUILT, canary=""), Attached=replace(ATTACHED, canary=""))
-    result = trial.run_selftest(children, Canary())
+    result = trial.run_selftest(children, SelfTestSpec())
     first, second = [order for _, order in children.orders if isinstance(order, Predict)]
     assert first == second
     assert result.answer_before_exit == result.answer_after_exit == (b"answer",)
 
 
 def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() -> None:
-    outside = Died("killed by SIGKILL", End(-9))
-    children = Scripted(deaths=[Died("killed by SIGSEGV"), outside, Refused("no")])
-    built, _ = trial.load_model(children, Canary(), should_attach=False)
+    outside = ChildExited("killed by SIGKILL", ExitCause(-9))
+    children = Scripted(deaths=[ChildExited("killed by SIGSEGV"), outside, ChildRejected("no")])
+    built, _ = trial.load_model(children, SelfTestSpec(), should_attach=False)
     assert built == BUILT
     builds = [order for _, order in children.orders if isinstance(order, Build)]
     assert [each.unfit_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
     assert children.happened.count("start holder") == children.happened.count("end holder") + 1 == len(builds)
-    children = Scripted(deaths=[Died("killed by SIGSEGV")])
-    with pytest.raises(Died, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
-        trial.load_model(children, Canary(should_search=False, cases=(TRIED,)), should_attach=False)
+    children = Scripted(deaths=[ChildExited("killed by SIGSEGV")])
+    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
+        trial.load_model(children, SelfTestSpec(should_search=False, cases=(TRIED,)), should_attach=False)
 
 
 def test_an_input_is_made_without_numpy() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.doctor.facts import nodes, unit
-from weightd.daemon.doctor.facts.nodes import REQUIRED_NODES, Node
-from weightd.daemon.doctor.facts.unit import Identity, Unit
+from weightd.daemon.doctor.facts.nodes import REQUIRED_NODES, DeviceNode
+from weightd.daemon.doctor.facts.unit import ServiceUser, SystemdUnit
 from weightd.daemon.doctor.verdicts import access as access_checks
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
+from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
 
-ALICE = Identity("alice", 1000, frozenset({1000, 1100}))
+ALICE = ServiceUser("alice", 1000, frozenset({1000, 1100}))
 # As systemd 252 prints the unit with its drop-in for cards.
 SHOWN = """\
 LoadState=loaded
@@ -66,15 +66,15 @@ def test_no_unit() -> None:
     with pytest.raises(OSError, match="no unit was named"):
         unit.read_unit("")
     with pytest.raises(OSError, match="nobody-here"):
-        unit.service_user(Unit("x", user="nobody-here"))
+        unit.service_user(SystemdUnit("x", user="nobody-here"))
     own = unit.current_user()
     assert (own.uid, os.getegid() in own.gids) == (os.geteuid(), True)
 
 
-def verdict(finding: Finding, expected: Verdict, *texts: str) -> None:
+def verdict(finding: Finding, expected: CheckResult, *texts: str) -> None:
     assert finding.result is expected, finding
     assert [text for text in texts if text not in f"{finding.detail} -> {finding.advice}"] == [], finding
-    assert bool(finding.advice) is (expected is not Verdict.PASS)
+    assert bool(finding.advice) is (expected is not CheckResult.PASS)
 
 
 OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in REQUIRED_NODES))
@@ -83,45 +83,45 @@ OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in REQUIRED_NODES))
 @pytest.mark.parametrize(
     ("seen", "expected", "text"),
     [
-        (OSError("no systemd"), Verdict.NOT_TESTABLE, "no systemd: this shell's environment and user were judged"),
-        (Unit("u", {"ASCEND_HOME_PATH": "/c"}, user="weightd"), Verdict.PASS, "user weightd, ASCEND_HOME_PATH /c"),
-        (Unit("u", allowed_devices=OPEN), Verdict.PASS, "environment of u was judged: user root, ASCEND_HOME_PATH not set"),
-        (Unit("u", allowed_devices=("char-davinci",)), Verdict.PASS, "u was judged"),
-        (Unit("u", hides_devices=True), Verdict.FAIL, "PrivateDevices=yes hides every card -> install the drop-in"),
-        (Unit("u", allowed_devices=OPEN[1:]), Verdict.FAIL, "DeviceAllow= lacks /dev/davinciN -> "),
-        (Unit("u", allowed_devices=OPEN[:-1]), Verdict.FAIL, "DeviceAllow= lacks /dev/hisi_hdc -> "),
-        (Unit("u", unreadable_files=("/etc/x",)), Verdict.NOT_TESTABLE, "/etc/x cannot be read -> run the doctor as root"),
+        (OSError("no systemd"), CheckResult.NOT_TESTABLE, "no systemd: this shell's environment and user were judged"),
+        (SystemdUnit("u", {"ASCEND_HOME_PATH": "/c"}, user="weightd"), CheckResult.PASS, "user weightd, ASCEND_HOME_PATH /c"),
+        (SystemdUnit("u", allowed_devices=OPEN), CheckResult.PASS, "environment of u was judged: user root, ASCEND_HOME_PATH not set"),
+        (SystemdUnit("u", allowed_devices=("char-davinci",)), CheckResult.PASS, "u was judged"),
+        (SystemdUnit("u", hides_devices=True), CheckResult.FAIL, "PrivateDevices=yes hides every card -> install the drop-in"),
+        (SystemdUnit("u", allowed_devices=OPEN[1:]), CheckResult.FAIL, "DeviceAllow= lacks /dev/davinciN -> "),
+        (SystemdUnit("u", allowed_devices=OPEN[:-1]), CheckResult.FAIL, "DeviceAllow= lacks /dev/hisi_hdc -> "),
+        (SystemdUnit("u", unreadable_files=("/etc/x",)), CheckResult.NOT_TESTABLE, "/etc/x cannot be read -> run the doctor as root"),
     ],
 )
-def test_whose_environment_was_judged(seen: Unit | OSError, expected: Verdict, text: str) -> None:
+def test_whose_environment_was_judged(seen: SystemdUnit | OSError, expected: CheckResult, text: str) -> None:
     verdict(access_checks.check_service(seen), expected, text)
 
 
-def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[Node]:
-    return [Node(name, mode, 0, gid) for name in ("davinci0", *REQUIRED_NODES) if name != without]
+def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[DeviceNode]:
+    return [DeviceNode(name, mode, 0, gid) for name in ("davinci0", *REQUIRED_NODES) if name != without]
 
 
 @pytest.mark.parametrize(
     ("seen", "expected", "texts"),
     [
-        (dev(), Verdict.PASS, ["alice may open /dev/davinci0 (0660, group 1100)"]),
-        (dev(0o666, gid=0), Verdict.PASS, ["alice may open"]),
-        ([], Verdict.NOT_TESTABLE, ["no /dev/davinciN", "docker run --device /dev/davinciN", "--device /dev/hisi_hdc"]),
-        (dev(without="devmm_svm"), Verdict.FAIL, ["no /dev/devmm_svm", "load the driver", "docker run"]),
-        (dev(gid=7777), Verdict.FAIL, ["alice may not open /dev/davinci0 (0660, group 7777)", "--groups npus alice"]),
-        (dev(0o640), Verdict.FAIL, ["may not open", "SupplementaryGroups=npus", "--group-add 1100"]),
-        ([*dev(), Node("davinci1", 0o600, 0, 0)], Verdict.PASS, ["alice may open /dev/davinci0"]),
-        ([*dev(without="hisi_hdc"), Node("hisi_hdc", 0o600, 0, 0)], Verdict.FAIL, ["may not open /dev/hisi_hdc (0600"]),
+        (dev(), CheckResult.PASS, ["alice may open /dev/davinci0 (0660, group 1100)"]),
+        (dev(0o666, gid=0), CheckResult.PASS, ["alice may open"]),
+        ([], CheckResult.NOT_TESTABLE, ["no /dev/davinciN", "docker run --device /dev/davinciN", "--device /dev/hisi_hdc"]),
+        (dev(without="devmm_svm"), CheckResult.FAIL, ["no /dev/devmm_svm", "load the driver", "docker run"]),
+        (dev(gid=7777), CheckResult.FAIL, ["alice may not open /dev/davinci0 (0660, group 7777)", "--groups npus alice"]),
+        (dev(0o640), CheckResult.FAIL, ["may not open", "SupplementaryGroups=npus", "--group-add 1100"]),
+        ([*dev(), DeviceNode("davinci1", 0o600, 0, 0)], CheckResult.PASS, ["alice may open /dev/davinci0"]),
+        ([*dev(without="hisi_hdc"), DeviceNode("hisi_hdc", 0o600, 0, 0)], CheckResult.FAIL, ["may not open /dev/hisi_hdc (0600"]),
     ],
 )
-def test_the_nodes_and_who_may_open_them(seen: list[Node], expected: Verdict, texts: list[str]) -> None:
+def test_the_nodes_and_who_may_open_them(seen: list[DeviceNode], expected: CheckResult, texts: list[str]) -> None:
     verdict(access_checks.check_device_nodes(seen, ALICE, "npus"), expected, *texts)
 
 
 def test_root_may_open_all_and_one_who_is_not_there_nothing() -> None:
-    verdict(access_checks.check_device_nodes(dev(0, gid=0), Identity("root", 0, frozenset()), ""), Verdict.PASS)
+    verdict(access_checks.check_device_nodes(dev(0, gid=0), ServiceUser("root", 0, frozenset()), ""), CheckResult.PASS)
     finding = access_checks.check_device_nodes(dev(), OSError("u: no such user"), "")
-    verdict(finding, Verdict.NOT_TESTABLE, "u: no such user")
+    verdict(finding, CheckResult.NOT_TESTABLE, "u: no such user")
 
 
 def test_the_nodes_are_looked_at(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.doctor.facts.host import Card, Host
-from weightd.daemon.doctor.facts.interpreter import Report
+from weightd.daemon.doctor.facts.host import NpuInfo, HostFacts
+from weightd.daemon.doctor.facts.interpreter import InterpreterReport
 from weightd.daemon.doctor.verdicts import host as checks
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
+from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
 from weightd.protocol.version import VERSION
 
 GIB = 1024**3
@@ -21,24 +21,24 @@ STEPS: dict[str, dict[str, Any]] = {
     "devices": {"count": 2},
     "memory": {"free_bytes": 30 * GIB, "total_bytes": 32 * GIB},
 }
-CARD = Card(0, 0, 0)
-HOST = Host(nodes=("davinci0", "davinci1"), driver="24.1.0 (file)", cann="8.2.RC1 (file)", cards=(CARD,))
-GUEST = Host(nodes=("davinci0",), is_virtual_machine=True)
-HOME = Host(ascend_home="/there", has_ascend_home_dir=True, cann="8.2.RC1.B1 (f)")
-PASS, FAIL, OPEN = Verdict.PASS, Verdict.FAIL, Verdict.NOT_TESTABLE
+CARD = NpuInfo(0, 0, 0)
+HOST = HostFacts(nodes=("davinci0", "davinci1"), driver="24.1.0 (file)", cann="8.2.RC1 (file)", cards=(CARD,))
+GUEST = HostFacts(nodes=("davinci0",), is_virtual_machine=True)
+HOME = HostFacts(ascend_home="/there", has_ascend_home_dir=True, cann="8.2.RC1.B1 (f)")
+PASS, FAIL, OPEN = CheckResult.PASS, CheckResult.FAIL, CheckResult.NOT_TESTABLE
 
 
-def report(**steps: dict[str, Any]) -> Report:
+def report(**steps: dict[str, Any]) -> InterpreterReport:
     """A report in which some steps went otherwise."""
-    return Report({**STEPS, **steps})
+    return InterpreterReport({**STEPS, **steps})
 
 
-def without(step: str, error: str = "no such thing") -> Report:
+def without(step: str, error: str = "no such thing") -> InterpreterReport:
     """A report in which a step failed."""
     return report(**{step: {"error": error}})
 
 
-def cann(host: Host, library: str) -> Finding:
+def cann(host: HostFacts, library: str) -> Finding:
     return checks.check_cann(host, report(library={"version": library}))
 
 
@@ -46,7 +46,7 @@ def memory(free: int, total: int) -> Finding:
     return checks.check_memory(report(memory={"free_bytes": free, "total_bytes": total}), 0)
 
 
-def virtual(host: Host, soc: str) -> Finding:
+def virtual(host: HostFacts, soc: str) -> Finding:
     return checks.check_virtual_instance(host, report(soc={"name": soc}), can_import=False)
 
 
@@ -60,8 +60,8 @@ def virtual(host: Host, soc: str) -> Finding:
             PASS,
             ["Linux 4.19.90: a thread waits", "for lack of pidfds: pidfd_open: no"],
         ),
-        (checks.check_interpreter("x", Report(exit_description="died", log_tail="No module")), FAIL, ["x: died", "No module", "pip install"]),
-        (checks.check_interpreter("x", Report()), FAIL, ["it reported nothing"]),
+        (checks.check_interpreter("x", InterpreterReport(exit_description="died", log_tail="No module")), FAIL, ["x: died", "No module", "pip install"]),
+        (checks.check_interpreter("x", InterpreterReport()), FAIL, ["it reported nothing"]),
         (checks.check_interpreter("x", without("weightd")), FAIL, ["no such thing", "x -m pip install weightd"]),
         (
             checks.check_interpreter("x", report(weightd={"version": "0.0.1"})),
@@ -70,15 +70,15 @@ def virtual(host: Host, soc: str) -> Finding:
         ),
         (checks.check_library(without("library")), FAIL, ["no such thing", "wheel"]),
         (checks.check_driver(HOST), PASS, ["/dev/davinci0, /dev/davinci1", "24.1.0", "npu-smi lists 1"]),
-        (checks.check_driver(Host(nodes=("davinci0",))), OPEN, ["version unknown", "version.info"]),
-        (checks.check_driver(Host(driver="24.1")), OPEN, ["no /dev/davinci*", "--device /dev/davinciN"]),
+        (checks.check_driver(HostFacts(nodes=("davinci0",))), OPEN, ["version unknown", "version.info"]),
+        (checks.check_driver(HostFacts(driver="24.1")), OPEN, ["no /dev/davinci*", "--device /dev/davinciN"]),
         (cann(HOST, "2.7.0"), PASS, ["8.2.RC1", "as published lists name it for 2.7.0"]),
-        (cann(Host(), "2.7.0"), OPEN, ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
-        (cann(Host(ascend_home="/gone", cann="8.2.RC1"), "2.7.0"), FAIL, ["/gone, which is not there", "set_env.sh"]),
+        (cann(HostFacts(), "2.7.0"), OPEN, ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
+        (cann(HostFacts(ascend_home="/gone", cann="8.2.RC1"), "2.7.0"), FAIL, ["/gone, which is not there", "set_env.sh"]),
         (cann(HOME, "2.7.0"), PASS, ["ASCEND_HOME_PATH /there"]),
-        (cann(Host(cann="8.0.0 (f)"), "2.7.1"), OPEN, ["published lists name 8.3.RC1 for 2.7.1"]),
-        (cann(Host(cann="9.0.0 (f)"), "3.0.0"), PASS, ["not in our list"]),
-        (cann(Host(cann="9.0.0 (f)"), ""), PASS, ["not in our list"]),
+        (cann(HostFacts(cann="8.0.0 (f)"), "2.7.1"), OPEN, ["published lists name 8.3.RC1 for 2.7.1"]),
+        (cann(HostFacts(cann="9.0.0 (f)"), "3.0.0"), PASS, ["not in our list"]),
+        (cann(HostFacts(cann="9.0.0 (f)"), ""), PASS, ["not in our list"]),
         (checks.check_libascendcl(report()), PASS, ["Ascend910B3"]),
         (checks.check_libascendcl(without("libascendcl")), FAIL, ["no such thing", "set_env.sh"]),
         # Its name for the chip is no part of the question.
@@ -104,16 +104,16 @@ def virtual(host: Host, soc: str) -> Finding:
         (checks.check_processes(GUEST, None, 32, 2), FAIL, ["32 of 32", 'set processes = 32 in [devices."ascend:2"]']),
         (virtual(HOST, "Ascend910B3"), PASS, ["Ascend910B3"]),
         (virtual(HOST, "Ascend310P3Vir04"), FAIL, ["Ascend310P3Vir04"]),
-        (virtual(Host(nodes=("davinci100", "davinci_manager")), "Ascend910B3"), FAIL, ["/dev/davinci100"]),
-        (virtual(Host(nodes=("davinci0", "vdavinci100")), ""), OPEN, ["/dev/vdavinci100"]),
-        (virtual(Host(), "Ascend910B3"), OPEN, ["no device nodes"]),
+        (virtual(HostFacts(nodes=("davinci100", "davinci_manager")), "Ascend910B3"), FAIL, ["/dev/davinci100"]),
+        (virtual(HostFacts(nodes=("davinci0", "vdavinci100")), ""), OPEN, ["/dev/vdavinci100"]),
+        (virtual(HostFacts(), "Ascend910B3"), OPEN, ["no device nodes"]),
         (virtual(GUEST, ""), OPEN, ["virtual machine"]),
-        (virtual(Host(nodes=("davinci0",)), ""), PASS, ["below /dev/davinci100"]),
+        (virtual(HostFacts(nodes=("davinci0",)), ""), PASS, ["below /dev/davinci100"]),
         # An import is the proof.
-        (checks.check_virtual_instance(Host(nodes=("davinci100",)), report(), can_import=True), PASS, ["could import"]),
+        (checks.check_virtual_instance(HostFacts(nodes=("davinci100",)), report(), can_import=True), PASS, ["could import"]),
     ],
 )
-def test_what_is_found_and_what_to_do(finding: Finding, verdict: Verdict, texts: list[str]) -> None:
+def test_what_is_found_and_what_to_do(finding: Finding, verdict: CheckResult, texts: list[str]) -> None:
     assert finding.result is verdict, finding
     assert [text for text in texts if text not in f"{finding.detail} -> {finding.advice}"] == [], finding
     # What has passed needs none, everything else here does.
@@ -128,7 +128,7 @@ def test_what_is_found_and_what_to_do(finding: Finding, verdict: Verdict, texts:
         (OPEN, ["unknown", ""]),
     ],
 )
-def test_the_version_of_the_library(verdict: Verdict, versions: list[str]) -> None:
+def test_the_version_of_the_library(verdict: CheckResult, versions: list[str]) -> None:
     for version in versions:
         finding = checks.check_library(report(library={"version": version}))
         assert (finding.result, version in finding.detail) == (verdict, True)
@@ -146,7 +146,7 @@ def test_the_version_of_the_library(verdict: Verdict, versions: list[str]) -> No
         ("", OPEN, OPEN),
     ],
 )
-def test_kinds_of_cards(soc: str, before: Verdict, refused: Verdict) -> None:
+def test_kinds_of_cards(soc: str, before: CheckResult, refused: CheckResult) -> None:
     for shares, verdict in ((None, before), (True, PASS), (False, refused)):
         finding = checks.check_chip(report(soc={"name": soc}), can_share=shares)
         assert (finding.result, soc in finding.detail) == (verdict, True)
@@ -154,11 +154,11 @@ def test_kinds_of_cards(soc: str, before: Verdict, refused: Verdict) -> None:
 
 def test_whether_there_is_anything_of_ascend() -> None:
     nothing = report(libascendcl={"error": "no"}, current_pid={"pid": ""})
-    assert not checks.has_ascend(Host(), nothing)
-    assert not checks.has_ascend(Host(nodes=("davinci_manager",)), Report())
-    assert checks.has_ascend(Host(), without("libascendcl"))
-    assert checks.has_ascend(Host(), report(current_pid={"pid": ""}))
-    for host in (Host(nodes=("davinci0",)), Host(driver="24.1"), Host(cards=(CARD,))):
+    assert not checks.has_ascend(HostFacts(), nothing)
+    assert not checks.has_ascend(HostFacts(nodes=("davinci_manager",)), InterpreterReport())
+    assert checks.has_ascend(HostFacts(), without("libascendcl"))
+    assert checks.has_ascend(HostFacts(), report(current_pid={"pid": ""}))
+    for host in (HostFacts(nodes=("davinci0",)), HostFacts(driver="24.1"), HostFacts(cards=(CARD,))):
         assert checks.has_ascend(host, nothing)
 
 

@@ -2,28 +2,28 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.doctor.facts.ranks import Network
+from weightd.daemon.doctor.facts.ranks import NetworkFacts
 from weightd.daemon.doctor.verdicts import ranks
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
+from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
 from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import Device
+from weightd.daemon.engines.ranktable import RankDevice
 
 TWO: dict[str, int | None] = {"ascend:0": 4, "ascend:1": 5}
-KNOWN = Network("/opt/libhccl.so", ("/opt",), {4: "192.168.1.8", 5: "192.168.1.9"})
+KNOWN = NetworkFacts("/opt/libhccl.so", ("/opt",), {4: "192.168.1.8", 5: "192.168.1.9"})
 
 
 def verdict(finding: Finding) -> tuple[str, str]:
     """How it ended; what fails comes with what to do."""
-    assert finding.result is not Verdict.FAIL or finding.advice
-    assert finding.result is not Verdict.PASS or not finding.advice
+    assert finding.result is not CheckResult.FAIL or finding.advice
+    assert finding.result is not CheckResult.PASS or not finding.advice
     return finding.result.value, finding.detail
 
 
 def test_hccl_is_there_or_not() -> None:
     assert verdict(ranks.check_hccl_library(KNOWN)) == ("pass", "/opt/libhccl.so; it was not loaded")
-    assert verdict(ranks.check_hccl_library(Network(searched_dirs=("/a", "/b")))) == ("fail", "no libhccl.so: /a, /b")
+    assert verdict(ranks.check_hccl_library(NetworkFacts(searched_dirs=("/a", "/b")))) == ("fail", "no libhccl.so: /a, /b")
     unset = "no libhccl.so: neither LD_LIBRARY_PATH nor ASCEND_HOME_PATH is set"
-    assert verdict(ranks.check_hccl_library(Network())) == ("fail", unset)
+    assert verdict(ranks.check_hccl_library(NetworkFacts())) == ("fail", unset)
 
 
 @pytest.mark.parametrize(
@@ -47,20 +47,20 @@ def test_the_cards_are_there_or_not(cards: ranks.CardNumbers, count: int | None,
     [
         (KNOWN, ("pass", "ascend:0: 192.168.1.8, ascend:1: 192.168.1.9")),
         (
-            Network(conf_error="No such file or directory"),
+            NetworkFacts(conf_error="No such file or directory"),
             ("not testable", "/etc/hccn.conf: No such file or directory: the table that weightd writes has none"),
         ),
         (
-            Network(addresses={4: "192.168.1.8"}),
+            NetworkFacts(addresses={4: "192.168.1.8"}),
             ("not testable", "/etc/hccn.conf has none for ascend:1: the table that weightd writes has none at all"),
         ),
-        (Network(addresses={4: "::1", 5: "::1"}), ("fail", "/etc/hccn.conf has ::1 for several cards")),
+        (NetworkFacts(addresses={4: "::1", 5: "::1"}), ("fail", "/etc/hccn.conf has ::1 for several cards")),
     ],
 )
-def test_addresses_are_known_or_not(network: Network, told: tuple[str, str]) -> None:
+def test_addresses_are_known_or_not(network: NetworkFacts, told: tuple[str, str]) -> None:
     finding = ranks.check_addresses(TWO, network)
     assert verdict(finding) == told
-    assert finding.result is Verdict.PASS or finding.advice
+    assert finding.result is CheckResult.PASS or finding.advice
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_table_that_weightd_would_write() -> None:
     told = "weightd would write one for 2 ranks, with addresses"
     assert verdict(ranks.check_rank_table(TWO, KNOWN, "", None)) == ("pass", told)
     told = "weightd would write one for 2 ranks, without addresses"
-    assert verdict(ranks.check_rank_table(TWO, Network(), "", None)) == ("pass", told)
+    assert verdict(ranks.check_rank_table(TWO, NetworkFacts(), "", None)) == ("pass", told)
     less: list[ranks.CardNumbers] = [{"ascend:0": 4}, {**TWO, "ascend:2": None}, {}]
     for cards in less:
         told = "weightd could write none: cards of ranks has the reason"
@@ -97,18 +97,18 @@ def test_a_table_that_weightd_would_write() -> None:
 
 
 def test_a_table_that_was_given() -> None:
-    table = ranktable.parse(ranktable.generate([Device(4, "192.168.1.8"), Device(5, "192.168.1.9")], "here"))
+    table = ranktable.parse(ranktable.generate([RankDevice(4, "192.168.1.8"), RankDevice(5, "192.168.1.9")], "here"))
     assert verdict(ranks.check_rank_table(TWO, KNOWN, "/t.json", table)) == ("pass", "/t.json: 2 ranks on here")
     of_others = verdict(ranks.check_rank_table({"ascend:0": 4, "ascend:1": 6}, KNOWN, "/t.json", table))
     assert of_others == ("fail", "/t.json: rank 1: expected device_id 6, which ascend:1 is, got 5")
-    moved = Network(addresses={4: "192.168.1.8", 5: "10.0.0.1"})
+    moved = NetworkFacts(addresses={4: "192.168.1.8", 5: "10.0.0.1"})
     text = "/t.json: ascend:1 has the address 10.0.0.1 in /etc/hccn.conf, and 192.168.1.9 here"
     assert verdict(ranks.check_rank_table(TWO, moved, "/t.json", table)) == ("fail", text)
-    assert verdict(ranks.check_rank_table({}, Network(), "/t.json", table))[0] == "not testable"
-    assert verdict(ranks.check_rank_table({}, Network(), "/t.json", "version: missing")) == ("fail", "/t.json: version: missing")
+    assert verdict(ranks.check_rank_table({}, NetworkFacts(), "/t.json", table))[0] == "not testable"
+    assert verdict(ranks.check_rank_table({}, NetworkFacts(), "/t.json", "version: missing")) == ("fail", "/t.json: version: missing")
 
 
 def test_where_there_is_nothing_every_check_has_its_line() -> None:
-    told = [*ranks.no_ascend_findings(), ranks.check_rank_table({}, Network(), "", None)]
+    told = [*ranks.no_ascend_findings(), ranks.check_rank_table({}, NetworkFacts(), "", None)]
     assert [each.name for each in told] == list(ranks.CHECK_NAMES)
-    assert {each.result for each in told} == {Verdict.NOT_TESTABLE}
+    assert {each.result for each in told} == {CheckResult.NOT_TESTABLE}

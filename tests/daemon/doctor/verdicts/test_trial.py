@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.doctor.trial.children import Confused, Died, Hung, Refused
-from weightd.daemon.doctor.trial.trial import Trial, is_sharing_doubtful
+from weightd.daemon.doctor.trial.children import ProtocolViolation, ChildExited, ChildTimedOut, ChildRejected
+from weightd.daemon.doctor.trial.trial import SelfTestReport, is_sharing_doubtful
 from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
+from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
 from weightd.daemon.doctor.verdicts.trial import ANSWER, ATTACH, BUILD, HOLDER_EXIT, LATER_WORKER, MEMORY, CHECK_NAMES, UNLISTED_WORKER, evaluate
 from weightd.protocol.messages.children import Allowed, Attached, Built
 from weightd.protocol.messages.data import TensorSignature
@@ -18,8 +18,8 @@ MIB = 1024 * 1024
 CANARY = "c" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
 
-NO_IMPORT = Refused("stranger: build with the handle: acl rt mem import from shareable handle failed! ret:507899")
-NO_PLACE = Refused("stranger: build with the handle: Acl open device 0 failed. ret = 507899")
+NO_IMPORT = ChildRejected("stranger: build with the handle: acl rt mem import from shareable handle failed! ret:507899")
+NO_PLACE = ChildRejected("stranger: build with the handle: Acl open device 0 failed. ret = 507899")
 
 
 def free(mib: int) -> DeviceMemory:
@@ -31,9 +31,9 @@ ATTACHED = Attached(CANARY, 1000 * MIB, "", free(29_700))
 OTHER = replace(ATTACHED, canary="d" * 64)
 
 
-def trial(**changes: Any) -> Trial:
+def trial(**changes: Any) -> SelfTestReport:
     """A self-test in which all went well on a driver that counts references, but for `changes`."""
-    well = Trial(
+    well = SelfTestReport(
         start_result={"holder": "1", "worker": "2", "late worker": "3"},
         build_result=BUILT,
         attach_result=ATTACHED,
@@ -60,8 +60,8 @@ PASS, FAIL, OPEN = "pass", "fail", "not testable"
     ("changes", "verdicts"),
     [
         ({}, [PASS] * 7),
-        ({"start": Died("cannot start"), "build": None}, [FAIL, *[OPEN] * 6]),
-        ({"build": Refused("no")}, [FAIL, *[OPEN] * 6]),
+        ({"start": ChildExited("cannot start"), "build": None}, [FAIL, *[OPEN] * 6]),
+        ({"build": ChildRejected("no")}, [FAIL, *[OPEN] * 6]),
         ({"build": replace(BUILT, handle="")}, [FAIL, *[OPEN] * 6]),
         ({"attach": NO_IMPORT}, [PASS, FAIL, *[OPEN] * 5]),
     ],
@@ -73,12 +73,12 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "changes", "verdict", "text"),
     [
-        (BUILD, {"build": Refused("aclrtMallocPhysical failed! ret:207001")}, FAIL, "207001 -> the device is out of"),
-        (BUILD, {"build": Refused("Acl open device 0 failed. ret = 507899")}, FAIL, "63"),
-        (BUILD, {"build": Refused("Set pid to shareable_handle failed! ret:507899")}, FAIL, "cannot list pids"),
-        (BUILD, {"build": Refused("what is that")}, FAIL, "native log"),
-        (BUILD, {"build": Died("killed by SIGSEGV")}, FAIL, "killed by SIGSEGV -> the library or the driver crashed"),
-        (BUILD, {"build": Hung("no answer within 5 s")}, FAIL, "--limit"),
+        (BUILD, {"build": ChildRejected("aclrtMallocPhysical failed! ret:207001")}, FAIL, "207001 -> the device is out of"),
+        (BUILD, {"build": ChildRejected("Acl open device 0 failed. ret = 507899")}, FAIL, "63"),
+        (BUILD, {"build": ChildRejected("Set pid to shareable_handle failed! ret:507899")}, FAIL, "cannot list pids"),
+        (BUILD, {"build": ChildRejected("what is that")}, FAIL, "native log"),
+        (BUILD, {"build": ChildExited("killed by SIGSEGV")}, FAIL, "killed by SIGSEGV -> the library or the driver crashed"),
+        (BUILD, {"build": ChildTimedOut("no answer within 5 s")}, FAIL, "--limit"),
         (BUILD, {"build": replace(BUILT, handle="", note="the library gave none")}, FAIL, "the library gave none"),
         (ATTACH, {"attach": NO_IMPORT}, FAIL, "virtual instance"),
         (ANSWER, {"attach": OTHER}, FAIL, "worker dddd"),
@@ -90,27 +90,27 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
         (MEMORY, {"attach": replace(ATTACHED, device=None)}, OPEN, "cannot be read"),
         (MEMORY, {"build": replace(BUILT, device=None)}, OPEN, "cannot be read"),
         # A comparison that found no room.
-        (MEMORY, {"attach": replace(ATTACHED, device=free(28_000)), "private": Refused("207001")}, OPEN, ""),
+        (MEMORY, {"attach": replace(ATTACHED, device=free(28_000)), "private": ChildRejected("207001")}, OPEN, ""),
         (LATER_WORKER, {"allow": Allowed("no such call"), "new": None}, FAIL, "no such call"),
         (LATER_WORKER, {"allow": Allowed("no such call"), "new": None}, FAIL, "spares"),
-        (LATER_WORKER, {"allow": Hung("no answer")}, FAIL, "no answer"),
+        (LATER_WORKER, {"allow": ChildTimedOut("no answer")}, FAIL, "no answer"),
         (LATER_WORKER, {"new": NO_IMPORT}, FAIL, "spares"),
         (LATER_WORKER, {"new": NO_PLACE}, FAIL, "63"),
         (LATER_WORKER, {"new": OTHER}, FAIL, ""),
         (UNLISTED_WORKER, {"stranger": ATTACHED}, FAIL, ""),
-        (UNLISTED_WORKER, {"stranger": Died("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
-        (UNLISTED_WORKER, {"stranger": Hung("no answer")}, FAIL, "no answer"),
+        (UNLISTED_WORKER, {"stranger": ChildExited("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
+        (UNLISTED_WORKER, {"stranger": ChildTimedOut("no answer")}, FAIL, "no answer"),
         (UNLISTED_WORKER, {"stranger": NO_PLACE}, OPEN, ""),
-        (UNLISTED_WORKER, {"stranger": Confused("expected Attached")}, OPEN, ""),
+        (UNLISTED_WORKER, {"stranger": ProtocolViolation("expected Attached")}, OPEN, ""),
         (UNLISTED_WORKER, {"stranger": None}, OPEN, ""),
         (HOLDER_EXIT, {}, PASS, "reference-counted: the worker goes on with the same answer"),
         (HOLDER_EXIT, {}, PASS, "could still attach"),
         (HOLDER_EXIT, {"late": NO_IMPORT}, PASS, "could not attach any more"),
         (HOLDER_EXIT, {"late": OTHER}, FAIL, ""),
-        (HOLDER_EXIT, {"after": Refused("no!")}, PASS, 'strict: the worker cannot go on, so holder_loss = "strict"'),
-        (HOLDER_EXIT, {"after": Died("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
+        (HOLDER_EXIT, {"after": ChildRejected("no!")}, PASS, 'strict: the worker cannot go on, so holder_loss = "strict"'),
+        (HOLDER_EXIT, {"after": ChildExited("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
         (HOLDER_EXIT, {"after": (b"other",)}, PASS, "strict: the worker gave another answer, without an error"),
-        (HOLDER_EXIT, {"before": Refused("predict failed!"), "after": None}, FAIL, "predict failed!"),
+        (HOLDER_EXIT, {"before": ChildRejected("predict failed!"), "after": None}, FAIL, "predict failed!"),
     ],
 )
 def test_what_a_step_has_shown(name: str, changes: dict[str, Any], verdict: str, text: str) -> None:
@@ -145,4 +145,4 @@ def test_memory_that_nobody_can_read() -> None:
 def test_whoever_survives_is_told() -> None:
     assert trial_checks.check_survivors([]) == []
     (left,) = trial_checks.check_survivors([7, 8])
-    assert (left.result, "7, 8" in left.detail) == (Verdict.FAIL, True)
+    assert (left.result, "7, 8" in left.detail) == (CheckResult.FAIL, True)

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, Reading, compute_digest, is_small, compute_sample_digest
-from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, FingerprintTask, compute_digest, is_small, compute_sample_digest
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
 from weightd.shared import memfd
@@ -66,12 +66,12 @@ def test_a_mark_looks_at_little_of_much() -> None:
 @pytest.mark.parametrize(("size", "steps"), [(0, 1), (SLICE_BYTES - 100, 1), (4 * SLICE_BYTES, 5)])
 def test_a_digest_is_computed_in_slices_and_once(size: int, steps: int) -> None:
     one = request(bytes(size))
-    reading = Reading(one)
+    reading = FingerprintTask(one)
     assert [reading.step() for _ in range(steps)] == [False] * (steps - 1) + [True]
     assert one.digest == compute_digest(request(bytes(size)))
     one.frames = ()  # nothing is read again
     assert compute_digest(one) == one.digest
-    assert Reading(one).step()
+    assert FingerprintTask(one).step()
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -81,7 +81,7 @@ def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) 
     framed = request(b"1" + bytes(size - 1), b"456")
     placed = request(b"", b"456")
     placed.description, placed.frames = framed.description, framed.frames[1:]
-    placed.nbytes, placed.locations = 3, Places({0: Place(Memory(1, descriptor, size + 7, os.close), 7, size)}, {})
+    placed.nbytes, placed.locations = 3, TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, size + 7, os.close), 7, size)}, {})
     assert (placed.content_bytes, is_small(placed)) == (framed.nbytes, is_small(framed))
     before = os.fstat(descriptor).st_blocks
     assert (compute_sample_digest(placed), compute_digest(placed)) == (compute_sample_digest(framed), compute_digest(framed))
@@ -94,7 +94,7 @@ def test_a_content_that_was_read_stays_the_same_though_its_client_changes_it(siz
     descriptor = memfd.create(size)
     placed = request(bytes(size))
     placed.frames, placed.nbytes = (), 0
-    placed.locations = Places({0: Place(Memory(1, descriptor, size, os.close), 0, size)}, {})
+    placed.locations = TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, size, os.close), 0, size)}, {})
     digest = compute_digest(placed)
     os.pwrite(descriptor, b"1" * size, 0)
     assert (compute_sample_digest(placed), compute_digest(placed)) == (compute_sample_digest(request(bytes(size))), digest)

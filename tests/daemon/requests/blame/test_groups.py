@@ -10,36 +10,36 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import By, End
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
 from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.lockstep import Lockstep
-from weightd.daemon.requests.request import Company, Origin, Request
-from weightd.daemon.requests.rows.terms import RowTerms
+from weightd.daemon.requests.desk import Dispatcher
+from weightd.daemon.requests.lockstep import LockstepTracker
+from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import BatchingPolicy
 from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
-CRASH, KILL = End(-signal.SIGSEGV), End(-signal.SIGKILL)
-OURS = End(-signal.SIGKILL, initiator=By.DAEMON)
+CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
+OURS = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
 TIMEOUT_S = 60.0
 LOST = "request id1: 2 groups of ranks were lost to it, the last one as"
-ANN = Origin("ann 1", "ann")
+ANN = ClientOrigin("ann 1", "ann")
 
 
 class Bench:
     """A desk, and a group of two ranks and a broker at a time."""
 
-    def __init__(self, terms: RowTerms | None = None) -> None:
+    def __init__(self, terms: BatchingPolicy | None = None) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, selftest_interval=1.0)
-        self.desk = Desk("m", config, self, self.order, lambda _: None)
+        self.desk = Dispatcher("m", config, self, self.order, lambda _: None)
         self.answers: dict[int, str] = {}
         self.orders: list[tuple[str, ChildOrder]] = []
         self.now = 0.0
         self.groups = itertools.count(1)
-        self.terms = terms or RowTerms()
+        self.terms = terms or BatchingPolicy()
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         assert request.number not in self.answers
@@ -82,7 +82,7 @@ class Bench:
     def load(self) -> str:
         """Another group comes, and has what waits: return its name."""
         name = f"g{next(self.groups)}"
-        lockstep = Lockstep((f"{name}.rank0", f"{name}.rank1"), f"{name}.rank1")
+        lockstep = LockstepTracker((f"{name}.rank0", f"{name}.rank1"), f"{name}.rank1")
         self.desk.add_rank_slot(name, lockstep, self.now, support_processes=[f"{name}.broker"], policy=self.terms)
         self.desk.dispatch(self.now)
         return name
@@ -255,12 +255,12 @@ def test_a_content_that_two_groups_are_lost_to_is_refused_though_nobody_waits_fo
 
 
 def test_of_a_job_of_several_each_runs_alone_and_none_is_accused() -> None:
-    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8))
+    bench = Bench(BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8))
     requests = [bench.ask(number) for number in (1, 2)]
     name = bench.load()
     assert bench.running(name) == [1, 2]
     crash(bench, name)
-    assert [(each.isolation, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 2
+    assert [(each.isolation, each.deaths) for each in requests] == [(Isolation.ALONE, 0)] * 2
     assert bench.running(bench.load()) == [1]
     assert bench.running(bench.load()) == [2]
 
@@ -310,7 +310,7 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
 
 
 def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
-    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8))
+    bench = Bench(BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8))
     for number in (1, 2):
         bench.ask(number)
     name = bench.load()
@@ -327,7 +327,7 @@ def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
 
 
 def test_rows_are_divided_among_groups_as_among_devices() -> None:
-    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_split_rows=4))
+    bench = Bench(BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4))
     groups = [bench.load() for _ in range(2)]
     x = TensorSpec("x", "UINT8", (8, 1))
     request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
@@ -346,7 +346,7 @@ def test_rows_are_divided_among_groups_as_among_devices() -> None:
 
 
 def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
-    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_split_rows=4))
+    bench = Bench(BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4))
     lost, other = bench.load(), bench.load()
     x = TensorSpec("x", "UINT8", (8, 1))
     request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)

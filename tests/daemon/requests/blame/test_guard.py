@@ -10,16 +10,16 @@ import pytest
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.logs import client_of
 from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, compute_digest
-from weightd.daemon.requests.blame.guard import MAX_DEATHS, MAX_LOST_SLOTS, Guard
+from weightd.daemon.requests.blame.guard import MAX_DEATHS, MAX_LOST_SLOTS, FaultIsolator
 from weightd.daemon.requests.blame.quarantine import MAX_HANGS
-from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.part import Part
-from weightd.daemon.requests.regions import Memory, Place, Places
-from weightd.daemon.requests.request import Company, Origin, Request
-from weightd.daemon.requests.rows.terms import RowTerms
+from weightd.daemon.requests.job import Batch
+from weightd.daemon.requests.part import BatchItem
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.rows.terms import BatchingPolicy
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.seats import REPLACEMENT_TIMEOUT_S
 from weightd.daemon.tenants.tenant import Tenant
@@ -27,8 +27,8 @@ from weightd.protocol.errors import Internal, RequestError
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
 from weightd.shared import memfd
 
-ANN, BOB = Origin("ann 1", "ann"), Origin("bob 2", "bob")
-CRASH, KILL = End(-signal.SIGSEGV), End(-signal.SIGKILL)
+ANN, BOB = ClientOrigin("ann 1", "ann"), ClientOrigin("bob 2", "bob")
+CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 TIMEOUT_S = 60.0
 
 
@@ -38,7 +38,7 @@ class Bench:
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S)
         self.scheduler = Scheduler(100, 10_000, TIMEOUT_S)
-        self.guard = Guard(config, self.scheduler, self.refuse)
+        self.guard = FaultIsolator(config, self.scheduler, self.refuse)
         self.refused: dict[int, str] = {}
         self.seats = 0
         self.now = 0.0
@@ -48,14 +48,14 @@ class Bench:
         self.refused[request.number] = error.code
         request.is_ended = True
 
-    def requests(self, *origins: Origin) -> list[Request]:
+    def requests(self, *origins: ClientOrigin) -> list[Request]:
         """Requests of different contents."""
         return [
             Request(number, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, number, origin, digest=b"%d" % number)
             for number, origin in enumerate(origins)
         ]
 
-    def seat(self, *jobs: Job) -> str:
+    def seat(self, *jobs: Batch) -> str:
         """Another seat, of two processes, that has these jobs; return the name of its second process."""
         self.seats += 1
         first, second = f"s{self.seats}.0", f"s{self.seats}.1"
@@ -78,11 +78,11 @@ class Bench:
 class Shared:
     """Memory of a client, and its requests whose one input is all of that."""
 
-    def __init__(self, origin: Origin = ANN, nbytes: int = 2 * SLICE_BYTES + 1) -> None:
+    def __init__(self, origin: ClientOrigin = ANN, nbytes: int = 2 * SLICE_BYTES + 1) -> None:
         self._origin = origin
         self._nbytes = nbytes
         self._descriptor = memfd.create(nbytes)
-        self._memory = Memory(1, self._descriptor, nbytes, os.close)
+        self._memory = SharedRegion(1, self._descriptor, nbytes, os.close)
         self._count = 0
 
     def write(self, content: bytes) -> None:
@@ -94,7 +94,7 @@ class Shared:
         self._count += 1
         specs = (TensorSpec("x", "UINT8", (self._nbytes,)),)
         request = Request(self._count, b"", "", RequestDescription("m", specs), (), 0.0, 1e9, 0, self._origin)
-        request.locations = Places({0: Place(self._memory, 0, self._nbytes)}, {})
+        request.locations = TensorLocations({0: TensorLocation(self._memory, 0, self._nbytes)}, {})
         return request
 
 
@@ -130,15 +130,15 @@ def check(bench: Bench, request: Request) -> None:
         bench.guard.quarantine.check_request(request, bench.now)
 
 
-def batch(*requests: Request) -> Job:
-    return Job.from_items([Part(each.number, each) for each in requests])
+def batch(*requests: Request) -> Batch:
+    return Batch.from_items([BatchItem(each.number, each) for each in requests])
 
 
 def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() -> None:
     bench = Bench()
     requests = bench.requests(ANN, BOB, ANN)
     bench.guard.on_exit(bench.seat(batch(*requests)), CRASH, bench.now)
-    assert [(each.isolation, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 3
+    assert [(each.isolation, each.deaths) for each in requests] == [(Isolation.ALONE, 0)] * 3
     assert bench.guard.offenses.confined_names(bench.now) == []
     for _ in range(2):  # the first one kills, and only when it was alone that counts
         assert bench.refused == {}
@@ -174,7 +174,7 @@ def test_a_job_of_several_clients_accuses_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("end", [CRASH, KILL])
-def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(end: End) -> None:
+def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(end: ExitCause) -> None:
     bench = Bench()
     requests = bench.requests(ANN, BOB)
     for _ in range(MAX_LOST_SLOTS):
@@ -191,11 +191,11 @@ def test_who_has_lost_several_seats_at_once_has_lost_one_and_is_told_once_of_the
     [request] = bench.requests(ANN)
     for turn in range(1, 1 + MAX_LOST_SLOTS):
         assert bench.refused == {}
-        seats = [bench.seat(Job.from_items([Part(10 * turn + number, request)])) for number in range(2)]
+        seats = [bench.seat(Batch.from_items([BatchItem(10 * turn + number, request)])) for number in range(2)]
         both = bench.scheduler.slots.slot_of(seats[0])
         assert both is not None
         both.concurrency = 2
-        both.add_batch(Job.from_items([Part(10 * turn + 5, request)]), bench.now)
+        both.add_batch(Batch.from_items([BatchItem(10 * turn + 5, request)]), bench.now)
         bench.now += 1.0
         for each in seats:
             bench.guard.on_exit(each, KILL, bench.now)
@@ -257,7 +257,7 @@ def test_an_answer_of_any_process_is_its_seats() -> None:
 
 
 @pytest.mark.parametrize(("end", "deaths"), [(CRASH, 1), (KILL, 0)])
-def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: End, deaths: int) -> None:
+def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: ExitCause, deaths: int) -> None:
     bench = Bench()
     one, two, other = bench.requests(ANN, ANN, BOB)
     two.usage = one.usage
@@ -275,14 +275,14 @@ def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: End, death
 
 def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
     bench = Bench()
-    ann, ben = (Origin("process", f"tenant {name}", is_tenant=True) for name in ("ann", "ben"))
+    ann, ben = (ClientOrigin("process", f"tenant {name}", is_tenant=True) for name in ("ann", "ben"))
     first, other, later, nobody = bench.requests(ann, ben, ann, ANN)
     first.tenant = later.tenant = Tenant("ann", TenantConfig())
     other.tenant = Tenant("ben", TenantConfig())
     for each in (first, other, nobody):
         if bench.guard.needs_check(each):
             bench.guard.check_request(each, 0.0)
-    assert [each.isolation for each in (first, other, nobody)] == [Company.CONFINED, Company.CONFINED, Company.BATCHABLE]
+    assert [each.isolation for each in (first, other, nobody)] == [Isolation.CONFINED, Isolation.CONFINED, Isolation.BATCHABLE]
     bench.guard.on_answered(first, 0.0)
     assert not bench.guard.needs_check(later)
     assert bench.guard.needs_check(other)
@@ -292,7 +292,7 @@ def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
 
 def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced() -> None:
     bench = Bench()
-    eve, ben = (Origin("process", f"tenant {name}", is_tenant=True) for name in ("eve", "ben"))
+    eve, ben = (ClientOrigin("process", f"tenant {name}", is_tenant=True) for name in ("eve", "ben"))
     poison, more, innocent = bench.requests(eve, eve, ben)
     poison.tenant = more.tenant = Tenant("eve", TenantConfig())
     innocent.tenant = Tenant("ben", TenantConfig())
@@ -314,7 +314,7 @@ def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced()
 
 def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
     bench = Bench()
-    [request] = bench.requests(Origin("process", "tenant eve", is_tenant=True))
+    [request] = bench.requests(ClientOrigin("process", "tenant eve", is_tenant=True))
     request.tenant = Tenant("eve", TenantConfig())
     bench.guard.on_exit(bench.seat(batch(request)), KILL, bench.now)
     assert not bench.scheduler.slots.is_confined_running(request.tenant)
@@ -323,7 +323,7 @@ def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
 
 def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    for request in bench.requests(*[Origin("process 1 of uid 1", "uid 1")] * 20):
+    for request in bench.requests(*[ClientOrigin("process 1 of uid 1", "uid 1")] * 20):
         bench.guard._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
     lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
     # A period may end meanwhile.
@@ -370,7 +370,7 @@ def test_a_request_in_shared_memory_that_hangs_ends_once_its_content_was_read() 
 @pytest.mark.parametrize("how", ["hang", "crash"])
 def test_a_request_in_shared_memory_ends_once_where_seats_hang_in_two_parts_of_it(how: str) -> None:
     bench, shared = Bench(), Shared()
-    terms = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, max_split_rows=SLICE_BYTES + 1)
+    terms = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, max_split_rows=SLICE_BYTES + 1)
     for name in ("w0", "w1"):
         bench.scheduler.slots.add_new(name, (name,), policy=terms)
     request = shared.request()

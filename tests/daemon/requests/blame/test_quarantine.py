@@ -7,8 +7,8 @@ import pytest
 
 from weightd.daemon.requests.blame import quarantine as quarantine_module
 from weightd.daemon.requests.blame.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
-from weightd.daemon.requests.regions import Memory, Place, Places
-from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd.daemon.requests.request import ClientOrigin, Request
 from weightd.protocol.errors import Internal
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
 from weightd.shared import memfd
@@ -27,8 +27,8 @@ def shared(owner: str, content: bytes = b"abc") -> Request:
     made = request(content)
     descriptor = memfd.create(len(content))
     os.pwrite(descriptor, content, 0)
-    made.locations = Places({0: Place(Memory(1, descriptor, len(content), os.close), 0, len(content))}, {})
-    made.frames, made.nbytes, made.origin = (), 0, Origin(f"{owner} 1", owner)
+    made.locations = TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, len(content), os.close), 0, len(content))}, {})
+    made.frames, made.nbytes, made.origin = (), 0, ClientOrigin(f"{owner} 1", owner)
     return made
 
 

@@ -13,21 +13,21 @@ from weightd.daemon.requests.blame.suspects import (
     OFFENSE_RETENTION_S,
     MAX_PEER_DEATHS,
     MAX_TENANT_DEATHS,
-    Suspects,
+    ClientOffenses,
 )
-from weightd.daemon.requests.request import Origin
+from weightd.daemon.requests.request import ClientOrigin
 from weightd.protocol.errors import ResourceExhausted
 
-ONE, OTHER = Origin("process 1 of user 7", "user 7"), Origin("process 2 of user 7", "user 7")
-STRANGER = Origin("process 3 of user 8", "user 8")
+ONE, OTHER = ClientOrigin("process 1 of user 7", "user 7"), ClientOrigin("process 2 of user 7", "user 7")
+STRANGER = ClientOrigin("process 3 of user 8", "user 8")
 
 
-def deaths(suspects: Suspects, origin: Origin, count: int, now: float = 0.0, ran: float = 0.0) -> None:
+def deaths(suspects: ClientOffenses, origin: ClientOrigin, count: int, now: float = 0.0, ran: float = 0.0) -> None:
     for _ in range(count):
         suspects.record_death(origin, ran, now)
 
 
-def refused_for(suspects: Suspects, origin: Origin, now: float) -> float:
+def refused_for(suspects: ClientOffenses, origin: ClientOrigin, now: float) -> float:
     try:
         suspects.check_not_refused(origin, now)
     except ResourceExhausted as error:
@@ -36,7 +36,7 @@ def refused_for(suspects: Suspects, origin: Origin, now: float) -> float:
 
 
 def test_who_kills_again_and_again_is_confined_then_refused_and_at_last_forgotten() -> None:
-    suspects = Suspects()
+    suspects = ClientOffenses()
     deaths(suspects, ONE, MAX_PEER_DEATHS - 1)
     assert not suspects.is_confined(ONE, 0.0)
     deaths(suspects, ONE, 1)
@@ -54,7 +54,7 @@ def test_who_kills_again_and_again_is_confined_then_refused_and_at_last_forgotte
 
 
 def test_each_refusal_is_longer_than_the_one_before_up_to_a_bound() -> None:
-    suspects, now, refusals = Suspects(), 0.0, list[float]()
+    suspects, now, refusals = ClientOffenses(), 0.0, list[float]()
     deaths(suspects, ONE, MAX_PEER_DEATHS)
     for _ in range(5):
         deaths(suspects, ONE, 1, now)
@@ -64,29 +64,29 @@ def test_each_refusal_is_longer_than_the_one_before_up_to_a_bound() -> None:
 
 
 def test_deaths_that_are_far_apart_are_no_row() -> None:
-    suspects = Suspects()
+    suspects = ClientOffenses()
     for count in range(10 * MAX_PEER_DEATHS):
         deaths(suspects, ONE, 1, count * OFFENSE_RETENTION_S)
         assert not suspects.is_confined(ONE, count * OFFENSE_RETENTION_S)
 
 
 def test_what_runs_long_before_it_kills_is_remembered_as_much_longer() -> None:
-    suspects = Suspects()
+    suspects = ClientOffenses()
     for count in range(MAX_PEER_DEATHS):
         deaths(suspects, ONE, 1, count * 60.0, ran=60.0)
     assert suspects.is_confined(ONE, MAX_PEER_DEATHS * 60.0)
 
 
 def test_nobody_else_is_met() -> None:
-    suspects = Suspects()
+    suspects = ClientOffenses()
     deaths(suspects, ONE, 10 * MAX_PARTY_DEATHS)
     for innocent in (OTHER, STRANGER):
         assert (suspects.is_confined(innocent, 0.0), refused_for(suspects, innocent, 0.0)) == (False, 0.0)
 
 
 def test_who_begins_anew_from_another_process_is_met_by_its_user() -> None:
-    suspects = Suspects()
-    processes = (Origin(f"process {number}", "user 7") for number in itertools.count(100))
+    suspects = ClientOffenses()
+    processes = (ClientOrigin(f"process {number}", "user 7") for number in itertools.count(100))
     for each in itertools.islice(processes, MAX_PARTY_DEATHS):
         assert not suspects.is_confined(each, 0.0)
         deaths(suspects, each, 1)
@@ -98,9 +98,9 @@ def test_who_begins_anew_from_another_process_is_met_by_its_user() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100)), max_size=60))
 def test_a_client_is_suspect_only_for_deaths_of_its_own_or_of_its_users(events: list[tuple[int, float]]) -> None:
-    suspects, now = Suspects(), 0.0
-    origins = [Origin(f"process {number}", f"user {number % 2}") for number in range(4)]
-    seen: list[Origin] = []
+    suspects, now = ClientOffenses(), 0.0
+    origins = [ClientOrigin(f"process {number}", f"user {number % 2}") for number in range(4)]
+    seen: list[ClientOrigin] = []
     for number, wait in events:
         now += wait
         suspects.record_death(origins[number], 0.0, now)
@@ -115,10 +115,10 @@ def test_a_client_is_suspect_only_for_deaths_of_its_own_or_of_its_users(events: 
 
 
 def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
-    suspects = Suspects()
+    suspects = ClientOffenses()
     deaths(suspects, STRANGER, MAX_PEER_DEATHS)
     for number in range(1022):
-        deaths(suspects, Origin(f"process {number}", STRANGER.party), 1)
+        deaths(suspects, ClientOrigin(f"process {number}", STRANGER.party), 1)
     assert suspects.is_confined(STRANGER, 0.0)
     deaths(suspects, ONE, MAX_PEER_DEATHS)
     assert STRANGER.peer not in suspects.confined_names(0.0)
@@ -128,10 +128,10 @@ def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
 
 
 def test_a_tenant_is_confined_at_its_first_death_and_refused_soon_whatever_its_process_and_the_model() -> None:
-    one, other = (Origin(f"process {number}", "tenant ann", is_tenant=True) for number in (1, 2))
-    here, elsewhere = Suspects(), Suspects()
+    one, other = (ClientOrigin(f"process {number}", "tenant ann", is_tenant=True) for number in (1, 2))
+    here, elsewhere = ClientOffenses(), ClientOffenses()
     elsewhere.tenant_offenders = here.tenant_offenders
-    stranger = Origin("process 1", "tenant ben", is_tenant=True)
+    stranger = ClientOrigin("process 1", "tenant ben", is_tenant=True)
     deaths(here, one, 1)
     for each in (here, elsewhere):
         assert each.has_offenders

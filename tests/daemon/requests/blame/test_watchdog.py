@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.requests.blame.watchdog import Due, Watchdog
+from weightd.daemon.requests.blame.watchdog import WatchdogActions, Watchdog
 
 PERIOD_S, FOREVER = 30.0, float("inf")
-NOTHING = Due([], [], [])
+NOTHING = WatchdogActions([], [], [])
 
 
 def idle(_: str) -> bool:
@@ -38,18 +38,18 @@ def test_nothing_is_due_where_nobody_is_watched_or_no_more() -> None:
 def test_an_idle_worker_is_pinged_half_a_period_after_it_was_heard_of() -> None:
     watchdog = watched()
     assert (watchdog.next_event_at, watchdog.take_due(114.9, idle)) == (115.0, NOTHING)
-    assert [watchdog.take_due(115.0, idle), watchdog.take_due(115.0, idle)] == [Due(["a"], [], []), NOTHING]
+    assert [watchdog.take_due(115.0, idle), watchdog.take_due(115.0, idle)] == [WatchdogActions(["a"], [], []), NOTHING]
     watchdog.on_pong("a", 116.0)
-    assert [watchdog.take_due(130.9, idle), watchdog.take_due(131.0, idle)] == [NOTHING, Due(["a"], [], [])]
+    assert [watchdog.take_due(130.9, idle), watchdog.take_due(131.0, idle)] == [NOTHING, WatchdogActions(["a"], [], [])]
     watchdog.on_pong("a", 131.0)
     watchdog.on_message("a", 140.0)  # it has answered a request
-    assert [watchdog.take_due(154.9, idle), watchdog.take_due(155.0, idle)] == [NOTHING, Due(["a"], [], [])]
+    assert [watchdog.take_due(154.9, idle), watchdog.take_due(155.0, idle)] == [NOTHING, WatchdogActions(["a"], [], [])]
 
 
 def test_who_computes_is_not_pinged_and_is_looked_at_again() -> None:
     watchdog = watched()
     assert (watchdog.take_due(115.0, busy), watchdog.next_event_at) == (NOTHING, 122.5)
-    assert watchdog.take_due(122.5, idle) == Due(["a"], [], [])
+    assert watchdog.take_due(122.5, idle) == WatchdogActions(["a"], [], [])
     # That it was seen to compute is no answer.
     assert watchdog.silence_s(["a"], 130.5) == 30.5
 
@@ -57,9 +57,9 @@ def test_who_computes_is_not_pinged_and_is_looked_at_again() -> None:
 def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_another_is_due() -> None:
     watchdog = watched()
     watchdog.add("b", 105.0)
-    assert [watchdog.take_due(115.0, idle), watchdog.take_due(120.0, idle)] == [Due(["a"], [], []), Due(["b"], [], [])]
+    assert [watchdog.take_due(115.0, idle), watchdog.take_due(120.0, idle)] == [WatchdogActions(["a"], [], []), WatchdogActions(["b"], [], [])]
     watchdog.on_pong("b", 121.0)
-    assert (watchdog.next_event_at, watchdog.take_due(130.0, busy)) == (130.0, Due([], [], ["a"]))
+    assert (watchdog.next_event_at, watchdog.take_due(130.0, busy)) == (130.0, WatchdogActions([], [], ["a"]))
     watchdog.remove("b")
     assert (watchdog.take_due(1e9, idle), watchdog.next_event_at) == (NOTHING, FOREVER)
 
@@ -68,19 +68,19 @@ def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
     told: list[float] = []
     watchdog = watched(canary_interval=8.0, due_by=told.append)
     assert watchdog.next_event_at == 108.0
-    assert (watchdog.take_due(108.0, busy), watchdog.next_event_at) == (Due([], ["a"], []), 158.0)
+    assert (watchdog.take_due(108.0, busy), watchdog.next_event_at) == (WatchdogActions([], ["a"], []), 158.0)
     watchdog.on_message("a", 110.0)  # what it had before
     watchdog.on_pong("a", 112.0)  # which may tell no digest: it is not asked for it without a pause
     assert told[-1] == watchdog.next_event_at == 120.0
-    assert watchdog.take_due(120.0, busy) == Due([], ["a"], [])
-    assert [watchdog.take_due(169.9, idle), watchdog.take_due(170.0, idle)] == [NOTHING, Due([], [], ["a"])]
+    assert watchdog.take_due(120.0, busy) == WatchdogActions([], ["a"], [])
+    assert [watchdog.take_due(169.9, idle), watchdog.take_due(170.0, idle)] == [NOTHING, WatchdogActions([], [], ["a"])]
 
 
 def test_a_plain_ping_proves_nothing() -> None:
     watchdog = watched(canary_interval=20.0)
-    assert watchdog.take_due(115.0, idle) == Due(["a"], [], [])
+    assert watchdog.take_due(115.0, idle) == WatchdogActions(["a"], [], [])
     watchdog.on_pong("a", 116.0)
-    assert watchdog.take_due(120.0, idle) == Due([], ["a"], [])
+    assert watchdog.take_due(120.0, idle) == WatchdogActions([], ["a"], [])
 
 
 def test_one_that_was_heard_of_is_enough() -> None:

@@ -10,25 +10,25 @@ from typing import Callable, List, Optional, Sequence
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, Rows
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, RowSupport
 from weightd.shared.rowtest import comparison
-from weightd.shared.rowtest.bits import NotTogether
-from weightd.shared.rowtest.comparison import Subject
-from weightd.shared.rowtest.rows import Kind
+from weightd.shared.rowtest.bits import NotBatchable
+from weightd.shared.rowtest.comparison import TestedModel
+from weightd.shared.rowtest.rows import RowKind
 from weightd.worker.canary import canary
-from weightd.worker.canary.canary import Canary
+from weightd.worker.canary.canary import SelfTest
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.errors import BuildError, ModelCorrupted
 
 
 def find_row_support(
     engine: Engine,
     order: Build,
-    reference: Canary,
+    reference: SelfTest,
     rebuild: Callable[[], None],
     announce: Callable[[SelfTestCases], None],
     sample: Optional[Arrays] = None,
-) -> Optional[Rows]:
+) -> Optional[RowSupport]:
     """Return what is found of the rows of the model that `engine` has built; None where that is not asked for.
 
     Args:
@@ -48,9 +48,9 @@ def find_row_support(
     try:
         inputs = comparison.inputs_with_rows(engine.signature.inputs, order.row_counts)
         if not reference.cases:
-            raise NotTogether(f"there is no canary, by which rows are looked at: {reference.note}")
-    except NotTogether as error:
-        return Rows((), (), is_equal=False, note=clip(str(error)))
+            raise NotBatchable(f"there is no canary, by which rows are looked at: {reference.note}")
+    except NotBatchable as error:
+        return RowSupport((), (), is_equal=False, note=clip(str(error)))
     try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
     subject = _make_subject(engine, reference.cases[0], order.max_rows, order.row_counts, sample)
     is_exact = order.exact and reference.digest != ""
@@ -60,9 +60,9 @@ def find_row_support(
     if not note and not is_exact:
         note = reference.note if order.exact else "it was not tested whether answers are the same: they need not be"
     # What fails in a way that spoils the model is not risked with the requests of clients.
-    outputs = () if isinstance(found.batch_error, Spoilt) else found.outputs
+    outputs = () if isinstance(found.batch_error, ModelCorrupted) else found.outputs
     special_kinds = tuple([each.value for each in found.unequal_specials])
-    return Rows(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special_kinds)
+    return RowSupport(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special_kinds)
 
 
 def rows_digest(
@@ -71,7 +71,7 @@ def rows_digest(
     max_rows: int,
     allowed_batch_sizes: Sequence[int] = (),
     sample: Optional[Arrays] = None,
-    row_kind: str = Kind.SCALED.value,
+    row_kind: str = RowKind.SCALED.value,
 ) -> str:
     """Return the digest of the answer to a predict of many rows.
 
@@ -87,11 +87,11 @@ def rows_digest(
         RequestError: the model does not run on them.
     """
     subject = _make_subject(engine, cases[0], max_rows, allowed_batch_sizes, sample)
-    return canary.from_answers(({},), [comparison.predict_many_rows(subject, Kind(row_kind))]).digest
+    return canary.from_answers(({},), [comparison.predict_many_rows(subject, RowKind(row_kind))]).digest
 
 
-def _make_subject(engine: Engine, case: SelfTestCase, max_rows: int, allowed_batch_sizes: Sequence[int], sample: Optional[Arrays]) -> Subject:
-    return Subject(engine.predict, engine.signature.inputs, case, max_rows, allowed_batch_sizes, sample, (InvalidArgument, Spoilt))
+def _make_subject(engine: Engine, case: SelfTestCase, max_rows: int, allowed_batch_sizes: Sequence[int], sample: Optional[Arrays]) -> TestedModel:
+    return TestedModel(engine.predict, engine.signature.inputs, case, max_rows, allowed_batch_sizes, sample, (InvalidArgument, ModelCorrupted))
 
 
 class _TryReporter:
@@ -127,7 +127,7 @@ class _TryReporter:
             name: (row_count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
         }
         if case in self._failed_cases:
-            raise NotTogether(f"the process that has built the model died of {row_count} rows")
+            raise NotBatchable(f"the process that has built the model died of {row_count} rows")
         if case not in self._cases:
             self._announce((case,))
 
@@ -137,7 +137,7 @@ class _TryReporter:
         Raises:
             BuildError: it is, and cannot be done.
         """
-        if isinstance(error, Spoilt):
+        if isinstance(error, ModelCorrupted):
             if not self._engine.can_rebuild:
                 raise BuildError(f"the model does not run on so many rows: {error}; run no requests together") from None
             self.finish()

@@ -14,7 +14,7 @@ from weightd.shared.rowtest.bits import check_rows
 from weightd.worker.engines.engine import Arrays
 
 
-class Share(NamedTuple):
+class OutputSlice(NamedTuple):
     """What one request has of an answer.
 
     Attributes:
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     byte_ranges: Tuple[Tuple[int, int, int], ...]
 
 
-class Joint:
+class MergedRequest:
     """What is known of requests with these descriptions before their tensors: it holds for all that come so.
 
     Args:
@@ -58,7 +58,7 @@ class Joint:
         # Of each input, its position in each request.
         self._item_positions = [[_position_of(each, spec) for each in self.descriptions] for spec in first]
         self.output_layout: Tuple[Any, ...] = ()
-        self.slices: List[Share] = []
+        self.slices: List[OutputSlice] = []
         self.is_tested = False
 
     def merge_inputs(self, item_frames: Sequence[Sequence[Any]]) -> Arrays:
@@ -100,13 +100,13 @@ class Joint:
         """
         check_rows(arrays, self.total_rows)
         positions = {name: position for position, name in enumerate(arrays)}
-        slices: List[Share] = []
+        slices: List[OutputSlice] = []
         begin = 0
         for asked, count in zip(self.descriptions, self.row_counts):
             end = begin + count
             own = {name: arrays[name][begin:end] for name in (arrays if asked.outputs is None else asked.outputs)}
             cuts = [(positions[name], *_byte_range(arrays[name], begin, end)) for name in own]
-            slices.append(Share(describe_response(asked.model_name, own), tuple(cuts)))
+            slices.append(OutputSlice(describe_response(asked.model_name, own), tuple(cuts)))
             begin = end
         self.slices = slices
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from weightd.protocol.messages.findings import SelfTestCase
 from weightd.shared.rowtest import bits
-from weightd.shared.rowtest.bits import NotTogether
+from weightd.shared.rowtest.bits import NotBatchable
 from weightd.shared.rowtest.rows import MAX_TEST_ROWS
-from weightd.worker.batching.joint import Joint
+from weightd.worker.batching.joint import MergedRequest
 from weightd.worker.engines.engine import Arrays, Engine
 
 # One job of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.
@@ -25,7 +25,7 @@ _MAX_SAMPLE_BYTES = 16 * 1024 * 1024
 _MAX_TESTED_SPECS = 64
 
 
-class RowsDiffer(NotTogether):
+class RowsDiffer(NotBatchable):
     """Rows that were run together differ from the same rows run alone.
 
     Attributes:
@@ -39,13 +39,13 @@ class RowsDiffer(NotTogether):
 
 
 class _BatchSample(NamedTuple):
-    merged: Joint
+    merged: MergedRequest
     inputs: Arrays
     outputs: Arrays
     parties: Tuple[int, ...]
 
 
-class Trials:
+class ShadowChecks:
     """What is known of the answers to requests that are run together.
 
     Args:
@@ -77,13 +77,13 @@ class Trials:
         """Whether there is something to be looked at again."""
         return self._pending is not None
 
-    def can_batch(self, merged: Joint) -> bool:
+    def can_batch(self, merged: MergedRequest) -> bool:
         """Return whether requests of this form may be run together."""
         if not merged.is_tested and merged.total_rows <= self._holder_compared_rows and _row_dims(merged) == self._holder_dims:
             merged.is_tested = True
         return merged.is_tested or len(self._tested_specs) < self._max_tested_specs or merged.specs in self._tested_specs
 
-    def check(self, merged: Joint, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
+    def check(self, merged: MergedRequest, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
         """Find out whether each has the same answer alone, unless that is known of the form.
 
         Args:
@@ -168,5 +168,5 @@ class Trials:
         return bits.check_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), len(rows))
 
 
-def _row_dims(merged: Joint) -> Any:
+def _row_dims(merged: MergedRequest) -> Any:
     return frozenset((each.name, each.shape[1:]) for each in merged.specs)

@@ -17,7 +17,7 @@ from weightd.shared.rowtest.rows import generate_values
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 
 
-class Canary(NamedTuple):
+class SelfTest(NamedTuple):
     """What it was run on, the digest of the answers, their shapes for each case, and the answers themselves.
 
     No cases: there is none. No digest: the model does not repeat its own answer. No answers: they are kept elsewhere,
@@ -31,7 +31,7 @@ class Canary(NamedTuple):
     note: str = ""
 
 
-def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Canary:
+def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> SelfTest:
     """Return the canary with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
 
     Raises:
@@ -41,14 +41,14 @@ def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -
     return from_answers(cases, [engine.predict(sample or make_inputs(engine.signature, case)) for case in cases])
 
 
-def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[Canary, Canary]:
+def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[SelfTest, SelfTest]:
     """Return two runs, each case of the second one right after that of the first; errors as in `run`."""
     case_inputs = [sample or make_inputs(engine.signature, case) for case in cases]
     pairs = [(engine.predict(each), engine.predict(each)) for each in case_inputs]
     return from_answers(cases, [one for one, _ in pairs]), from_answers(cases, [other for _, other in pairs])
 
 
-def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> Canary:
+def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTest:
     """Return the canary with these answers."""
     state = hashlib.sha256()
     for outputs in answers:
@@ -56,15 +56,15 @@ def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> Canary:
             state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
             state.update(array.tobytes())
     shapes = [{name: tuple(array.shape) for name, array in each.items()} for each in answers]
-    return Canary(cases, state.hexdigest() if cases else "", shapes, answers)
+    return SelfTest(cases, state.hexdigest() if cases else "", shapes, answers)
 
 
-def is_conclusive(selftest: Canary) -> bool:
+def is_conclusive(selftest: SelfTest) -> bool:
     """Return whether the answers could be other ones: without a finite number in them, any weights give the same."""
     return any(np.isfinite(array).any() for outputs in selftest.answers for array in outputs.values())
 
 
-def difference(one: Canary, other: Canary) -> float:
+def difference(one: SelfTest, other: SelfTest) -> float:
     """Return how far two runs are apart: the largest difference as a share of the largest value of that output.
 
     0 if they are equal bit for bit; infinite where they differ in their form, in whole numbers, or in what is finite.
@@ -76,7 +76,7 @@ def difference(one: Canary, other: Canary) -> float:
     return max(map(answer_difference, one.answers, other.answers))
 
 
-def with_observed_outputs(signature: ModelSignature, selftest: Canary) -> ModelSignature:
+def with_observed_outputs(signature: ModelSignature, selftest: SelfTest) -> ModelSignature:
     """Return `signature` with the shapes of outputs that the engine did not know, as the canary showed them.
 
     Where an input may have any rank, the canary shows only one of them: then so may an output.

@@ -14,12 +14,12 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import Spoilt
+from weightd.worker.engines.errors import ModelCorrupted
 
 _log = logging.getLogger("weightd.worker")
 
 
-class Proof:
+class AnswerVerifier:
     """What is known of a worker's right answers.
 
     Args:
@@ -30,7 +30,7 @@ class Proof:
     """
 
     def __init__(
-        self, engine: Engine, reference: canary.Canary, sample: Optional[Arrays] = None, tolerance: float = 0.0
+        self, engine: Engine, reference: canary.SelfTest, sample: Optional[Arrays] = None, tolerance: float = 0.0
     ) -> None:
         self._engine = engine
         self._reference = reference if tolerance else reference._replace(answers=())
@@ -91,7 +91,7 @@ class Proof:
             is_legitimate = is_untouched or not self._engine.may_corrupt
         if not is_legitimate:
             unproven = "" if self._reference.cases else "; it has no canary by which that could be looked into"
-            raise Spoilt(f"the answer contradicts the model's signature: {contradiction}{unproven}")
+            raise ModelCorrupted(f"the answer contradicts the model's signature: {contradiction}{unproven}")
         _log.warning(
             "the model's signature is not true, and is not held against its answers any more: %s", contradiction
         )
@@ -112,7 +112,7 @@ class Proof:
         _log.warning("answers depend on the shapes computed before: the model is built again at each change of shape")
         self._engine.should_rebuild_per_shape = True
         if self.is_refuted():
-            raise Spoilt("after it was built again for a larger shape, the model no longer gives the known answers")
+            raise ModelCorrupted("after it was built again for a larger shape, the model no longer gives the known answers")
         return self._engine.predict(inputs)
 
     def _find_contradiction(self, inputs: Arrays, outputs: Arrays) -> str:
@@ -143,10 +143,10 @@ class Proof:
             shapes.get(name, ())[:1] == (batch,) for batch, shapes in zip(batches, self._reference_shapes)
         )
 
-    def _run_selftest(self) -> canary.Canary:
+    def _run_selftest(self) -> canary.SelfTest:
         return canary.run(self._engine, self._reference.cases, self._sample)
 
-    def _is_near_reference(self, current: canary.Canary) -> bool:
+    def _is_near_reference(self, current: canary.SelfTest) -> bool:
         return self._is_near(self._reference, current)
 
     def _is_same_answer(self, one: Arrays, other: Arrays) -> bool:
@@ -154,7 +154,7 @@ class Proof:
         first, second = canary.from_answers(({},), [one]), canary.from_answers(({},), [other])
         return self._is_near(first, second) if self._reference.digest else first.output_shapes == second.output_shapes
 
-    def _is_near(self, one: canary.Canary, other: canary.Canary) -> bool:
+    def _is_near(self, one: canary.SelfTest, other: canary.SelfTest) -> bool:
         if not self._tolerance:
             return one.digest == other.digest
         return canary.difference(one, other) <= self._tolerance

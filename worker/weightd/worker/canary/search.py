@@ -19,13 +19,13 @@ from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 from weightd.worker.canary import canary
-from weightd.worker.canary.canary import Canary
+from weightd.worker.canary.canary import SelfTest
 from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.errors import BuildError, ModelCorrupted
 
 Shape = Tuple[int, ...]
 
-Runs = Tuple[Canary, Canary]
+Runs = Tuple[SelfTest, SelfTest]
 """Two runs on the same cases."""
 
 AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
@@ -57,7 +57,7 @@ def find_selftest(
     *,
     sample: Optional[Arrays] = None,
     tolerance: float = 0.0,
-) -> Canary:
+) -> SelfTest:
     """Return the canary of the model that `engine` has built.
 
     An engine that cannot be rebuilt may stay spoilt, with a model that has no canary: it may share its weights, which
@@ -81,12 +81,12 @@ def find_selftest(
         search = _Search(engine, order, rebuild, announce)
         found = search.find()
         if found is None:
-            return Canary((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
+            return SelfTest((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
         runs = found
     elif order.selftest_cases:
         runs = _run_configured(engine, order.selftest_cases, announce, None)
     else:
-        return Canary((), "", note=_GIVEN_UP if order.unfit_cases else _OFF)
+        return SelfTest((), "", note=_GIVEN_UP if order.unfit_cases else _OFF)
     return _assess(*runs, tolerance)
 
 
@@ -170,7 +170,7 @@ class _Search:
             self._exclude(cases)
         except InvalidArgument:
             self._exclude(cases)
-        except Spoilt as error:
+        except ModelCorrupted as error:
             if has_more and not self._engine.can_rebuild:
                 raise BuildError(f"it does not run on the canary, {describe_cases(cases)}: {error}") from None
             self._exclude(cases)
@@ -183,7 +183,7 @@ class _Search:
         self.failed_cases += cases[:free_count]
 
 
-def _merge_runs(one: Canary, other: Canary) -> Canary:
+def _merge_runs(one: SelfTest, other: SelfTest) -> SelfTest:
     return canary.from_answers((*one.cases, *other.cases), (*one.answers, *other.answers))
 
 
@@ -213,7 +213,7 @@ def _check_case(signature: ModelSignature, case: SelfTestCase) -> None:
         raise BuildError(f"canary: expected at most {limits.MAX_FRAME_BYTES} bytes, got {nbytes}")
 
 
-def _assess(first: Canary, second: Canary, tolerance: float) -> Canary:
+def _assess(first: SelfTest, second: SelfTest, tolerance: float) -> SelfTest:
     if not canary.is_conclusive(first):
         return first._replace(digest="", note=_INCONCLUSIVE)
     difference = canary.difference(first, second)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Callable, Dict, Type
 
 from weightd.worker.engines import mindspore_lite
-from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.engine import Engine, BuildSettings
 from weightd.worker.engines.mindspore import MindSporeRank
 from weightd.worker.engines.mindspore_lite.ge import MindSporeLiteRank
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 from weightd.worker.engines.ranks import RankEngine
 
-ENGINES: Dict[str, Callable[[Settings], Engine]] = {
+ENGINES: Dict[str, Callable[[BuildSettings], Engine]] = {
     "onnxruntime": OnnxRuntime,
     "mindspore_lite": mindspore_lite.make_engine,
 }

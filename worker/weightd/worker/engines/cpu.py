@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines.engine import Arrays, Engine, Settings
+from weightd.worker.engines.engine import Arrays, Engine, BuildSettings
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.pages import PageSharing
 from weightd.worker.engines.sharing import NotShared
@@ -18,7 +18,7 @@ class CpuEngine(Engine):
         BuildError: the settings name a card.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BuildSettings) -> None:
         if settings.card is not None:
             raise BuildError(f"device: {self.name} runs on the cpu only, got {settings.device}")
         self._settings = settings

@@ -10,7 +10,7 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCase, DeviceMemory
 from weightd.shared.devices import card_of, is_cpu
 from weightd.worker.engines.errors import BuildError
-from weightd.worker.engines.sharing import Sharing
+from weightd.worker.engines.sharing import WeightSharing
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
@@ -19,7 +19,7 @@ Gears = Tuple[Tuple[int, ...], ...]
 """The sizes that a model was converted for: each gear gives those of all free dimensions, in the inputs' order."""
 
 
-class Settings(NamedTuple):
+class BuildSettings(NamedTuple):
     """How to build.
 
     Attributes:
@@ -62,7 +62,7 @@ class Engine(abc.ABC):
     """
 
     name: ClassVar[str]
-    sharing: Sharing
+    sharing: WeightSharing
     can_rebuild: ClassVar[bool] = True
     may_corrupt: ClassVar[bool] = True
     """Whether a predict may leave the model so that a later answer is wrong in silence."""

@@ -13,11 +13,11 @@ class BuildError(WeightdError):
     """The engine cannot build the model; the text is the cause."""
 
 
-class NoRoom(BuildError):
+class OutOfDeviceMemory(BuildError):
     """The card has no memory, or no place for this process; that may be over soon."""
 
 
-class NotAllowed(WeightdError):
+class AttachRefused(WeightdError):
     """No further process can be let in; the text says why."""
 
 
@@ -25,9 +25,9 @@ class NotRun(InvalidArgument):
     """The engine refuses a request before the model has seen it: the model cannot have changed."""
 
 
-class Spoilt(Internal):
+class ModelCorrupted(Internal):
     """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
 
 
-class Doubtful(Spoilt):
+class MaybeCorrupted(ModelCorrupted):
     """Another predict spoilt the model while this one ran: its answer may be wrong, and it is not to blame."""

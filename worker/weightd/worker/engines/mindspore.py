@@ -31,8 +31,8 @@ from weightd.shared import mindir
 from weightd.shared.devices import card_of, is_cpu
 from weightd.shared.protobuf import Malformed
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
-from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
+from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
+from weightd.worker.engines.ranks import RankRendezvous, RankEngine, RankRejected
 
 # Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.
 _MAX_SHAPES = 4096
@@ -44,7 +44,7 @@ class MindSporeRank(RankEngine):
     name = "mindspore"
     needs_broker = True
 
-    def __init__(self, rendezvous: Meeting) -> None:
+    def __init__(self, rendezvous: RankRendezvous) -> None:
         super().__init__(rendezvous)
         self._library = _import_mindspore("MS_WORKER", rendezvous)
         card = card_of(rendezvous.device)
@@ -59,12 +59,12 @@ class MindSporeRank(RankEngine):
             self._library.set_context(**context)
 
     @classmethod
-    def load_broker(cls, rendezvous: Meeting) -> None:
+    def load_broker(cls, rendezvous: RankRendezvous) -> None:
         """Import all that a rank has."""
         _import_mindspore("MS_SCHED", rendezvous)
 
     @classmethod
-    def serve_broker(cls, rendezvous: Meeting) -> None:
+    def serve_broker(cls, rendezvous: RankRendezvous) -> None:
         """Be the library's scheduler. It lives in `init`."""
         library = _import_mindspore("MS_SCHED", rendezvous)
         with _as_build_error("the scheduler"):
@@ -100,14 +100,14 @@ class MindSporeRank(RankEngine):
         """Run the slice; its outputs are fresh arrays."""
         for each in self._signature.inputs:
             if inputs[each.name].size == 0:
-                raise Refused(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
+                raise RankRejected(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
         tensors = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
         if self._free_dim_count > 1:
             self._check_compatible(tensors)
         try:
             results = [each.asnumpy() for each in _flatten(self._cell(*tensors))]
         except Exception as error:
-            raise Spoilt(f"mindspore: {_first_lines(error)}") from error
+            raise ModelCorrupted(f"mindspore: {_first_lines(error)}") from error
         return {each.name: result for each, result in zip(self._signature.outputs, results)}
 
     def leave_group(self) -> None:
@@ -129,7 +129,7 @@ class MindSporeRank(RankEngine):
         try:
             self._library.nn.GraphCell(self._library.load(self._path)).compile(*tensors)
         except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
-            raise Refused(f"mindspore: {_first_lines(error)}") from None
+            raise RankRejected(f"mindspore: {_first_lines(error)}") from None
         if len(self._compatible_shapes) == _MAX_SHAPES:
             self._compatible_shapes.clear()
         self._compatible_shapes.add(shapes)
@@ -158,7 +158,7 @@ def read_signature(path: str) -> ModelSignature:
     return ModelSignature(tuple(_to_signatures(path, "input", found.inputs)), tuple(_to_signatures(path, "output", found.outputs)))
 
 
-def _to_signatures(path: str, what: str, tensors: Sequence[mindir.Tensor]) -> List[TensorSignature]:
+def _to_signatures(path: str, what: str, tensors: Sequence[mindir.MindIrTensor]) -> List[TensorSignature]:
     for problem in mindir.find_problems(what, tensors):
         raise BuildError(f"{path}: {problem}")
     return [TensorSignature(*each) for each in tensors]
@@ -173,7 +173,7 @@ _LIBRARY_DTYPE = {
 }
 
 
-def _import_mindspore(role: str, rendezvous: Meeting) -> Any:
+def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
     """Import the library as one of the group; it reads the environment where and when it likes."""
     os.environ.update(
         MS_ROLE=role,

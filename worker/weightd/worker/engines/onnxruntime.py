@@ -15,8 +15,8 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.engines import onnxfile
 from weightd.worker.engines.cpu import CpuEngine
-from weightd.worker.engines.engine import Arrays, ModelSignature, Settings
-from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
+from weightd.worker.engines.engine import Arrays, ModelSignature, BuildSettings
+from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
 
 _DATATYPE: Dict[str, str] = {
     "tensor(bool)": "BOOL",
@@ -43,7 +43,7 @@ class OnnxRuntime(CpuEngine):
     name = "onnxruntime"
     may_corrupt = False  # a session keeps nothing from one run to the next
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BuildSettings) -> None:
         super().__init__(settings)
         for name in settings.options:
             raise BuildError(f"options.{name}: unknown; onnxruntime has none")
@@ -117,7 +117,7 @@ class OnnxRuntime(CpuEngine):
             # A node failed on these values or shapes. The session keeps no state between runs.
             raise InvalidArgument(f"onnxruntime cannot run the model on these inputs: {error}") from None
         except Exception as error:
-            raise Spoilt(f"onnxruntime: {error}") from error
+            raise ModelCorrupted(f"onnxruntime: {error}") from error
         return dict(zip(self._output_names, outputs))
 
 

@@ -9,7 +9,7 @@ from typing import Optional, Sequence
 
 from weightd.protocol.messages.children import Traits
 from weightd.worker import pagesharing
-from weightd.worker.engines.sharing import Shared, Sharing
+from weightd.worker.engines.sharing import SharedWeights, WeightSharing
 
 _log = logging.getLogger("weightd.worker")
 
@@ -17,7 +17,7 @@ _STORE_IN_MEMORY = "the page store is on a memory file system: its cold pages st
 _NO_LARGE_BLOCKS = f"weights are not shared: the model has no memory of {pagesharing.MIN_BLOCK_BYTES >> 10} KiB or more in one piece"
 
 
-class PageSharing(Sharing):
+class PageSharing(WeightSharing):
     """Shares pages; the handle is the store's path. What cannot be shared stays private: that costs no answer."""
 
     traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
@@ -42,34 +42,34 @@ class PageSharing(Sharing):
         """Return this process's pid: no engine library has another number for it on the CPU."""
         return str(os.getpid())
 
-    def export(self, store: str) -> Shared:
+    def export(self, store: str) -> SharedWeights:
         """Write the pages of the built model to `store`; any process of this user can attach."""
         try:
             sharing = pagesharing.export_pages(store, self._starts_before)
-        except pagesharing.Unavailable as error:
-            return Shared("", 0, f"weights are not shared: {error}", has_sharing_failed=True)
+        except pagesharing.PageSharingUnavailable as error:
+            return SharedWeights("", 0, f"weights are not shared: {error}", has_sharing_failed=True)
         if not sharing.shared_bytes:
             Path(store).unlink()
-            return Shared("", 0, _NO_LARGE_BLOCKS)
+            return SharedWeights("", 0, _NO_LARGE_BLOCKS)
         self._store = store
         in_memory = "" if pagesharing.is_on_disk(store) else _STORE_IN_MEMORY
-        return Shared(store, sharing.shared_bytes, in_memory)
+        return SharedWeights(store, sharing.shared_bytes, in_memory)
 
     def allow(self, pids: Sequence[str]) -> None:
         """Do nothing: any process of this user may attach."""
 
-    def attach(self, handle: str) -> Shared:
+    def attach(self, handle: str) -> SharedWeights:
         """Give back each page of the built model that the store has too."""
         try:
             if not handle:
-                return Shared("", 0, "")  # the holder has said why
+                return SharedWeights("", 0, "")  # the holder has said why
             sharing = pagesharing.attach_pages(handle, self._starts_before)
-        except pagesharing.Unavailable as error:
-            return Shared("", 0, f"weights are not shared: {error}")
+        except pagesharing.PageSharingUnavailable as error:
+            return SharedWeights("", 0, f"weights are not shared: {error}")
         finally:
             pagesharing.prepare()  # whether or not `join` has come that far: predicts are to come
         self._store = handle
-        return Shared(handle, sharing.shared_bytes, "")
+        return SharedWeights(handle, sharing.shared_bytes, "")
 
     def reattach(self) -> None:
         """Share the pages of a model that was built again, after its first predict; a failure is only logged."""
@@ -87,5 +87,5 @@ class PageSharing(Sharing):
         """Let the store's pages that no process uses leave memory."""
         try:
             pagesharing.evict(handle)
-        except pagesharing.Unavailable as error:
+        except pagesharing.PageSharingUnavailable as error:
             _log.warning("the page store's cold pages stay in memory: %s", error)

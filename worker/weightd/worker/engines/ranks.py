@@ -16,11 +16,11 @@ from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, ModelSignature
 
 
-class Refused(InvalidArgument):
+class RankRejected(InvalidArgument):
     """This rank, and so each of its group, refuses these inputs. Nothing was sent to another one: all is as before."""
 
 
-class Meeting(NamedTuple):
+class RankRendezvous(NamedTuple):
     """Who meets where: what one process needs to know to join its group.
 
     Attributes:
@@ -62,11 +62,11 @@ class RankEngine(abc.ABC):
     needs_broker: ClassVar[bool] = False
     """Whether a group needs a process beside the ranks, that runs `serve_broker`."""
 
-    def __init__(self, rendezvous: Meeting) -> None:
+    def __init__(self, rendezvous: RankRendezvous) -> None:
         self._rendezvous = rendezvous
 
     @classmethod
-    def load_broker(cls, rendezvous: Meeting) -> None:
+    def load_broker(cls, rendezvous: RankRendezvous) -> None:
         """Load what a broker needs, which may take seconds: meanwhile the ranks load what they need.
 
         Raises:
@@ -75,7 +75,7 @@ class RankEngine(abc.ABC):
         del rendezvous
 
     @classmethod
-    def serve_broker(cls, rendezvous: Meeting) -> None:
+    def serve_broker(cls, rendezvous: RankRendezvous) -> None:
         """Be the process by which the ranks find each other; returns when all of them have left.
 
         Raises:

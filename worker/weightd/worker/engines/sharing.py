@@ -16,7 +16,7 @@ from typing import NamedTuple, Sequence
 from weightd.protocol.messages.children import Traits
 
 
-class Shared(NamedTuple):
+class SharedWeights(NamedTuple):
     """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped.
 
     `is_loss`: something in the way keeps apart what could be shared.
@@ -28,7 +28,7 @@ class Shared(NamedTuple):
     has_sharing_failed: bool = False
 
 
-class Sharing(abc.ABC):
+class WeightSharing(abc.ABC):
     """Shares what one engine has built.
 
     After an error from `export` or `attach` only a new build makes the engine usable.
@@ -41,7 +41,7 @@ class Sharing(abc.ABC):
         """Return the engine's number for this process. Allowed before the build."""
 
     @abc.abstractmethod
-    def export(self, store: str) -> Shared:
+    def export(self, store: str) -> SharedWeights:
         """Share the weights of the built model with the processes it was built for.
 
         Args:
@@ -57,7 +57,7 @@ class Sharing(abc.ABC):
         """
 
     @abc.abstractmethod
-    def attach(self, handle: str) -> Shared:
+    def attach(self, handle: str) -> SharedWeights:
         """Use the weights behind the handle that the model was built with, if that can be done."""
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class Sharing(abc.ABC):
         """Give back what was only needed while processes attached; a failure is only logged."""
 
 
-class NotShared(Sharing):
+class NotShared(WeightSharing):
     """Each process has weights of its own."""
 
     traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
@@ -74,14 +74,14 @@ class NotShared(Sharing):
         """Return this process's pid."""
         return str(os.getpid())
 
-    def export(self, store: str) -> Shared:
+    def export(self, store: str) -> SharedWeights:
         """Share nothing."""
         return SHARING_IS_OFF
 
     def allow(self, pids: Sequence[str]) -> None:
         """Do nothing: there is nothing to let in to."""
 
-    def attach(self, handle: str) -> Shared:
+    def attach(self, handle: str) -> SharedWeights:
         """Attach to nothing."""
         return SHARING_IS_OFF
 
@@ -89,4 +89,4 @@ class NotShared(Sharing):
         """Do nothing."""
 
 
-SHARING_IS_OFF = Shared("", 0, "sharing is off")
+SHARING_IS_OFF = SharedWeights("", 0, "sharing is off")

@@ -25,7 +25,7 @@ _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 _SEED_WORDS = 8
 
 
-class Beginning:
+class ProcessState:
     """Signals, directory and the like, as they are when this is made; `weightd.shared.oom` calls the score so.
 
     A process that is forked does as little as can be: each page that it changes it has for itself.

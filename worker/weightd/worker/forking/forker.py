@@ -14,12 +14,12 @@ from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import Fork, Forked
 from weightd.worker import exits, libraries
 from weightd.worker.engines.engine import Engine
-from weightd.worker.forking.beginning import Beginning
+from weightd.worker.forking.beginning import ProcessState
 from weightd.worker.forking.clone import clone, cannot_fork_reason
 from weightd.worker.pagesharing.libc import libc, unsupported_reason
 
 
-class Made(NamedTuple):
+class InheritedModel(NamedTuple):
     """What a process has of the one that it was forked from: an engine that has built the model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Made(NamedTuple):
     shared_bytes: int
 
 
-MakeChildMain = Callable[[Sequence[str], Optional[Made]], Callable[[], int]]
+MakeChildMain = Callable[[Sequence[str], Optional[InheritedModel]], Callable[[], int]]
 """Returns what lives the life of a child with these arguments, and with what is made already, up to its exit status.
 
 What can be found out before the fork a process has in common with those that are forked later. Raises SystemExit where
@@ -52,7 +52,7 @@ class Forker:
         ready: what the new ones do.
     """
 
-    def __init__(self, process_state: Beginning, make_child_main: MakeChildMain) -> None:
+    def __init__(self, process_state: ProcessState, make_child_main: MakeChildMain) -> None:
         self._process_state = process_state
         self._make_child_main = make_child_main
 
@@ -75,7 +75,7 @@ class Forker:
         libraries.drop_unchanged_pages()
         gc.freeze()
 
-    def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[Made] = None) -> None:
+    def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[InheritedModel] = None) -> None:
         """Make the process, and tell of it, or why there is none. In that process this does not return."""
         reason = self.cannot_fork_reason()
         if not reason:

@@ -53,15 +53,15 @@ differently.
 """
 
 from .chunks import MIN_BLOCK_BYTES, MappingStarts
-from .errors import Unavailable
-from .sharing import Sharing, start_build, mmap_threshold_bytes, export_pages, attach_pages, prepare, restore_mmap_threshold
+from .errors import PageSharingUnavailable
+from .sharing import PageSharingResult, start_build, mmap_threshold_bytes, export_pages, attach_pages, prepare, restore_mmap_threshold
 from .store import evict, prefetch, is_on_disk, resident_bytes
 
 __all__ = [
     "MIN_BLOCK_BYTES",
-    "Sharing",
+    "PageSharingResult",
     "MappingStarts",
-    "Unavailable",
+    "PageSharingUnavailable",
     "start_build",
     "mmap_threshold_bytes",
     "evict",

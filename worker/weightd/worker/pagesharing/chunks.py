@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Callable, FrozenSet, Iterable, Iterator, List,
 import numpy as np
 
 from . import maps
-from .errors import Unavailable
+from .errors import PageSharingUnavailable
 from .libc import PAGE, Libc, MappedBlocks
-from .maps import Pagemap, Region
-from .memory import Peephole, view
+from .maps import Pagemap, AddressRange
+from .memory import ProcessMemoryReader, view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
     size: int
 
 
-class Reader(NamedTuple):
+class MemoryReader(NamedTuple):
     """How memory is looked at: in tests, memory that does not exist."""
 
     populated: Callable[[int, int], NDArray[np.bool_]]
@@ -90,10 +90,10 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
     """
     check_malloc(libc)
     pagemap = Pagemap()
-    memory_reader = Peephole()
+    memory_reader = ProcessMemoryReader()
     try:
         spans = list(maps.contiguous_spans(maps.read_own_regions()))
-        found = list(_find_all_chunks(spans, Reader(pagemap.populated, memory_reader.read)))
+        found = list(_find_all_chunks(spans, MemoryReader(pagemap.populated, memory_reader.read)))
         check_counts(len(found), sum(chunk.size for _, chunk in found), libc.mapped_blocks())
         extents = [
             extent
@@ -112,10 +112,10 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
 def mapping_starts() -> MappingStarts:
     """Return where malloc's mappings are now, and perhaps what only looks like one; and pools."""
     pagemap = Pagemap()
-    memory_reader = Peephole()
+    memory_reader = ProcessMemoryReader()
     try:
         spans = list(maps.contiguous_spans(maps.read_own_regions()))
-        found = [chunk for _, chunk in _find_all_chunks(spans, Reader(pagemap.populated, memory_reader.read))]
+        found = [chunk for _, chunk in _find_all_chunks(spans, MemoryReader(pagemap.populated, memory_reader.read))]
         return frozenset([*(chunk.start for chunk in found), *(start for start, _ in find_pools(spans, found))])
     finally:
         memory_reader.close()
@@ -133,12 +133,12 @@ def check_malloc(libc: Libc) -> None:
         start = block - _HEADER.size
         fits = after.block_count == before.block_count + 1 and grown == expected and start % PAGE == 0
         if not fits or mapping_size(bytes(view(start, _HEADER.size))) != expected:
-            raise Unavailable("malloc does not map large blocks as glibc's does by default: another malloc, or tuned?")
+            raise PageSharingUnavailable("malloc does not map large blocks as glibc's does by default: another malloc, or tuned?")
     finally:
         libc.free(block)
 
 
-def _find_all_chunks(spans: Sequence[Sequence[Region]], reader: Reader) -> Iterator[Tuple[Sequence[Region], Chunk]]:
+def _find_all_chunks(spans: Sequence[Sequence[AddressRange]], reader: MemoryReader) -> Iterator[Tuple[Sequence[AddressRange], Chunk]]:
     for span in spans:
         for chunk in find_chunks(span, reader):
             yield span, chunk
@@ -147,13 +147,13 @@ def _find_all_chunks(spans: Sequence[Sequence[Region]], reader: Reader) -> Itera
 def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
     """Raise Unavailable unless what was found is just what malloc says that it has."""
     if count != malloc_count.block_count or total % malloc_count.modulus != malloc_count.total_bytes:
-        raise Unavailable(
+        raise PageSharingUnavailable(
             f"found {count} malloc mappings of {total % malloc_count.modulus} bytes, "
             f"malloc counts {malloc_count.block_count} of {malloc_count.total_bytes}"
         )
 
 
-def find_chunks(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
+def find_chunks(span: Sequence[AddressRange], reader: MemoryReader) -> Iterator[Chunk]:
     """Find the malloc mappings in regions that follow each other without a gap, in order, without overlap."""
     position = span[0].start
     end = span[-1].end
@@ -173,7 +173,7 @@ def find_chunks(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
             position = max(position, stop)
 
 
-def find_pools(spans: Iterable[Sequence[Region]], found: Iterable[Chunk]) -> Iterator[Extent]:
+def find_pools(spans: Iterable[Sequence[AddressRange]], found: Iterable[Chunk]) -> Iterator[Extent]:
     """Find the regions that are one or more pools; in none of them is a malloc mapping, or part of one."""
     chunk_ranges = sorted((chunk.start, chunk.start + chunk.size) for chunk in found)
     for span in spans:
@@ -195,7 +195,7 @@ def mapping_size(header: Optional[bytes]) -> int:
     return int(size) - _IS_MMAPPED
 
 
-def anonymous_parts(span: Sequence[Region], start: int, end: int) -> Iterator[Extent]:
+def anonymous_parts(span: Sequence[AddressRange], start: int, end: int) -> Iterator[Extent]:
     """Cut out of a part of a span what has been mapped from a file since."""
     first = max(bisect.bisect_right(span, (start, end, True)) - 1, 0)
     for region in span[first:]:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from .errors import Unavailable
+from .errors import PageSharingUnavailable
 
 PAGE = mmap.PAGESIZE
 """The size of a page of this machine: 4 KiB, or 16 or 64 KiB on some aarch64 kernels."""
@@ -245,7 +245,7 @@ def libc() -> Libc:
     """Return the C library, or raise Unavailable where page sharing is not supported."""
     reason = unsupported_reason()
     if reason:
-        raise Unavailable(reason)
+        raise PageSharingUnavailable(reason)
     return _load()
 
 

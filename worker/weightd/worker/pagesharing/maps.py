@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Iterable, Iterator, List, NamedTuple, Optional
 
 import numpy as np
 
-from .errors import Unavailable
+from .errors import PageSharingUnavailable
 from .libc import PAGE
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _ENTRY_BYTES = 8
 _IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
 
 
-class Region(NamedTuple):
+class AddressRange(NamedTuple):
     """A piece of the address space that is private to this process and that it may read and write."""
 
     start: int
@@ -36,7 +36,7 @@ class Region(NamedTuple):
     """Whether it is plain memory, of no file, and not the heap or a stack."""
 
 
-def parse_region(line: bytes) -> Optional[Region]:
+def parse_region(line: bytes) -> Optional[AddressRange]:
     """Read one line of /proc/self/maps; None for a mapping that is shared, or not readable and writable.
 
     The line is ``start-end permissions offset device inode [path]``.
@@ -47,22 +47,22 @@ def parse_region(line: bytes) -> Optional[Region]:
     start, end = (int(address, 16) for address in fields[0].split(b"-"))
     path = fields[5].strip() if len(fields) > 5 else b""
     # a kernel may let a program give names to its memory: "[anon:...]"
-    return Region(start, end, fields[4] == b"0" and (not path or path.startswith(b"[anon:")))
+    return AddressRange(start, end, fields[4] == b"0" and (not path or path.startswith(b"[anon:")))
 
 
-def parse_regions(lines: Iterable[bytes]) -> List[Region]:
+def parse_regions(lines: Iterable[bytes]) -> List[AddressRange]:
     """Read /proc/self/maps, or lines like it; only what ``parse`` takes."""
-    found: List[Region] = []
+    found: List[AddressRange] = []
     for line in lines:
         region = parse_region(line)
         if region is not None:
             found.append(region)
         if len(found) > MAX_REGIONS:
-            raise Unavailable(f"the process has more than {MAX_REGIONS} memory regions")
+            raise PageSharingUnavailable(f"the process has more than {MAX_REGIONS} memory regions")
     return found
 
 
-def read_own_regions() -> List[Region]:
+def read_own_regions() -> List[AddressRange]:
     """Return the regions of this process."""
     with _MAPS.open("rb") as lines:
         return parse_regions(lines)
@@ -79,9 +79,9 @@ def mapping_limit() -> int:
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
-def contiguous_spans(found: Iterable[Region]) -> Iterator[List[Region]]:
+def contiguous_spans(found: Iterable[AddressRange]) -> Iterator[List[AddressRange]]:
     """Group regions that follow each other without a gap: what one malloc block may lie in."""
-    span: List[Region] = []
+    span: List[AddressRange] = []
     for region in found:
         if span and span[-1].end != region.start:
             yield span
@@ -107,6 +107,6 @@ class Pagemap:
         wanted = (end - start) // PAGE * _ENTRY_BYTES
         entries = os.pread(self._fd, wanted, start // PAGE * _ENTRY_BYTES)
         if len(entries) != wanted:
-            raise Unavailable("/proc/self/pagemap says nothing about a part of the memory")
+            raise PageSharingUnavailable("/proc/self/pagemap says nothing about a part of the memory")
         exists: NDArray[np.bool_] = (np.frombuffer(entries, dtype=np.uint64) & _IN_MEMORY_OR_SWAP) != 0
         return exists

@@ -29,7 +29,7 @@ def words(address: int, length: int) -> NDArray[np.uint64]:
     return np.frombuffer(view(address, length), dtype=np.uint64)
 
 
-class Peephole:
+class ProcessMemoryReader:
     """Reads memory that may be gone meanwhile: where ``view`` would be a crash, this is None."""
 
     def __init__(self) -> None:

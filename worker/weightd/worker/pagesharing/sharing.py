@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generator, List, NamedTuple, Optional, Tuple
 import numpy as np
 
 from . import chunks, runs
-from .errors import Unavailable
+from .errors import PageSharingUnavailable
 from .hashing import ZERO_PAGE, hash_pages
 from .libc import PAGE, Libc, libc, unsupported_reason
 from .maps import Pagemap
@@ -29,7 +29,7 @@ _MIN_ZERO_PAGES = 16
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PageSharingResult:
     """What a hold or a join has done."""
 
     shared_bytes: int
@@ -87,7 +87,7 @@ def restore_mmap_threshold(threshold_bytes: Optional[int]) -> None:
         libc().set_mmap_threshold(threshold_bytes)
 
 
-def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> Sharing:
+def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> PageSharingResult:
     """Write the large private memory of this process to a new store, and use the store's pages from then on.
 
     Each piece is mapped from the store as soon as it is written, so there is never a second copy of it all.
@@ -107,10 +107,10 @@ def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
         examined = len(pages.addresses) * PAGE + zero_bytes
         shared = _write_store(c, store_path, pages)
         c.trim_heap()
-    return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
+    return PageSharingResult(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
-def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> Sharing:
+def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> PageSharingResult:
     """Use the store's pages in the place of own pages that are equal to them.
 
     Args:
@@ -132,7 +132,7 @@ def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
         finally:
             store.close()
         c.trim_heap()
-    return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
+    return PageSharingResult(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def _quiesce() -> Generator[None, None, None]:
     # What is allocated from here on is no model.
     prepare()
     if tracemalloc.is_tracing():
-        raise Unavailable("tracemalloc is on: it writes to its tables at any time")
+        raise PageSharingUnavailable("tracemalloc is on: it writes to its tables at any time")
     collecting = gc.isenabled()
     # Nothing old may be freed meanwhile: its address could then be used for something of ours.
     gc.collect()
@@ -149,7 +149,7 @@ def _quiesce() -> Generator[None, None, None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        raise Unavailable(f"sharing pages failed: {str(error) or 'out of memory'}") from error
+        raise PageSharingUnavailable(f"sharing pages failed: {str(error) or 'out of memory'}") from error
     finally:
         if collecting:
             gc.enable()

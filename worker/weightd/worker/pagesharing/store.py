@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import Unavailable
+from .errors import PageSharingUnavailable
 from .libc import PAGE, Libc, libc
 from .memory import view
 
@@ -57,18 +57,18 @@ def encode_header(page_count: int) -> bytes:
 def decode_header(header: bytes, file_size: int) -> int:
     """Read and check a header. Return the number of pages; raise Unavailable with what is wrong."""
     if len(header) < _HEADER.size:
-        raise Unavailable("the store has no header: it is truncated or no store")
+        raise PageSharingUnavailable("the store has no header: it is truncated or no store")
     magic, version, page, page_count = _HEADER.unpack_from(header)
     if not any(header[: _HEADER.size]):
-        raise Unavailable("the store was never finished")
+        raise PageSharingUnavailable("the store was never finished")
     if magic != MAGIC:
-        raise Unavailable("the file is not a page store")
+        raise PageSharingUnavailable("the file is not a page store")
     if version != VERSION:
-        raise Unavailable(f"the store has format version {version}, this is {VERSION}")
+        raise PageSharingUnavailable(f"the store has format version {version}, this is {VERSION}")
     if page != PAGE:
-        raise Unavailable(f"the store has pages of {page} bytes, this machine {PAGE}")
+        raise PageSharingUnavailable(f"the store has pages of {page} bytes, this machine {PAGE}")
     if size_of(page_count) != file_size:
-        raise Unavailable(f"the store should have {size_of(page_count)} bytes and has {file_size}: truncated?")
+        raise PageSharingUnavailable(f"the store should have {size_of(page_count)} bytes and has {file_size}: truncated?")
     return int(page_count)
 
 
@@ -151,7 +151,7 @@ def open_store(path: str) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # a named pipe must not block us
     except OSError as error:
-        raise Unavailable(f"cannot open the store: {error}") from error
+        raise PageSharingUnavailable(f"cannot open the store: {error}") from error
     try:
         check_owner(os.fstat(fd))
     except BaseException:
@@ -163,11 +163,11 @@ def open_store(path: str) -> int:
 def check_owner(status: os.stat_result) -> None:
     """Raise Unavailable unless it is a regular file of this user that nobody else may use."""
     if not stat.S_ISREG(status.st_mode):
-        raise Unavailable("the store is not a regular file")
+        raise PageSharingUnavailable("the store is not a regular file")
     if status.st_uid != os.geteuid():
-        raise Unavailable(f"the store belongs to user {status.st_uid}, this process to {os.geteuid()}")
+        raise PageSharingUnavailable(f"the store belongs to user {status.st_uid}, this process to {os.geteuid()}")
     if status.st_mode & 0o077:
-        raise Unavailable(f"others may use the store: its mode is {stat.S_IMODE(status.st_mode):o}")
+        raise PageSharingUnavailable(f"others may use the store: its mode is {stat.S_IMODE(status.st_mode):o}")
 
 
 def is_on_disk(path: str) -> bool:
@@ -186,7 +186,7 @@ def evict(path: str) -> None:
         os.fsync(fd)  # pages that are not on disk yet cannot leave
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        raise Unavailable(f"cannot write the store out: {error}") from error
+        raise PageSharingUnavailable(f"cannot write the store out: {error}") from error
     finally:
         os.close(fd)
 
@@ -198,7 +198,7 @@ def prefetch(path: str) -> None:
     """
     try:
         fd = open_store(path)
-    except Unavailable:
+    except PageSharingUnavailable:
         return
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
@@ -219,6 +219,6 @@ def resident_bytes(path: str) -> int:
         finally:
             c.unmap(address, size)
     except OSError as error:
-        raise Unavailable(f"cannot tell how much of the store is in memory: {error}") from error
+        raise PageSharingUnavailable(f"cannot tell how much of the store is in memory: {error}") from error
     finally:
         os.close(fd)

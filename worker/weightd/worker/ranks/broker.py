@@ -9,13 +9,13 @@ from typing import Callable, Union
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import RemoteProtocolError, WeightdError
-from weightd.protocol.messages.children import TO_CHILD, Back, Hello, Ping, Pong, Stop
-from weightd.protocol.messages.ranks import Enter
+from weightd.protocol.messages.children import TO_CHILD, Reconnected, Hello, Ping, Pong, Stop
+from weightd.protocol.messages.ranks import JoinGroup
 from weightd.worker import exits
-from weightd.worker.connection import Connection
+from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines.errors import EngineMissing
 from weightd.worker.engines.sharing import NotShared
-from weightd.worker.lane import LaneConnection
+from weightd.worker.lane import ChannelConnection
 from weightd.worker.life import all_versions
 
 _log = logging.getLogger("weightd.worker")
@@ -27,7 +27,7 @@ RANK_LOST = 1
 """The exit status of one whose ranks have not come, or were lost."""
 
 
-def run(connection: Union[Connection, LaneConnection], serve: Callable[[], None]) -> int:
+def run(connection: Union[WorkerConnection, ChannelConnection], serve: Callable[[], None]) -> int:
     """Say HELLO, and let ranks find each other once it is told to; return the exit status.
 
     While it does, it hears nothing: the library has this thread, and MindSpore's the interpreter's lock with it, so
@@ -42,7 +42,7 @@ def run(connection: Union[Connection, LaneConnection], serve: Callable[[], None]
     while True:
         messages = connection.receive()
         if messages is None:
-            connection.send(encode(Back()))
+            connection.send(encode(Reconnected()))
             continue
         for frames in messages:
             order = decoder.decode(frames)
@@ -50,7 +50,7 @@ def run(connection: Union[Connection, LaneConnection], serve: Callable[[], None]
                 return exits.OK
             if isinstance(order, Ping):
                 connection.send(encode(Pong()))
-            elif isinstance(order, Enter):
+            elif isinstance(order, JoinGroup):
                 return _serve(serve)
             else:
                 raise RemoteProtocolError(f"type: expected enter, ping or stop, got {type(order).__name__.lower()}")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol.codec import clip
-from weightd.protocol.messages.findings import SelfTestCase, Rows
-from weightd.shared.rowtest.bits import NotTogether, check_rows
+from weightd.protocol.messages.findings import SelfTestCase, RowSupport
+from weightd.shared.rowtest.bits import NotBatchable, check_rows
 from weightd.shared.rowtest.rows import has_rows
 from weightd.worker.canary import canary, sample
 from weightd.worker.engines.engine import Arrays, ModelSignature
@@ -18,14 +18,14 @@ _NOT_TESTED = "it was not tested whether answers are the same: a rank runs nothi
 _ROWS_ARE_SHARDED = "each rank answers with rows of its own: requests are neither put together nor cut"
 
 
-class Share(NamedTuple):
+class RowShare(NamedTuple):
     """The rows of an answer that a rank has: of so many equal shares the one with this number, from 0."""
 
     share_index: int = 0
     share_count: int = 1
 
 
-class Known:
+class ReferenceAnswer:
     """What is asked, and what this rank has to answer.
 
     Args:
@@ -42,7 +42,7 @@ class Known:
         BuildError: the file is not such, or cannot be divided into shares.
     """
 
-    def __init__(self, path: str, signature: ModelSignature, row_share: Optional[Share], tolerance: float) -> None:
+    def __init__(self, path: str, signature: ModelSignature, row_share: Optional[RowShare], tolerance: float) -> None:
         self._signature = signature
         self._row_share = row_share
         self._tolerance = tolerance
@@ -97,7 +97,7 @@ class Known:
         indices = np.arange(new_count) % count
         return {name: each[indices] if name in inputs_with_rows else each for name, each in self.inputs.items()}, ""
 
-    def find_row_support(self, batch_inputs: Arrays, answer: Arrays, reason: str) -> Optional[Rows]:
+    def find_row_support(self, batch_inputs: Arrays, answer: Arrays, reason: str) -> Optional[RowSupport]:
         """Return what is found of the rows of the model; None if this rank does not answer.
 
         Args:
@@ -109,21 +109,21 @@ class Known:
             return None
         names = self._inputs_with_rows
         if self._row_share.share_count > 1:
-            return Rows(names, (), is_equal=False, note=_ROWS_ARE_SHARDED)
+            return RowSupport(names, (), is_equal=False, note=_ROWS_ARE_SHARDED)
         if reason:
-            return Rows(names, (), is_equal=False, note=clip(reason))
+            return RowSupport(names, (), is_equal=False, note=clip(reason))
         try:
             outputs = tuple(check_rows(answer, len(batch_inputs[names[0]])))
-        except NotTogether as error:
-            return Rows(names, (), is_equal=False, note=clip(str(error)))
-        return Rows(names, outputs, is_equal=False, note=_NOT_TESTED)
+        except NotBatchable as error:
+            return RowSupport(names, (), is_equal=False, note=clip(str(error)))
+        return RowSupport(names, outputs, is_equal=False, note=_NOT_TESTED)
 
     @property
     def _inputs_with_rows(self) -> Tuple[str, ...]:
         return tuple(each.name for each in self._signature.inputs if has_rows(each))
 
 
-def _shard_of(path: str, name: str, array: Any, row_share: Share) -> Any:
+def _shard_of(path: str, name: str, array: Any, row_share: RowShare) -> Any:
     if row_share.share_count == 1:
         return array
     each, rest = divmod(len(array) if array.ndim else 1, row_share.share_count)

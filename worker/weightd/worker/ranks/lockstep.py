@@ -7,14 +7,14 @@ from typing import Any, Callable, List, Sequence, Tuple, cast
 from weightd.protocol.errors import InvalidArgument, RequestError
 from weightd.protocol.messages.children import Predict
 from weightd.protocol.messages.ranks import Done
-from weightd.shared.rowtest.bits import NotTogether
+from weightd.shared.rowtest.bits import NotBatchable
 from weightd.worker import exits
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.ranks import RankEngine, Refused
+from weightd.worker.engines.ranks import RankEngine, RankRejected
 from weightd.worker.predictor import PredictItem, Predictor, Reply
 
 
-class Divided:
+class RowShardedEngine:
     """An engine each of whose ranks answers with its share of the rows: there have to be as many for each.
 
     What has not is refused alike by all, before any has sent anything to the others.
@@ -35,11 +35,11 @@ class Divided:
         for name in self._sharded_inputs:
             rows = len(inputs[name])
             if rows % self._rank_count:
-                raise Refused(f"input {name}: expected a multiple of {self._rank_count} rows, one for each rank, got {rows}")
+                raise RankRejected(f"input {name}: expected a multiple of {self._rank_count} rows, one for each rank, got {rows}")
         return self._engine.predict(inputs)
 
 
-class Lockstep(Predictor):
+class LockstepRunner(Predictor):
     """Runs requests on an engine that is in a group.
 
     Nothing is run a second time, or one by one where it came together: what this rank would do alone others do not, and
@@ -66,7 +66,7 @@ class Lockstep(Predictor):
 
     def shard_rows(self, inputs: Sequence[str], rank_count: int) -> None:
         """From now on as many rows of these inputs are needed for each rank."""
-        self._engine = cast(Engine, Divided(cast(RankEngine, self._engine), inputs, rank_count))
+        self._engine = cast(Engine, RowShardedEngine(cast(RankEngine, self._engine), inputs, rank_count))
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
         """Run the next one."""
@@ -92,10 +92,10 @@ class Lockstep(Predictor):
         first = items[0][0]
         try:
             self._run_batch(items, rows)
-        except Refused as error:
+        except RankRejected as error:
             for order, _ in items:
                 self._fail(order, error, is_leaving=False)
-        except NotTogether as error:
+        except NotBatchable as error:
             return self._fail(first, InvalidArgument(str(error)), is_leaving=True)
         except RequestError as error:
             return self._fail(first, error, is_leaving=True)
@@ -123,4 +123,4 @@ class Lockstep(Predictor):
         return ""
 
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
-        return super()._fail(order, error, is_leaving=not isinstance(error, Refused))
+        return super()._fail(order, error, is_leaving=not isinstance(error, RankRejected))

@@ -7,23 +7,23 @@ import os
 from typing import Any, Mapping, NamedTuple, Union
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Back, Hello, ChildOrder, Ping, Pong, Settle, Skip
-from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.children import Reconnected, Hello, ChildOrder, Ping, Pong, TrimStore, CancelPredict
+from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.shared.cores import parse_cpulist
-from weightd.shared.meeting import Meeting
+from weightd.shared.meeting import RendezvousInfo
 from weightd.worker import exits
 from weightd.worker.affinity import set_cpu_affinity
-from weightd.worker.connection import Connection
+from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.ranks import RankEngine, Refused
+from weightd.worker.engines.ranks import RankEngine, RankRejected
 from weightd.worker.engines.sharing import NotShared
-from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, check_signature, all_versions
-from weightd.worker.ranks.known import Known, Share
-from weightd.worker.ranks.lockstep import Lockstep
+from weightd.worker.lane import ChannelConnection
+from weightd.worker.life import SessionBase, check_signature, all_versions
+from weightd.worker.ranks.known import ReferenceAnswer, RowShare
+from weightd.worker.ranks.lockstep import LockstepRunner
 
 
-class Given(NamedTuple):
+class RankInputs(NamedTuple):
     """What a rank has been given to load.
 
     Attributes:
@@ -41,7 +41,7 @@ class Given(NamedTuple):
     tolerance: float = 0.0
 
 
-class RankSession(Life):
+class RankSession(SessionBase):
     """Serves one rank over one connection.
 
     Args:
@@ -52,13 +52,13 @@ class RankSession(Life):
     """
 
     def __init__(
-        self, connection: Union[Connection, LaneConnection], engine: RankEngine, rendezvous: Meeting, rank_inputs: Given
+        self, connection: Union[WorkerConnection, ChannelConnection], engine: RankEngine, rendezvous: RendezvousInfo, rank_inputs: RankInputs
     ) -> None:
         super().__init__(connection)
         self._engine = engine
         self._rendezvous = rendezvous
         self._rank_inputs = rank_inputs
-        self._lockstep = Lockstep(engine, self._reply, self._fail_out_of_step, is_replying=rendezvous.has_outputs)
+        self._lockstep = LockstepRunner(engine, self._reply, self._fail_out_of_step, is_replying=rendezvous.has_outputs)
         self._predictor = self._lockstep
         self._signature = rank_inputs.file_signature
         self._has_joined = False
@@ -77,18 +77,18 @@ class RankSession(Life):
             sha256,
             all_versions(self._engine.versions()),
             NotShared.traits,
-            slice=Slice(self._rendezvous.rank, inputs, outputs),
+            slice=RankSlice(self._rendezvous.rank, inputs, outputs),
         )
 
     def _handle_order(self, order: ChildOrder) -> None:
-        if isinstance(order, Enter):
+        if isinstance(order, JoinGroup):
             self._join_group()
-        elif isinstance(order, Warm):
+        elif isinstance(order, RunSelfTest):
             self._run_selftest(order)
         elif isinstance(order, Ping):
             # Not by the canary: that all ranks would have to run.
             self._send(Pong())
-        elif not isinstance(order, Settle):
+        elif not isinstance(order, TrimStore):
             raise RemoteProtocolError(f"type: expected what a rank is told, got {type(order).__name__.lower()}")
 
     def _join_group(self) -> None:
@@ -96,22 +96,22 @@ class RankSession(Life):
         self._has_joined = True
         self._signature = self._engine.load(self._rank_inputs.model_path, self._rank_inputs.options)
         check_signature(self._signature)
-        self._send(Entered(self._signature.inputs, self._signature.outputs, self._engine.memory()))
+        self._send(JoinedGroup(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
-    def _run_selftest(self, order: Warm) -> None:
+    def _run_selftest(self, order: RunSelfTest) -> None:
         """Run what all ranks run now: that hangs on the order and on the canary's file, and on no answer."""
         rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
         row_share = None
         if rendezvous.has_outputs:
-            row_share = Share() if rendezvous.reply_rank is not None else Share(rendezvous.rank, rendezvous.size)
-        reference = Known(rank_inputs.selftest_path, self._signature, row_share, rank_inputs.tolerance)
+            row_share = RowShare() if rendezvous.reply_rank is not None else RowShare(rendezvous.rank, rendezvous.size)
+        reference = ReferenceAnswer(rank_inputs.selftest_path, self._signature, row_share, rank_inputs.tolerance)
         answer = self._engine.predict(reference.inputs)
         batch_inputs, reason = reference.with_other_row_count(order.row_counts) if order.max_rows > 1 else ({}, "")
         outputs: Arrays = {}
         if batch_inputs:
             try:
                 outputs = self._engine.predict(batch_inputs)
-            except Refused as error:
+            except RankRejected as error:
                 reason = f"the model does not run on another number of rows than the canary has: {error}"
         digest = reference.digest_of(answer)
         if reference.sharded_inputs:
@@ -121,12 +121,12 @@ class RankSession(Life):
             # All threads are there by now. A core that is gone since costs time, and nothing else.
             with contextlib.suppress(OSError):
                 set_cpu_affinity(parse_cpulist(rendezvous.cores))
-        self._send(Warmed(digest, (reference.case,), row_support, self._engine.memory()))
+        self._send(SelfTestDone(digest, (reference.case,), row_support, self._engine.memory()))
 
-    def _make_reconnected(self) -> Back:
-        return Back(self._lockstep.step)
+    def _make_reconnected(self) -> Reconnected:
+        return Reconnected(self._lockstep.step)
 
-    def _on_cancel_predict(self, order: Skip) -> None:
+    def _on_cancel_predict(self, order: CancelPredict) -> None:
         raise RemoteProtocolError("type: expected no skip: what one rank runs, all run")
 
     def _on_idle(self) -> None:

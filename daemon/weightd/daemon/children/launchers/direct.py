@@ -6,23 +6,23 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launch import ProcessSpec
 from weightd.daemon.children.launchers.keeper import process
-from weightd.daemon.children.launchers.launcher import Kept
+from weightd.daemon.children.launchers.launcher import SurvivingProcess
 from weightd.daemon.host import processes
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.processes import ChildProcess
 
 
-class Direct:
+class DirectLauncher:
     """A `Launcher` that starts them itself."""
 
-    def start(self, process_spec: Launch) -> Process:  # noqa: D102
+    def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
         return processes.start(process_spec.with_parent(os.getpid()).command, process_spec.log, process_spec.environment, stdin_data=process_spec.stdin_data)
 
-    def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
+    def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:  # noqa: D102
         return processes.adopt(pid, log)
 
-    def surviving_processes(self) -> list[Kept]:  # noqa: D102
+    def surviving_processes(self) -> list[SurvivingProcess]:  # noqa: D102
         return []
 
     def kill_orphans(self) -> None:  # noqa: D102
@@ -31,5 +31,5 @@ class Direct:
     def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:  # noqa: D102
         process.kill_all(process.find_orphans({parent, *known_pids}, parent))
 
-    def watch(self, survivor: Kept) -> Process:  # noqa: D102
+    def watch(self, survivor: SurvivingProcess) -> ChildProcess:  # noqa: D102
         raise ProcessLookupError(f"process {survivor.pid} is gone with the daemon that had started it")

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightd.daemon.children.launch import Launch
-from weightd.daemon.host.processes import Process
+from weightd.daemon.children.launch import ProcessSpec
+from weightd.daemon.host.processes import ChildProcess
 
 
-class Kept(NamedTuple):
+class SurvivingProcess(NamedTuple):
     """A child that outlives the daemon, and has not been waited for: so its pid is its own."""
 
     pid: int
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 class Launcher(Protocol):
     """Starts holders and workers, and knows those that a daemon before this one has had started."""
 
-    def start(self, process_spec: Launch) -> Process:
+    def start(self, process_spec: ProcessSpec) -> ChildProcess:
         """Start a child in a session of its own; it learns its parent's pid by `--parent`, all else from stdin.
 
         Raises:
@@ -29,7 +29,7 @@ class Launcher(Protocol):
         """
         raise NotImplementedError
 
-    def surviving_processes(self) -> list[Kept]:
+    def surviving_processes(self) -> list[SurvivingProcess]:
         """Return every child that outlives the daemon."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class Launcher(Protocol):
         """
         raise NotImplementedError
 
-    def adopt(self, name: str, pid: int, log: Path) -> Process:
+    def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:
         """Have a child watched that another child has forked: its parent is that of the other.
 
         Raises:
@@ -56,7 +56,7 @@ class Launcher(Protocol):
         """
         raise NotImplementedError
 
-    def watch(self, survivor: Kept) -> Process:
+    def watch(self, survivor: SurvivingProcess) -> ChildProcess:
         """Have such a child watched.
 
         Raises:

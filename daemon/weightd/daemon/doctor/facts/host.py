@@ -35,7 +35,7 @@ FIRST_VIRTUAL_ID = 100
 
 
 @dataclass(frozen=True)
-class Card:
+class NpuInfo:
     """A row of `npu-smi info -m`: where a logical device is."""
 
     npu_id: int
@@ -44,7 +44,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFacts:
     """What was seen; "" or empty where there is nothing to see.
 
     Attributes:
@@ -63,7 +63,7 @@ class Host:
     driver: str = ""
     cann: str = ""
     npu_smi_error: str = ""
-    cards: tuple[Card, ...] = ()
+    cards: tuple[NpuInfo, ...] = ()
     is_virtual_machine: bool = False
     ascend_home: str = ""
     has_ascend_home_dir: bool = False
@@ -84,7 +84,7 @@ class Host:
         """The nodes that are virtual instances."""
         return tuple(node for node in self.devices if node.startswith("v") or _node_number(node) >= FIRST_VIRTUAL_ID)
 
-    def card(self, logic_id: int | None) -> Card | None:
+    def card(self, logic_id: int | None) -> NpuInfo | None:
         """Return where npu-smi sees a logical device."""
         return next((card for card in self.cards if card.logic_id == logic_id), None)
 
@@ -93,7 +93,7 @@ RunCommand = Callable[[list[str]], str]
 """Runs a command and returns what it prints; raises OSError with the reason if that cannot be had."""
 
 
-def read_host(root: Path = Path("/"), run_command: RunCommand | None = None, ascend_home: str = "") -> Host:
+def read_host(root: Path = Path("/"), run_command: RunCommand | None = None, ascend_home: str = "") -> HostFacts:
     """Look at the host below `root`; `run` asks npu-smi, `home` is ASCEND_HOME_PATH of the environment that counts."""
     install_info = _read_install_info(root / _INSTALL_INFO)
     in_home = root / ascend_home.lstrip("/")
@@ -102,12 +102,12 @@ def read_host(root: Path = Path("/"), run_command: RunCommand | None = None, asc
     cann += [root / each.format(machine=platform.machine()) for each in _CANN_VERSION_FILES]
     driver = Path(install_info.get("driver_install_path_param", _DEFAULT_INSTALL_DIR), "driver/version.info")
     npu_smi_error = ""
-    cards: tuple[Card, ...] = ()
+    cards: tuple[NpuInfo, ...] = ()
     try:
         cards = parse_npu_list((run_command or run_for_output)(["npu-smi", "info", "-m"]))
     except OSError as error:
         npu_smi_error = str(error)
-    return Host(
+    return HostFacts(
         nodes=tuple(sorted(_device_node_names(root / "dev"))),
         driver=_read_version([root / str(driver).lstrip("/")]),
         cann=_read_version(cann),
@@ -130,7 +130,7 @@ def _read_install_info(file: Path) -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
-def count_card_processes(card: Card, run_command: RunCommand | None = None) -> int:
+def count_card_processes(card: NpuInfo, run_command: RunCommand | None = None) -> int:
     """Return how many processes npu-smi lists on a card.
 
     Raises:
@@ -139,10 +139,10 @@ def count_card_processes(card: Card, run_command: RunCommand | None = None) -> i
     return parse_process_count((run_command or run_for_output)(["npu-smi", "info", "-t", "proc-mem", "-i", str(card.npu_id)]), card.chip_id)
 
 
-def parse_npu_list(text: str) -> tuple[Card, ...]:
+def parse_npu_list(text: str) -> tuple[NpuInfo, ...]:
     """Read `npu-smi info -m`: NPU ID, Chip ID, Chip Logic ID, ..., where a chip that is no NPU has no logic id."""
     rows = (line.split()[:3] for line in text.splitlines())
-    return tuple(Card(*map(int, row)) for row in rows if len(row) == 3 and all(cell.isdigit() for cell in row))
+    return tuple(NpuInfo(*map(int, row)) for row in rows if len(row) == 3 and all(cell.isdigit() for cell in row))
 
 
 def parse_process_count(text: str, chip_id: int) -> int:

@@ -16,7 +16,7 @@ _LOG_TAIL_LINES = 4
 
 
 @dataclass(frozen=True)
-class Report:
+class InterpreterReport:
     """What `python -m weightd.worker.report` told.
 
     Attributes:
@@ -44,7 +44,7 @@ class Report:
         return f"not reached: the process {self.exit_description} in the step {self.unfinished_step}" if self.unfinished_step else "not reached"
 
 
-def run_report(python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None) -> Report:
+def run_report(python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None) -> InterpreterReport:
     """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
 
     Raises:
@@ -74,7 +74,7 @@ def run_report(python: str, device: int, timeout_s: float, environment: Mapping[
         return parse_report(output.decode("utf-8", "replace"), exit_description, log.read().decode("utf-8", "replace"))
 
 
-def parse_report(output: str, exit_description: str, log: str) -> Report:
+def parse_report(output: str, exit_description: str, log: str) -> InterpreterReport:
     """Return the report of what a process wrote; a line that is cut short counts for nothing."""
     steps: dict[str, Mapping[str, Any]] = {}
     current_step = ""
@@ -89,4 +89,4 @@ def parse_report(output: str, exit_description: str, log: str) -> Report:
             steps[values.pop("step")] = values
             current_step = ""
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
-    return Report(steps, current_step, exit_description or ("ended" if current_step else ""), " | ".join(lines[-_LOG_TAIL_LINES:]))
+    return InterpreterReport(steps, current_step, exit_description or ("ended" if current_step else ""), " | ".join(lines[-_LOG_TAIL_LINES:]))

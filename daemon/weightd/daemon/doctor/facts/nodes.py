@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightd.daemon.doctor.facts.unit import Identity
+from weightd.daemon.doctor.facts.unit import ServiceUser
 
 # Beside the card's own: the device manager, shared virtual memory, and the channel between host and card.
 REQUIRED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
@@ -16,7 +16,7 @@ _READ_WRITE = 0o6
 
 
 @dataclass(frozen=True)
-class Node:
+class DeviceNode:
     """A file below /dev: its name there, permissions, owner and group."""
 
     name: str
@@ -24,7 +24,7 @@ class Node:
     uid: int
     gid: int
 
-    def is_accessible_to(self, identity: Identity) -> bool:
+    def is_accessible_to(self, identity: ServiceUser) -> bool:
         """Return whether the permissions let it be read and written; access control lists are not looked at."""
         if identity.uid == 0:
             return True
@@ -43,9 +43,9 @@ class Node:
         return f"/dev/{self.name} ({self.mode:04o}, group {self.group_name})"
 
 
-def read_device_nodes(root: Path = Path("/")) -> tuple[Node, ...]:
+def read_device_nodes(root: Path = Path("/")) -> tuple[DeviceNode, ...]:
     """Return the driver's nodes below `root`/dev, by name."""
-    device_nodes: list[Node] = []
+    device_nodes: list[DeviceNode] = []
     try:
         paths = sorted((root / "dev").iterdir())
     except OSError:
@@ -53,5 +53,5 @@ def read_device_nodes(root: Path = Path("/")) -> tuple[Node, ...]:
     for path in paths:
         if path.name in REQUIRED_NODES or path.name.startswith(("davinci", "vdavinci")):
             status = path.stat()
-            device_nodes.append(Node(path.name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid))
+            device_nodes.append(DeviceNode(path.name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid))
     return tuple(device_nodes)

@@ -20,7 +20,7 @@ _HOME_LIBRARY_DIRS = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkFacts:
     """What was seen.
 
     Attributes:
@@ -36,7 +36,7 @@ class Network:
     conf_error: str = ""
 
 
-def read_network(environment: Mapping[str, str], root: Path = Path("/")) -> Network:
+def read_network(environment: Mapping[str, str], root: Path = Path("/")) -> NetworkFacts:
     """Look at the host below `root`; `environment` is the one that counts. Nothing is loaded."""
     searched_dirs = tuple(dict.fromkeys(_library_dirs(environment)))
     candidates = (f"{each.rstrip('/')}/{HCCL_LIBRARY}" for each in searched_dirs)
@@ -45,8 +45,8 @@ def read_network(environment: Mapping[str, str], root: Path = Path("/")) -> Netw
         with (root / HCCN_CONF.lstrip("/")).open("rb") as file:
             text = file.read(_MAX_CONF_BYTES).decode("utf-8", "replace")
     except OSError as error:
-        return Network(hccl_path, searched_dirs, conf_error=error.strerror or str(error))
-    return Network(hccl_path, searched_dirs, ranktable.parse_addresses(text))
+        return NetworkFacts(hccl_path, searched_dirs, conf_error=error.strerror or str(error))
+    return NetworkFacts(hccl_path, searched_dirs, ranktable.parse_addresses(text))
 
 
 def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:

@@ -36,7 +36,7 @@ _IGNORE_ERRORS_PATTERN = re.compile(r" \(ignore_errors=(yes|no)\)$")
 
 
 @dataclass(frozen=True)
-class Unit:
+class SystemdUnit:
     """A service as `systemctl show` has it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ServiceUser:
     """Whose rights count: a user's name, uid and groups."""
 
     name: str
@@ -67,7 +67,7 @@ class Identity:
     gids: frozenset[int]
 
 
-def read_unit(name: str, root: Path = Path("/"), run_command: RunCommand | None = None) -> Unit:
+def read_unit(name: str, root: Path = Path("/"), run_command: RunCommand | None = None) -> SystemdUnit:
     """Return what systemd says of a unit.
 
     Raises:
@@ -91,7 +91,7 @@ def read_unit(name: str, root: Path = Path("/"), run_command: RunCommand | None 
         except OSError:
             unreadable_files.append(file)
     restricts_devices = properties["DevicePolicy"] not in ([], ["auto"]) or bool(properties["DeviceAllow"])
-    return Unit(
+    return SystemdUnit(
         name,
         environment,
         tuple(unreadable_files),
@@ -115,7 +115,7 @@ def _parse_environment_file(text: str) -> Iterator[tuple[str, str]]:
             yield key.strip(), value[1:-1] if quoted else value
 
 
-def service_user(unit: Unit) -> Identity:
+def service_user(unit: SystemdUnit) -> ServiceUser:
     """Return whose rights the unit's processes have.
 
     Raises:
@@ -126,14 +126,14 @@ def service_user(unit: Unit) -> Identity:
         groups = [int(name) if name.isdigit() else grp.getgrnam(name).gr_gid for name in unit.groups]
     except KeyError as error:
         raise OSError(f"{unit.name}: {error.args[0]}") from None
-    return Identity(entry.pw_name, entry.pw_uid, frozenset([*os.getgrouplist(entry.pw_name, entry.pw_gid), *groups]))
+    return ServiceUser(entry.pw_name, entry.pw_uid, frozenset([*os.getgrouplist(entry.pw_name, entry.pw_gid), *groups]))
 
 
-def current_user() -> Identity:
+def current_user() -> ServiceUser:
     """Return whose rights this process has."""
     uid = os.geteuid()
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = f"uid {uid}"
-    return Identity(name, uid, frozenset([os.getegid(), *os.getgroups()]))
+    return ServiceUser(name, uid, frozenset([os.getegid(), *os.getgroups()]))

@@ -19,12 +19,12 @@ import zmq
 
 from weightd.daemon.children import launch
 from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.launch import Program
-from weightd.daemon.children.launchers.direct import Direct
+from weightd.daemon.children.launch import WorkerProgram
+from weightd.daemon.children.launchers.direct import DirectLauncher
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.host import clock, processes
-from weightd.daemon.host.ends import End
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.ends import ExitCause
+from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.host.shortage import with_limit_hint
 from weightd.daemon.host.sockets import bind_router, peer_pid, receive_batch, send
 from weightd.protocol import limits
@@ -32,12 +32,12 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     FROM_CHILD,
-    Broken,
+    ProcessFailed,
     ChildMessage,
     Failed,
     ChildOrder,
-    Probe,
-    Probing,
+    ContinueSelfTest,
+    TryingSelfTest,
 )
 
 MessageT = TypeVar("M", bound=ChildMessage)
@@ -62,11 +62,11 @@ class ChildError(Exception):
     """
 
 
-class Refused(ChildError):
+class ChildRejected(ChildError):
     """The child said no."""
 
 
-class Died(ChildError):
+class ChildExited(ChildError):
     """The child has ended, or could not be started.
 
     Args:
@@ -74,27 +74,27 @@ class Died(ChildError):
         end: how it has ended.
     """
 
-    def __init__(self, text: str, end: End | None = None) -> None:
+    def __init__(self, text: str, end: ExitCause | None = None) -> None:
         super().__init__(text)
-        self.exit_cause = end or End(None)
+        self.exit_cause = end or ExitCause(None)
 
 
-class Hung(ChildError):
+class ChildTimedOut(ChildError):
     """The child did not answer within the limit."""
 
 
-class Confused(ChildError):
+class ProtocolViolation(ChildError):
     """The child broke the protocol."""
 
 
-class Heard(NamedTuple):
+class ChildReply(NamedTuple):
     """A message and the tensor frames behind it."""
 
     message: ChildMessage
     frames: Sequence[Any]
 
 
-class Children:
+class TestProcesses:
     """The children of one trial, by name; all are killed and waited for at the end of the block.
 
     Args:
@@ -109,17 +109,17 @@ class Children:
     """
 
     def __init__(
-        self, program: Program, step_timeout_s: float, prefix: str = "weightd-doctor-", directory: Path | None = None
+        self, program: WorkerProgram, step_timeout_s: float, prefix: str = "weightd-doctor-", directory: Path | None = None
     ) -> None:
         self._program = program
         self._files_directory = directory
         self._step_timeout_s = step_timeout_s
         self._prefix = prefix
-        self._processes: dict[str, Process] = {}
-        self._received: defaultdict[str, deque[Heard]] = defaultdict(deque)
+        self._processes: dict[str, ChildProcess] = {}
+        self._received: defaultdict[str, deque[ChildReply]] = defaultdict(deque)
         self.survivors: list[int] = []
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> TestProcesses:
         # Not TMPDIR: the path of a socket has at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
         self._files = GenerationFiles(self._files_directory or self._directory)
@@ -147,17 +147,17 @@ class Children:
         """
         process_spec = launch.child_spec(self._program, name, Role.WORKER, self.address, self._files)
         try:
-            self._processes[name] = Direct().start(process_spec)
+            self._processes[name] = DirectLauncher().start(process_spec)
         except OSError as error:
             cause = with_limit_hint(f"cannot start {self._program.python}: {error.strerror}")
-            raise Died(f"{name}: {cause}") from None
+            raise ChildExited(f"{name}: {cause}") from None
 
     def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
         send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def wait_for(
-        self, name: str, message_type: type[MessageT], step: str, on_trying_selftest: Callable[[Probing], None] | None = None
+        self, name: str, message_type: type[MessageT], step: str, on_trying_selftest: Callable[[TryingSelfTest], None] | None = None
     ) -> tuple[MessageT, Sequence[Any]]:
         """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
 
@@ -166,19 +166,19 @@ class Children:
         """
         _log.info("%s: %s", name, step)
         message, frames = self._next_message(name, step)
-        while isinstance(message, Probing):
+        while isinstance(message, TryingSelfTest):
             if on_trying_selftest is not None:
                 on_trying_selftest(message)
             if message.cases:
-                self.send_order(name, Probe())
+                self.send_order(name, ContinueSelfTest())
             message, frames = self._next_message(name, step)
         if isinstance(message, message_type):
             return message, frames
-        if isinstance(message, Broken):
-            raise Refused(f"{name}: {step}: {with_limit_hint(message.reason)}")
+        if isinstance(message, ProcessFailed):
+            raise ChildRejected(f"{name}: {step}: {with_limit_hint(message.reason)}")
         if isinstance(message, Failed):
-            raise Refused(f"{name}: {step}: {message.error}")
-        raise Confused(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
+            raise ChildRejected(f"{name}: {step}: {message.error}")
+        raise ProtocolViolation(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
 
     def kill(self, name: str) -> None:
         """Kill a child that runs, and wait until it is gone; the kernel then has freed what it had."""
@@ -186,10 +186,10 @@ class Children:
             processes.kill(self._processes[name])
             self._reap(name)
 
-    def _next_message(self, name: str, step: str) -> Heard:
+    def _next_message(self, name: str, step: str) -> ChildReply:
         process = self._processes.get(name)
         if process is None:
-            raise Died(f"{name}: {step}: it has ended before")
+            raise ChildExited(f"{name}: {step}: it has ended before")
         deadline = clock.now() + self._step_timeout_s
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -202,12 +202,12 @@ class Children:
             self._receive_messages(step)
             if not self._received[name] and process.pidfd in events:
                 words = processes.log_tail(process)
-                end = End(self._reap(name))
-                raise Died(f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end)
+                end = ExitCause(self._reap(name))
+                raise ChildExited(f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end)
             if not self._received[name] and clock.now() >= deadline:
                 words = processes.log_tail(process)
                 log = f"its log ends: {words}" if words else "its log is empty"
-                raise Hung(f"{name}: {step}: no answer within {self._step_timeout_s:g} s; {log}")
+                raise ChildTimedOut(f"{name}: {step}: no answer within {self._step_timeout_s:g} s; {log}")
         return self._received[name].popleft()
 
     def _receive_messages(self, step: str) -> None:
@@ -220,8 +220,8 @@ class Children:
             try:
                 message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:
-                raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
-            self._received[name].append(Heard(message, received.frames[limits.MAX_HEADER_FRAMES :]))
+                raise ProtocolViolation(f"{name}: {step}: it broke the protocol: {error}") from None
+            self._received[name].append(ChildReply(message, received.frames[limits.MAX_HEADER_FRAMES :]))
 
     def _reap(self, name: str) -> int | None:
         process = self._processes.pop(name)

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.doctor.trial import trial
-from weightd.daemon.doctor.trial.children import ChildError, Children
-from weightd.daemon.generations.plan import Canary
+from weightd.daemon.doctor.trial.children import ChildError, TestProcesses
+from weightd.daemon.generations.plan import SelfTestSpec
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.messages.children import Attached, Built
 from weightd.shared.devices import is_cpu
@@ -56,7 +56,7 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
     """Return why it failed, "" if it has not, and what was found."""
     prefix = f"weightd-check-{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES_DIRECTORY) as store:
-        program = Program(
+        program = WorkerProgram(
             model.python,
             model.engine,
             model.path,
@@ -68,9 +68,9 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
             tolerance=model.selftest_tolerance,
             cores=model.cores_of(device),
         )
-        with Children(program, model.load_timeout, prefix, Path(store)) as children:
+        with TestProcesses(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load_model(children, Canary.from_config(model.selftest), should_attach=not is_cpu(device))
+                built, attached = trial.load_model(children, SelfTestSpec.from_config(model.selftest), should_attach=not is_cpu(device))
             except ChildError as error:
                 return str(error), ""
         if children.survivors:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from weightd.daemon.doctor.trial.children import ChildError, Children, Confused, Died, Hung
-from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.tries import Tries, describe_cases
+from weightd.daemon.doctor.trial.children import ChildError, TestProcesses, ProtocolViolation, ChildExited, ChildTimedOut
+from weightd.daemon.generations.plan import SelfTestSpec
+from weightd.daemon.generations.tries import SelfTestSearch, describe_cases
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages.children import (
     Allow,
@@ -51,7 +51,7 @@ AnswerFrames = tuple[bytes, ...]
 
 
 @dataclass
-class Trial:
+class SelfTestReport:
     """What became of each step: what the child answered or why it did not; None where it did not come to that.
 
     Attributes:
@@ -79,9 +79,9 @@ class Trial:
     late_worker_result: Attached | ChildError | None = None
 
 
-def run_selftest(children: Children, selftest: Canary) -> Trial:
+def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestReport:
     """Take all steps, in the order of `Trial`, as far as one does not need another that has failed."""
-    report = Trial()
+    report = SelfTestReport()
     report.start_result = _attempt(lambda: _start_children(children, HOLDER, WORKER, LATE_WORKER))
     if isinstance(report.start_result, ChildError):
         return report
@@ -99,7 +99,7 @@ def run_selftest(children: Children, selftest: Canary) -> Trial:
     return report
 
 
-def load_model(children: Children, selftest: Canary, *, should_attach: bool) -> tuple[Built, Attached | None]:
+def load_model(children: TestProcesses, selftest: SelfTestSpec, *, should_attach: bool) -> tuple[Built, Attached | None]:
     """Take the first steps alone: build in a holder and, if `attaches`, in a worker with what the holder has shared.
 
     Raises:
@@ -123,7 +123,7 @@ def is_sharing_doubtful(built: Built, attached: Attached) -> bool:
     return worker_bytes is not None and worker_bytes >= built.shared_bytes
 
 
-def _test_pid_list(children: Children, report: Trial, built: Built) -> None:
+def _test_pid_list(children: TestProcesses, report: SelfTestReport, built: Built) -> None:
     """The list grows by one that started later; one that is not on it is refused."""
     report.allow_result = _attempt(lambda: _allow_new_worker(children))
     if isinstance(report.allow_result, Allowed) and not report.allow_result.error:
@@ -132,7 +132,7 @@ def _test_pid_list(children: Children, report: Trial, built: Built) -> None:
     report.unlisted_result = _attempt(lambda: _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle))
 
 
-def _test_holder_exit(children: Children, report: Trial, built: Built) -> None:
+def _test_holder_exit(children: TestProcesses, report: SelfTestReport, built: Built) -> None:
     report.answer_before_exit = _attempt(lambda: _get_answer(children, built))
     if isinstance(report.answer_before_exit, ChildError):
         return
@@ -148,27 +148,27 @@ def _attempt(step: Callable[[], T]) -> T | ChildError:
         return error
 
 
-def _start_children(children: Children, *names: str) -> dict[str, str]:
+def _start_children(children: TestProcesses, *names: str) -> dict[str, str]:
     """Start these; return their numbers in the driver."""
     for name in names:
         children.start(name)
     hellos = {name: children.wait_for(name, Hello, "start")[0] for name in names}
     if len({hello.sha256 for hello in hellos.values()}) > 1:
-        raise Confused("the model file has changed while the self-test read it")
+        raise ProtocolViolation("the model file has changed while the self-test read it")
     return {name: hello.pid for name, hello in hellos.items()}
 
 
-def _build_model(children: Children, pids: tuple[str, ...], selftest: Canary) -> Built:
+def _build_model(children: TestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
     """Build; a holder that is lost in its search for a canary is followed by another one, as in `serve`."""
-    search = Tries(selftest)
+    search = SelfTestSearch(selftest)
     while True:
         children.send_order(HOLDER, search.build_message(pids))
         try:
             return children.wait_for(HOLDER, Built, "build with a list of pids" if pids else "build", search.on_trying_selftest)[0]
         except ChildError as error:
-            from_outside = isinstance(error, Died) and error.exit_cause.is_external
+            from_outside = isinstance(error, ChildExited) and error.exit_cause.is_external
             tried = describe_cases(search.current_cases)
-            if not search.on_holder_lost(has_timed_out=isinstance(error, Hung), is_external=from_outside):
+            if not search.on_holder_lost(has_timed_out=isinstance(error, ChildTimedOut), is_external=from_outside):
                 if tried:
                     raise type(error)(f"{error}; it ran the canary, {tried}") from None
                 raise
@@ -177,12 +177,12 @@ def _build_model(children: Children, pids: tuple[str, ...], selftest: Canary) ->
         _start_children(children, HOLDER)
 
 
-def _attach_worker(children: Children, name: str, built: Built) -> Attached:
+def _attach_worker(children: TestProcesses, name: str, built: Built) -> Attached:
     children.send_order(name, Attach(built.handle, built.selftest_cases))
     return children.wait_for(name, Attached, "build with the handle")[0]
 
 
-def _attach_new_worker(children: Children, name: str, built: Built, handle: str) -> Attached:
+def _attach_new_worker(children: TestProcesses, name: str, built: Built, handle: str) -> Attached:
     _start_children(children, name)
     try:
         children.send_order(name, Attach(handle, built.selftest_cases))
@@ -192,13 +192,13 @@ def _attach_new_worker(children: Children, name: str, built: Built, handle: str)
         children.kill(name)
 
 
-def _allow_new_worker(children: Children) -> Allowed:
+def _allow_new_worker(children: TestProcesses) -> Allowed:
     pids = _start_children(children, NEW_WORKER)
     children.send_order(HOLDER, Allow((pids[NEW_WORKER],)))
     return children.wait_for(HOLDER, Allowed, "put one more pid on the list")[0]
 
 
-def _get_answer(children: Children, built: Built) -> AnswerFrames:
+def _get_answer(children: TestProcesses, built: Built) -> AnswerFrames:
     """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
     if built.selftest_digest:
         children.send_order(WORKER, Ping(run_selftest=True))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from weightd.daemon.doctor.facts.nodes import REQUIRED_NODES, Node
-from weightd.daemon.doctor.facts.unit import Identity, Unit
+from weightd.daemon.doctor.facts.nodes import REQUIRED_NODES, DeviceNode
+from weightd.daemon.doctor.facts.unit import ServiceUser, SystemdUnit
 from weightd.daemon.doctor.verdicts.finding import Finding, failed, passed, untestable
 
 SERVICE = "service"
@@ -23,7 +23,7 @@ CONTAINER_ADVICE = (
 _DROP_IN_ADVICE = "install the drop-in weightd.service.d/ascend.conf (docs/operations.md, Cards), and look through it first"
 
 
-def check_service(unit: Unit | OSError) -> Finding:
+def check_service(unit: SystemdUnit | OSError) -> Finding:
     """Whose environment, user and devices were judged, and whether a service gets to the cards at all."""
     if isinstance(unit, OSError):
         found = f"{unit}: this shell's environment and user were judged"
@@ -40,7 +40,7 @@ def check_service(unit: Unit | OSError) -> Finding:
     return passed(SERVICE, found)
 
 
-def _denied_nodes(unit: Unit) -> list[str]:
+def _denied_nodes(unit: SystemdUnit) -> list[str]:
     """The nodes that DeviceAllow= leaves out; what a class of devices ("char-...") contains is not known."""
     if unit.allowed_devices is None or any(each.startswith("char-") for each in unit.allowed_devices):
         return []
@@ -49,7 +49,7 @@ def _denied_nodes(unit: Unit) -> list[str]:
     return ["/dev/davinciN"] * (not has_card) + [each for each in needed if each not in unit.allowed_devices]
 
 
-def check_device_nodes(nodes: Sequence[Node], identity: Identity | OSError, group: str) -> Finding:
+def check_device_nodes(nodes: Sequence[DeviceNode], identity: ServiceUser | OSError, group: str) -> Finding:
     """The driver's nodes are there, and open to whoever runs weightd.
 
     Args:

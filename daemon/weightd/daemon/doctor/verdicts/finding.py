@@ -16,7 +16,7 @@ PROCESS_EXITS = "process exits"
 _HOST_INDEPENDENT = (INTERPRETER, PROCESS_EXITS)
 
 
-class Verdict(enum.Enum):
+class CheckResult(enum.Enum):
     """How a check ended."""
 
     PASS = "pass"  # noqa: S105 - no password
@@ -36,30 +36,30 @@ class Finding:
     """
 
     name: str
-    result: Verdict
+    result: CheckResult
     detail: str
     advice: str = ""
 
 
 def passed(name: str, detail: str) -> Finding:
     """Nothing is to be done."""
-    return Finding(name, Verdict.PASS, detail)
+    return Finding(name, CheckResult.PASS, detail)
 
 
 def failed(name: str, detail: str, advice: str) -> Finding:
     """Weights cannot be shared, or not fully, until something is done."""
-    return Finding(name, Verdict.FAIL, detail, advice)
+    return Finding(name, CheckResult.FAIL, detail, advice)
 
 
 def untestable(name: str, detail: str, advice: str = "") -> Finding:
     """It may be well or not; there is no advice where another finding has it."""
-    return Finding(name, Verdict.NOT_TESTABLE, detail, advice)
+    return Finding(name, CheckResult.NOT_TESTABLE, detail, advice)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
     """Return 1 if a check has failed, 69 if there was nothing of Ascend to test, else 0."""
     verdicts = {finding.name: finding.result for finding in findings}
-    if Verdict.FAIL in verdicts.values():
+    if CheckResult.FAIL in verdicts.values():
         return EXIT_FAILED
-    tested = any(verdict is Verdict.PASS for name, verdict in verdicts.items() if name not in _HOST_INDEPENDENT)
+    tested = any(verdict is CheckResult.PASS for name, verdict in verdicts.items() if name not in _HOST_INDEPENDENT)
     return EXIT_PASSED if tested else EXIT_NOTHING_TESTABLE

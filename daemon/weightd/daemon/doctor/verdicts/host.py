@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL_ID, Card, Host
-from weightd.daemon.doctor.facts.interpreter import Report
+from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL_ID, NpuInfo, HostFacts
+from weightd.daemon.doctor.facts.interpreter import InterpreterReport
 from weightd.daemon.doctor.verdicts.access import CONTAINER_ADVICE, NODES, SERVICE
 from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, INTERPRETER, Finding, failed, passed, untestable
 from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_IN_VM
@@ -37,13 +37,13 @@ CHECK_NAMES = (
 """Every check of a host but the interpreter's, in the order in which they are told."""
 
 
-def has_ascend(host: Host, report: Report) -> bool:
+def has_ascend(host: HostFacts, report: InterpreterReport) -> bool:
     """Whether there is anything to test."""
     has_library = "libascendcl" in report.steps and not report.error("libascendcl")
     return host.has_ascend or has_library or bool(report.value("current_pid", "pid"))
 
 
-def check_interpreter(python: str, report: Report) -> Finding:
+def check_interpreter(python: str, report: InterpreterReport) -> Finding:
     """It runs, and has weightd in the version of the daemon."""
     if "python" not in report.steps:
         found = f"{python}: {report.exit_description or 'it reported nothing'}" + (f": {report.log_tail}" if report.log_tail else "")
@@ -71,7 +71,7 @@ def check_process_exits(kernel: str, no_pidfds_reason: str) -> Finding:
     return passed(PROCESS_EXITS, f"Linux {kernel}: pidfds")
 
 
-def check_library(report: Report) -> Finding:
+def check_library(report: InterpreterReport) -> Finding:
     """MindSpore Lite is there, and new enough to share weights."""
     name = "mindspore_lite"
     advice = "install the vendor's wheel of MindSpore Lite 2.7 or later, built for Ascend and for this Python"
@@ -87,7 +87,7 @@ def check_library(report: Report) -> Finding:
     return passed(name, f"version {version}")
 
 
-def check_driver(host: Host) -> Finding:
+def check_driver(host: HostFacts) -> Finding:
     """The driver is installed and shows device nodes."""
     name = "driver"
     nodes = ", ".join(f"/dev/{node}" for node in host.devices) or "no /dev/davinci*"
@@ -102,7 +102,7 @@ def check_driver(host: Host) -> Finding:
     return untestable(name, found, f"if the next lines see no device: load the driver; {CONTAINER_ADVICE}")
 
 
-def check_cann(host: Host, report: Report) -> Finding:
+def check_cann(host: HostFacts, report: InterpreterReport) -> Finding:
     """CANN's version, and whether published lists name it with that of the library."""
     name = "cann"
     if host.ascend_home and not host.has_ascend_home_dir:
@@ -122,7 +122,7 @@ def check_cann(host: Host, report: Report) -> Finding:
     return untestable(name, f"{found}; published lists name {listed} for {library}", advice)
 
 
-def check_chip(report: Report, *, can_share: bool | None) -> Finding:
+def check_chip(report: InterpreterReport, *, can_share: bool | None) -> Finding:
     """What the vendor says of this kind of card; the self-test has the last word.
 
     Args:
@@ -148,7 +148,7 @@ def check_chip(report: Report, *, can_share: bool | None) -> Finding:
     return failed(name, f"{found}; here the self-test could not", 'set sharing = "auto" or "off" for models on it')
 
 
-def check_libascendcl(report: Report) -> Finding:
+def check_libascendcl(report: InterpreterReport) -> Finding:
     """The runtime beneath the library can be loaded."""
     error = report.error("libascendcl")
     if error:
@@ -157,7 +157,7 @@ def check_libascendcl(report: Report) -> Finding:
     return passed("libascendcl", f"loaded; the chip is {name}" if name else "loaded")
 
 
-def check_current_pid(report: Report) -> Finding:
+def check_current_pid(report: InterpreterReport) -> Finding:
     """The library tells the driver's number of a process: without it no process can be put on a whitelist."""
     name = "current_pid"
     error = report.error("current_pid")
@@ -172,7 +172,7 @@ def check_current_pid(report: Report) -> Finding:
     return passed(name, f"{driver_pid}, while the process is {process_pid} to itself: a pid namespace (container) lies between")
 
 
-def check_devices(report: Report, device: int) -> Finding:
+def check_devices(report: InterpreterReport, device: int) -> Finding:
     """The named device is there."""
     name = "devices"
     error = report.error("devices")
@@ -188,7 +188,7 @@ def check_devices(report: Report, device: int) -> Finding:
     return passed(name, found)
 
 
-def check_memory(report: Report, device: int) -> Finding:
+def check_memory(report: InterpreterReport, device: int) -> Finding:
     """A process can take a place on the device, and there is memory."""
     name = "device memory"
     error = report.error("memory")
@@ -204,12 +204,12 @@ def check_memory(report: Report, device: int) -> Finding:
     return passed(name, found)
 
 
-def max_processes(host: Host) -> int:
+def max_processes(host: HostFacts) -> int:
     """Return how many processes a device of this host takes."""
     return MAX_PROCESSES_IN_VM if host.is_virtual_machine else MAX_PROCESSES
 
 
-def check_processes(host: Host, card: Card | None, process_count: int | OSError, device: int) -> Finding:
+def check_processes(host: HostFacts, card: NpuInfo | None, process_count: int | OSError, device: int) -> Finding:
     """There is room for more processes on the device.
 
     Args:
@@ -235,7 +235,7 @@ def check_processes(host: Host, card: Card | None, process_count: int | OSError,
     return passed(name, found)
 
 
-def check_virtual_instance(host: Host, report: Report, *, can_import: bool) -> Finding:
+def check_virtual_instance(host: HostFacts, report: InterpreterReport, *, can_import: bool) -> Finding:
     """The card is no virtual instance: these refuse to share memory between processes.
 
     Args:
@@ -259,7 +259,7 @@ def check_virtual_instance(host: Host, report: Report, *, can_import: bool) -> F
     return passed(name, f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}" + (f", chip {soc}" if soc else ""))
 
 
-def _virtual_instance_doubt(host: Host) -> str:
+def _virtual_instance_doubt(host: HostFacts) -> str:
     """Why device nodes do not tell whether a card is whole."""
     if host.virtual_nodes:
         return f"some are: /dev/{', /dev/'.join(host.virtual_nodes)}"

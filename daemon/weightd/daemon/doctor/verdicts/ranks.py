@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.daemon.doctor.facts.ranks import HCCN_CONF, HCCL_LIBRARY, Network
+from weightd.daemon.doctor.facts.ranks import HCCN_CONF, HCCL_LIBRARY, NetworkFacts
 from weightd.daemon.doctor.verdicts.finding import Finding, failed, passed, untestable
 from weightd.daemon.doctor.verdicts.host import NO_ASCEND
 from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import Device, RankTable
+from weightd.daemon.engines.ranktable import RankDevice, RankTable
 
 HCCL = "hccl"
 CARDS = "cards of ranks"
@@ -26,7 +26,7 @@ _NO_CARD = "no card here"
 CardNumbers = Mapping[str, int | None]
 
 
-def check_hccl_library(network: Network) -> Finding:
+def check_hccl_library(network: NetworkFacts) -> Finding:
     """HCCL is there: the graph engine loads it even for one card."""
     if network.hccl_path:
         return passed(HCCL, f"{network.hccl_path}; it was not loaded")
@@ -59,7 +59,7 @@ def check_cards(devices: CardNumbers, count: int | None) -> Finding:
     return passed(CARDS, found)
 
 
-def check_addresses(devices: CardNumbers, network: Network) -> Finding:
+def check_addresses(devices: CardNumbers, network: NetworkFacts) -> Finding:
     """Each card has an address of its own, which the generated table gives; on one host some kinds can do without."""
     advice = (
         f"hccn_tool -i N -ip -g tells the address of card N, -s address A netmask M sets it and writes {HCCN_CONF}; into a "
@@ -102,7 +102,7 @@ def check_port(counts: Mapping[str, int | OSError]) -> Finding:
     return passed(PORT, f"no process is on {', '.join(counts)}, so that nobody has port {_HCCL_PORT}")
 
 
-def check_rank_table(devices: CardNumbers, network: Network, path: str, rank_table: RankTable | str | None) -> Finding:
+def check_rank_table(devices: CardNumbers, network: NetworkFacts, path: str, rank_table: RankTable | str | None) -> Finding:
     """The table is good, and that of these cards.
 
     Args:
@@ -129,11 +129,11 @@ def check_rank_table(devices: CardNumbers, network: Network, path: str, rank_tab
     return passed(TABLE, count)
 
 
-def _check_generated_table(devices: CardNumbers, network: Network) -> Finding:
+def _check_generated_table(devices: CardNumbers, network: NetworkFacts) -> Finding:
     numbers = [number for number in devices.values() if number is not None]
     if len(numbers) < 2 or len(numbers) < len(devices):
         return untestable(TABLE, f"weightd could write none: {CARDS} has the reason")
-    generated_json = ranktable.generate([Device(each, network.addresses.get(each, "")) for each in numbers])
+    generated_json = ranktable.generate([RankDevice(each, network.addresses.get(each, "")) for each in numbers])
     with_ips = "with" if ranktable.parse(generated_json).devices[0].ip else "without"
     return passed(TABLE, f"weightd would write one for {len(numbers)} ranks, {with_ips} addresses")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightd.daemon.doctor.trial.children import ChildError, Died, Hung
-from weightd.daemon.doctor.trial.trial import Trial, attach_bytes
+from weightd.daemon.doctor.trial.children import ChildError, ChildExited, ChildTimedOut
+from weightd.daemon.doctor.trial.trial import SelfTestReport, attach_bytes
 from weightd.daemon.doctor.verdicts.finding import Finding, failed, passed, untestable
 from weightd.daemon.doctor.verdicts.host import format_mib
 from weightd.daemon.engines.ascend import MAX_PROCESSES
@@ -40,7 +40,7 @@ _HANG_ADVICE = "npu-smi info shows the device's health, CANN's own log is in ~/a
 _CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascend/log, the kernel's in dmesg"
 
 
-def evaluate(report: Trial, free_bytes_before: int | None) -> list[Finding]:
+def evaluate(report: SelfTestReport, free_bytes_before: int | None) -> list[Finding]:
     """Return a finding for each of `NAMES`.
 
     Args:
@@ -87,7 +87,7 @@ def _not_reached(name: str, reason: str) -> Finding:
     return untestable(name, f"not reached: {reason}")
 
 
-def _check_build(report: Trial) -> Finding:
+def _check_build(report: SelfTestReport) -> Finding:
     if isinstance(report.start_result, ChildError):
         return _child_failed(BUILD, report.start_result)
     if isinstance(report.build_result, ChildError):
@@ -114,7 +114,7 @@ def _check_answer(built: Built, attached: Attached) -> Finding:
     return passed(ANSWER, f"holder and worker give {built.selftest_digest[:12]}")
 
 
-def _check_memory(report: Trial, built: Built, attached: Attached, free_bytes_before: int | None) -> Finding:
+def _check_memory(report: SelfTestReport, built: Built, attached: Attached, free_bytes_before: int | None) -> Finding:
     worker_bytes = attach_bytes(built, attached)
     if worker_bytes is None or built.device is None or attached.device is None:
         return untestable(MEMORY, "the device's memory cannot be read", "compare npu-smi info before and after by hand")
@@ -136,7 +136,7 @@ def _check_memory(report: Trial, built: Built, attached: Attached, free_bytes_be
     return failed(MEMORY, found, f"the weights are taken again, or the device is in use by others: {advice}")
 
 
-def _check_later_worker(report: Trial, built: Built) -> Finding:
+def _check_later_worker(report: SelfTestReport, built: Built) -> Finding:
     allowed = report.allow_result
     if isinstance(allowed, ChildError):
         return _child_failed(LATER_WORKER, allowed)
@@ -157,12 +157,12 @@ def _check_new_worker(new_worker: Attached | ChildError | None, built: Built) ->
     return _child_failed(LATER_WORKER, new_worker)
 
 
-def _check_unlisted_worker(report: Trial) -> Finding:
+def _check_unlisted_worker(report: SelfTestReport) -> Finding:
     unlisted_worker = report.unlisted_result
     if isinstance(unlisted_worker, Attached):
         advice = "the list of pids protects nothing here: keep other users' processes off this device"
         return failed(UNLISTED_WORKER, "a process that is not on the list could attach", advice)
-    if isinstance(unlisted_worker, (Died, Hung)):
+    if isinstance(unlisted_worker, (ChildExited, ChildTimedOut)):
         advice = "a process that is not on the list must be refused, and end so: report it with this output"
         return failed(UNLISTED_WORKER, str(unlisted_worker), advice)
     if unlisted_worker is None:
@@ -172,7 +172,7 @@ def _check_unlisted_worker(report: Trial) -> Finding:
     return passed(UNLISTED_WORKER, f"refused: {unlisted_worker}")
 
 
-def _check_holder_exit(report: Trial, built: Built) -> Finding:
+def _check_holder_exit(report: SelfTestReport, built: Built) -> Finding:
     if isinstance(report.answer_before_exit, ChildError):
         return _child_failed(HOLDER_EXIT, report.answer_before_exit)
     if report.answer_before_exit is None or report.answer_after_exit is None or report.late_worker_result is None:
@@ -195,5 +195,5 @@ def _check_same_answer(name: str, attached: Attached, built: Built, found: str) 
 
 def _child_failed(name: str, error: ChildError) -> Finding:
     text = str(error)
-    other = _HANG_ADVICE if isinstance(error, Hung) else _CRASH_ADVICE if isinstance(error, Died) else _LOG_ADVICE
+    other = _HANG_ADVICE if isinstance(error, ChildTimedOut) else _CRASH_ADVICE if isinstance(error, ChildExited) else _LOG_ADVICE
     return failed(name, text, next((advice for sign, advice in _ADVICE_BY_ERROR if sign in text), other))

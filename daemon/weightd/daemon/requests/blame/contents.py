@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from weightd.daemon.requests.regions import Place, iterate_tensors
+from weightd.daemon.requests.regions import TensorLocation, iterate_tensors
 from weightd.daemon.requests.request import Request
 
 # Up to so many bytes are read at once, which takes 5 microseconds.
@@ -52,13 +52,13 @@ def is_small(request: Request) -> bool:
 
 def compute_digest(request: Request) -> bytes:
     """Return the digest, computed now unless it is known."""
-    task = Reading(request)
+    task = FingerprintTask(request)
     while not task.step():
         pass
     return request.digest
 
 
-class Reading:
+class FingerprintTask:
     """Computes the digest of a request, and leaves it there."""
 
     def __init__(self, request: Request) -> None:
@@ -88,7 +88,7 @@ def _iterate_pieces(request: Request) -> Iterator[Any]:
             yield frame[begin : begin + SLICE_BYTES]
 
 
-def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | Place]]:
+def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | TensorLocation]]:
     each = iterate_tensors(request.description.inputs, request.frames, request.locations)
     for spec, content in sorted(each, key=lambda pair: pair[0].name):
         yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), content

@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.job import Job
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.requests.job import Batch
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.seat import Seat
+from weightd.daemon.requests.seat import Slot
 from weightd.protocol.errors import RequestError, Unavailable
 
 # A request that so many groups were lost to is held to be the cause.
 MAX_LOST_GROUPS = 2
 
 
-class Loss(NamedTuple):
+class GroupLoss(NamedTuple):
     """Why a group is lost, and the error in which a request ends that was the cause; None: no request was."""
 
     reason: str
@@ -36,7 +36,7 @@ class _LostGroup:
     is_forgiven: bool = False
 
 
-class Groups:
+class RankGroupFailures:
     """The groups of one model that were lost.
 
     Args:
@@ -48,7 +48,7 @@ class Groups:
         # By each of its processes, until that has ended.
         self._lost_by_process: dict[str, _LostGroup] = {}
 
-    def on_lost(self, slot: Seat, batch: Job, loss: Loss, now: float) -> list[tuple[Request, RequestError]]:
+    def on_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> list[tuple[Request, RequestError]]:
         """A group is lost while it ran a job: return those requests of the job that end by that, each with its error.
 
         What becomes of a job says something of a request only if that is all of it.
@@ -71,10 +71,10 @@ class Groups:
                 )
         return ended
 
-    def on_exit(self, process: str, exit_cause: End) -> Request | None:
+    def on_exit(self, process: str, exit_cause: ExitCause) -> Request | None:
         """A process has ended; return the request against which its group is not held any more, if there is one."""
         lost_group = self._lost_by_process.pop(process, None)
-        if lost_group is None or lost_group.is_forgiven or not exit_cause.is_external or exit_cause.initiator is By.DAEMON:
+        if lost_group is None or lost_group.is_forgiven or not exit_cause.is_external or exit_cause.initiator is ExitInitiator.DAEMON:
             return None
         lost_group.is_forgiven = True
         lost_group.request.deaths -= 1

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.blame.contents import Reading, compute_digest, is_small
-from weightd.daemon.requests.blame.groups import MAX_LOST_GROUPS, Groups, Loss
+from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.requests.blame.contents import FingerprintTask, compute_digest, is_small
+from weightd.daemon.requests.blame.groups import MAX_LOST_GROUPS, RankGroupFailures, GroupLoss
 from weightd.daemon.requests.blame.quarantine import Quarantine
-from weightd.daemon.requests.blame.suspects import Suspects
+from weightd.daemon.requests.blame.suspects import ClientOffenses
 from weightd.daemon.requests.blame.watchdog import Watchdog
-from weightd.daemon.requests.job import Job, record_death
-from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.job import Batch, record_death
+from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.requests.seat import Seat
+from weightd.daemon.requests.seat import Slot
 from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Ping
 
@@ -49,7 +49,7 @@ class _PendingAction(NamedTuple):
     error: RequestError | None = None
 
 
-class Guard:
+class FaultIsolator:
     """Watches the seats and requests of one model.
 
     Args:
@@ -70,14 +70,14 @@ class Guard:
         schedule_by: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.quarantine = Quarantine()
-        self.offenses = Suspects()
+        self.offenses = ClientOffenses()
         self.client_log = ClientLog()
         self.watchdog = Watchdog(
             config.watchdog, config.selftest_interval, _SELFTEST_TIMEOUT_FACTOR * config.predict_timeout, schedule_by
         )
         self._predict_timeout = config.predict_timeout
         self._scheduler = scheduler
-        self._group_failures = Groups(MAX_LOST_SLOTS)
+        self._group_failures = RankGroupFailures(MAX_LOST_SLOTS)
         self._fail_request = fail_request
         self._schedule_by = schedule_by
         # Requests that something was learned of, and what follows from that once their digests are known.
@@ -85,7 +85,7 @@ class Guard:
         # cannot take several seats along at once.
         self._trusted_tenants: set[str] = set()
         self._pending_actions: deque[_PendingAction] = deque()
-        self._fingerprint_task: Reading | None = None
+        self._fingerprint_task: FingerprintTask | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Guard:
         """
         self.offenses.check_not_refused(request.origin, now)
         if self.offenses.is_confined(request.origin, now) or self._is_untrusted(request):
-            request.require_isolation(Company.CONFINED)
+            request.require_isolation(Isolation.CONFINED)
         # What is in memory of the client has to be read before it runs: the memory is the client's after the answer.
         may_be_suspected = request.is_mutable and self.quarantine.may_be_suspected(request, now)
         if not (may_be_suspected or self.quarantine.may_be_quarantined(request, now)):
@@ -150,7 +150,7 @@ class Guard:
         if request is None:
             return
         if self._fingerprint_task is None or self._fingerprint_task.request is not request:
-            self._fingerprint_task = Reading(request)
+            self._fingerprint_task = FingerprintTask(request)
         if not self._fingerprint_task.step():
             return
         self._fingerprint_task = None
@@ -164,7 +164,7 @@ class Guard:
 
     # --- seats --------------------------------------------------------------------------------------------------
 
-    def on_exit(self, process: str, exit_cause: End, now: float) -> None:
+    def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
         """A process has ended, and may have died of what its seat had."""
         forgiven = self._group_failures.on_exit(process, exit_cause)
         if forgiven is not None:
@@ -174,7 +174,7 @@ class Guard:
             self._scheduler.release_slot(process)
             return
         if slot.lockstep is not None:
-            self._on_group_lost(slot, Loss(f"{process} was {exit_cause.description}", Internal if exit_cause.may_be_own_fault else None), now)
+            self._on_group_lost(slot, GroupLoss(f"{process} was {exit_cause.description}", Internal if exit_cause.may_be_own_fault else None), now)
             return
         batches = list(slot.batches.values())
         _record_times(batches, now)
@@ -201,7 +201,7 @@ class Guard:
         """A process can go on no more, for this reason, and its seat is lost with it; what that ran waits again."""
         slot = self._scheduler.slots.slot_of(process)
         if slot is not None and slot.lockstep is not None:
-            self._on_group_lost(slot, Loss(reason, Internal), now)
+            self._on_group_lost(slot, GroupLoss(reason, Internal), now)
         else:
             _record_times([] if slot is None else list(slot.batches.values()), now)
             self._scheduler.release_slot(process)
@@ -214,7 +214,7 @@ class Guard:
             _record_times([batch], now)
             self._record_loss(batch, now - batch.started_at, now)
 
-    def take_overdue(self, now: float) -> Iterator[tuple[Seat, str]]:
+    def take_overdue(self, now: float) -> Iterator[tuple[Slot, str]]:
         """Yield the seats that compute for too long, each with the reason to end it.
 
         Nobody waits for what such a seat may still give.
@@ -222,7 +222,7 @@ class Guard:
         for slot, batch in self._scheduler.take_overdue(now):
             reason = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
             if slot.lockstep is not None:
-                self._on_batch_lost(slot, batch, Loss(reason, DeadlineExceeded), now)
+                self._on_batch_lost(slot, batch, GroupLoss(reason, DeadlineExceeded), now)
                 yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
                 continue
             request = batch.single_request
@@ -244,7 +244,7 @@ class Guard:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _on_group_lost(self, slot: Seat, loss: Loss, now: float) -> None:
+    def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
         """A group of ranks is lost, with the job that it may have."""
         batches = list(slot.batches.values())
         _record_times(batches, now)
@@ -253,7 +253,7 @@ class Guard:
         for batch in batches:
             self._on_batch_lost(slot, batch, loss, now)
 
-    def _on_batch_lost(self, slot: Seat, batch: Job, loss: Loss, now: float) -> None:
+    def _on_batch_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> None:
         """A group of ranks is lost, of which this job was taken: it waits again, but for what ends."""
         ended = self._group_failures.on_lost(slot, batch, loss, now)
         self._scheduler.retry_items_alone(batch, excluding=[request for request, _ in ended])
@@ -272,7 +272,7 @@ class Guard:
     def _is_untrusted(self, request: Request) -> bool:
         return request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
 
-    def _isolate_suspects(self, batches: Sequence[Job]) -> set[Origin]:
+    def _isolate_suspects(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
         for batch in batches:
             batch.isolate_requests()
@@ -280,7 +280,7 @@ class Guard:
                 batch.single_request.deaths += 1
         return {origin for batch in batches for origin in batch.origins}
 
-    def _record_loss(self, batch: Job, ran_s: float, now: float) -> None:
+    def _record_loss(self, batch: Batch, ran_s: float, now: float) -> None:
         """A seat is lost to a job that it has run for `ran` seconds."""
         record_death([batch])
         self._record_offense(batch.origins, ran_s, now)
@@ -288,13 +288,13 @@ class Guard:
         for origin in batch.origins:
             self._restrict_client(origin, now)
 
-    def _record_offense(self, origins: set[Origin], ran_s: float, now: float) -> None:
+    def _record_offense(self, origins: set[ClientOrigin], ran_s: float, now: float) -> None:
         """A seat was lost to what these have asked: that counts against who has asked all of it."""
         if len(origins) == 1:
             [origin] = origins
             self.offenses.record_death(origin, ran_s, now)
 
-    def _record_tenant_loss(self, batches: Sequence[Job], now: float) -> None:
+    def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
         """A seat is about to be lost to these jobs: to a tenant, if all of it is one's."""
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
@@ -302,7 +302,7 @@ class Guard:
             self._scheduler.slots.record_tenant_loss(tenant, now)
 
     def _find_errors(
-        self, executed: Sequence[Job], exit_cause: End, now: float, *, is_proven: bool
+        self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> list[tuple[Request, RequestError]]:
         """Return those requests of what ran that end with their seat, each with the error; the others run again."""
         # Several jobs may be parts of one.
@@ -310,7 +310,7 @@ class Guard:
         errors = [(each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()]
         return [(request, error) for request, error in errors if error is not None]
 
-    def _error_for(self, request: Request, started_at: float, exit_cause: End, now: float, *, is_proven: bool) -> RequestError | None:
+    def _error_for(self, request: Request, started_at: float, exit_cause: ExitCause, now: float, *, is_proven: bool) -> RequestError | None:
         # Those that have run parts of it at the same time may have ended of the same thing.
         if started_at >= request.lost_at:
             request.lost_slots += 1
@@ -322,10 +322,10 @@ class Guard:
             return Internal(f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were")
         if request.lost_slots >= MAX_LOST_SLOTS:
             text = f"request {request.id} was on {request.lost_slots} workers when they ended, the last one {exit_cause.description}"
-            return ResourceExhausted(text) if exit_cause.initiator is By.KERNEL else Unavailable(text)
+            return ResourceExhausted(text) if exit_cause.initiator is ExitInitiator.KERNEL else Unavailable(text)
         return None
 
-    def _restrict_client(self, origin: Origin, now: float) -> None:
+    def _restrict_client(self, origin: ClientOrigin, now: float) -> None:
         """A seat was lost to what this client asked: see that not all are."""
         if not self.offenses.is_confined(origin, now):
             return
@@ -414,7 +414,7 @@ class Guard:
             self._scheduler.queue.admit(request)
 
 
-def _record_times(batches: Sequence[Job], now: float) -> None:
+def _record_times(batches: Sequence[Batch], now: float) -> None:
     """A seat is lost: what ran there has had it, whoever is to blame."""
     for batch in batches:
         if batch.has_started:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weightd.daemon.requests.request import Origin
+from weightd.daemon.requests.request import ClientOrigin
 from weightd.protocol.errors import ResourceExhausted
 
 # So many deaths in a row, of a process and of a user. One request of which two seats died has already made two.
@@ -58,7 +58,7 @@ class _Offender:
         return self.deaths >= self.confinement_deaths
 
 
-class Known:
+class OffenderTable:
     """Parties by their names: of one model, or of all where these are tenants."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Known:
         self.offenders = {name: offender for name, offender in self.offenders.items() if now < offender.expires_at}
 
 
-class Suspects:
+class ClientOffenses:
     """The clients of one model that seats were lost to. Times are monotonic seconds.
 
     Attributes:
@@ -102,15 +102,15 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self.tenant_offenders = Known()
-        self._client_offenders = Known()
+        self.tenant_offenders = OffenderTable()
+        self._client_offenders = OffenderTable()
 
     @property
     def has_offenders(self) -> bool:
         """Whether there are any; else nobody is refused, or confined."""
         return bool(self._client_offenders.offenders or self.tenant_offenders.offenders)
 
-    def record_death(self, origin: Origin, ran_s: float, now: float) -> None:
+    def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
         """A seat has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
         if origin.is_tenant:
             self.tenant_offenders.record_death(origin.party, MAX_TENANT_DEATHS, 1, ran_s, now)
@@ -120,7 +120,7 @@ class Suspects:
             # What a process does that is confined already says nothing about the others of its user.
             self._client_offenders.record_death(origin.party, MAX_PARTY_DEATHS, MAX_PARTY_DEATHS, ran_s, now)
 
-    def check_not_refused(self, origin: Origin, now: float) -> None:
+    def check_not_refused(self, origin: ClientOrigin, now: float) -> None:
         """Raise if what the client asks is refused now.
 
         Raises:
@@ -132,11 +132,11 @@ class Suspects:
                 text = f"{offender.deaths} workers were lost to requests of {name}: it is refused for {left:.0f} s more"
                 raise ResourceExhausted(text, retry_after=left)
 
-    def is_confined(self, origin: Origin, now: float) -> bool:
+    def is_confined(self, origin: ClientOrigin, now: float) -> bool:
         """Return whether what the client asks runs apart."""
         return any(offender.is_confined for _, offender in self._offenders_of(origin, now))
 
-    def should_fail_next(self, origin: Origin, now: float) -> bool:
+    def should_fail_next(self, origin: ClientOrigin, now: float) -> bool:
         """Return whether the next seat that is lost to what the client asks ends that request, proven or not."""
         return any(offender.deaths > 1 for _, offender in self._offenders_of(origin, now) if offender.is_confined)
 
@@ -148,7 +148,7 @@ class Suspects:
         """Return who is confined."""
         return [*self._client_offenders.confined_names(now), *self.tenant_offenders.confined_names(now)]
 
-    def _offenders_of(self, origin: Origin, now: float) -> Iterator[tuple[str, _Offender]]:
+    def _offenders_of(self, origin: ClientOrigin, now: float) -> Iterator[tuple[str, _Offender]]:
         table, names = (self.tenant_offenders, (origin.party,)) if origin.is_tenant else (self._client_offenders, (origin.peer, origin.party))
         for name in names:
             offender = table.get(name, now)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Due(NamedTuple):
+class WatchdogActions(NamedTuple):
     """What is due: the processes to ping, with or without the canary, and those that have not answered their ping."""
 
     pings: list[str]
@@ -82,14 +82,14 @@ class Watchdog:
             watched.is_pinged, watched.is_selftesting, watched.deadline = False, False, float("inf")
             self._update_next_event()
 
-    def take_due(self, now: float, is_busy: Callable[[str], bool]) -> Due:
+    def take_due(self, now: float, is_busy: Callable[[str], bool]) -> WatchdogActions:
         """Return what is due, and take it for done.
 
         Args:
             now: the clock.
             is_busy: whether the seat of this process computes.
         """
-        due = Due([], [], [])
+        due = WatchdogActions([], [], [])
         if now < self.next_event_at:
             return due
         for name, watched in self._watched.items():

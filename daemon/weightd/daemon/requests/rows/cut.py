@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from weightd.daemon.requests.regions import NO_LOCATIONS, Place, Places
+from weightd.daemon.requests.regions import NO_LOCATIONS, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.rows.joining import Piece, join_results
-from weightd.daemon.requests.rows.terms import Form, RowTerms
+from weightd.daemon.requests.rows.joining import PartialResult, join_results
+from weightd.daemon.requests.rows.terms import BatchKey, BatchingPolicy
 from weightd.protocol import limits
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
 
 
-class Cut:
+class SplitRequest:
     """The rows of one request: which of them are still to be given to a seat, and the answers that have come.
 
     Attributes:
@@ -26,7 +26,7 @@ class Cut:
         ended: nobody waits for any of it.
     """
 
-    def __init__(self, request: Request, terms: RowTerms, form: Form) -> None:
+    def __init__(self, request: Request, terms: BatchingPolicy, form: BatchKey) -> None:
         self.request = request
         self.policy = terms
         self.batch_key = form
@@ -40,7 +40,7 @@ class Cut:
         # Pairs of the first row, and the one after the last, in ascending order.
         self._pending_ranges = [(0, form.rows)]
         # By the first row.
-        self._partial_results: dict[int, Piece] = {}
+        self._partial_results: dict[int, PartialResult] = {}
         self._answered_rows = 0
         self._nbytes = 0
         self._descriptions: dict[int, RequestDescription] = {}
@@ -81,12 +81,12 @@ class Cut:
             description = self._descriptions[rows] = dataclasses.replace(original, inputs=inputs)
         return description
 
-    def tensors_of(self, first: int, rows: int) -> tuple[list[Any], Places]:
+    def tensors_of(self, first: int, rows: int) -> tuple[list[Any], TensorLocations]:
         """Return the tensors of these rows: the frames, and the places of those that have none, and of the outputs."""
         locations = self.request.locations
         remaining_frames = iter(self.request.frames)
         frames: list[Any] = []
-        input_locations: dict[int, Place] = {}
+        input_locations: dict[int, TensorLocation] = {}
         for index, spec in enumerate(self.request.description.inputs):
             row_bytes = spec.nbytes // self.batch_key.rows
             location = locations.inputs.get(index)
@@ -97,7 +97,7 @@ class Cut:
             else:
                 input_locations[index] = self._location_of_rows(location, first, rows) if self._has_rows(spec) else location
         output_locations = {index: self._location_of_rows(output_location, first, rows) for index, output_location in self._output_locations.items()}
-        return frames, Places(input_locations, output_locations) if input_locations or output_locations else NO_LOCATIONS
+        return frames, TensorLocations(input_locations, output_locations) if input_locations or output_locations else NO_LOCATIONS
 
     def add_result(self, first: int, rows: int, result: Result, frames: Sequence[Any]) -> tuple[Result, list[Any]] | None:
         """Rows have been answered; return the answer to the request, with its frames, if those were the last.
@@ -113,7 +113,7 @@ class Cut:
             self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes) if index in placed else bytes(next(remaining_frames))
             for index, nbytes in enumerate(result.description.sizes)
         ]
-        partial = Piece(rows, result.description, output_contents)
+        partial = PartialResult(rows, result.description, output_contents)
         self._partial_results[first] = partial
         self._answered_rows += rows
         self._nbytes += sum(map(len, partial.frames))
@@ -122,11 +122,11 @@ class Cut:
         if self._answered_rows < self.batch_key.rows:
             return None
         description, outputs = join_results([self._partial_results[each] for each in sorted(self._partial_results)], self.policy.outputs)
-        shared_indices = tuple(index for index, each in enumerate(outputs) if isinstance(each, Place))
+        shared_indices = tuple(index for index, each in enumerate(outputs) if isinstance(each, TensorLocation))
         frames = [each for index, each in enumerate(outputs) if index not in shared_indices]
         return Result(self.request.number, description, shared_indices or None), frames
 
-    def _location_of_rows(self, location: Place, first: int, rows: int) -> Place:
+    def _location_of_rows(self, location: TensorLocation, first: int, rows: int) -> TensorLocation:
         """Where these rows are of what has all of them."""
         row_bytes = location.nbytes // self.batch_key.rows
         return location.subrange(first * row_bytes, rows * row_bytes)

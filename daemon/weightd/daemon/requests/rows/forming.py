@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from weightd.daemon.requests.request import Company, Request
-from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.terms import Form, RowTerms
-from weightd.daemon.requests.rows.times import Kind, Times
+from weightd.daemon.requests.request import Isolation, Request
+from weightd.daemon.requests.rows.cut import SplitRequest
+from weightd.daemon.requests.rows.terms import BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.times import Kind, DurationEstimates
 from weightd.protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.
@@ -25,7 +25,7 @@ MAX_BATCH_S = 0.1
 _NEARLY_ALL = 0.8
 
 
-class Where(NamedTuple):
+class SlotConstraints(NamedTuple):
     """The seat that a job is for.
 
     Attributes:
@@ -35,13 +35,13 @@ class Where(NamedTuple):
         longest: seconds that a job of several may take, about.
     """
 
-    policy: RowTerms
+    policy: BatchingPolicy
     expected_s: Callable[[Kind, int], float]
     max_requests: int = limits.MAX_BATCH_ITEMS
     max_s: float = math.inf
 
 
-class Mates(NamedTuple):
+class BatchCandidates(NamedTuple):
     """What may share a job.
 
     Attributes:
@@ -55,7 +55,7 @@ class Mates(NamedTuple):
     max_s: float = math.inf
 
 
-class Group(NamedTuple):
+class BatchGroup(NamedTuple):
     """Requests that share a job, or one that has it for itself.
 
     Attributes:
@@ -69,7 +69,7 @@ class Group(NamedTuple):
     is_full: bool
 
 
-def form_batch(first: Request, batch_key: Form, waiting: Iterable[Request], constraints: Where, now: float) -> Group:
+def form_batch(first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float) -> BatchGroup:
     """Return the first request, and those that share its job.
 
     Each of them will be answered before its deadline, as far as it can be told how long the job runs.
@@ -83,7 +83,7 @@ def form_batch(first: Request, batch_key: Form, waiting: Iterable[Request], cons
     """
     policy = constraints.policy
     if not _can_share(first, batch_key, policy):
-        return Group([first], batch_key.rows, is_full=True)
+        return BatchGroup([first], batch_key.rows, is_full=True)
     chosen, rows, nbytes, deadline = [first], batch_key.rows, first.content_bytes, first.deadline
     misfits, is_full = 0, rows == policy.max_rows
     for each in waiting:
@@ -112,10 +112,10 @@ def form_batch(first: Request, batch_key: Form, waiting: Iterable[Request], cons
             is_full = rows == policy.max_rows
         else:
             misfits += 1
-    return Group(chosen, rows, is_full)
+    return BatchGroup(chosen, rows, is_full)
 
 
-def next_split_rows(split: Cut, device: str, devices: Sequence[str], estimates: Times, max_s: float) -> int:
+def next_split_rows(split: SplitRequest, device: str, devices: Sequence[str], estimates: DurationEstimates, max_s: float) -> int:
     """Return how many rows of a request that runs in parts the next part has at most.
 
     All devices are to be ready at once, and while others wait no part is so long that these wait for long.
@@ -137,13 +137,13 @@ def next_split_rows(split: Cut, device: str, devices: Sequence[str], estimates: 
     return max((size for size in policy.sizes if size <= rows), default=min(policy.sizes, default=rows))
 
 
-def _can_share(request: Request, batch_key: Form, policy: RowTerms) -> bool:
+def _can_share(request: Request, batch_key: BatchKey, policy: BatchingPolicy) -> bool:
     """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
-    is_mergeable = policy.can_merge and batch_key.has_only_row_inputs and batch_key.rows <= policy.max_rows and request.isolation is Company.BATCHABLE
+    is_mergeable = policy.can_merge and batch_key.has_only_row_inputs and batch_key.rows <= policy.max_rows and request.isolation is Isolation.BATCHABLE
     return is_mergeable and not policy.is_unmerged(request.origin.party)
 
 
-def _can_share_with(one: Request, other: Request, policy: RowTerms) -> bool:
+def _can_share_with(one: Request, other: Request, policy: BatchingPolicy) -> bool:
     if policy.is_unmerged(other.origin.party):
         return False
-    return other.isolation is Company.BATCHABLE and (policy.is_exact or one.origin.party == other.origin.party)
+    return other.isolation is Isolation.BATCHABLE and (policy.is_exact or one.origin.party == other.origin.party)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from weightd.daemon.requests.regions import Place
+from weightd.daemon.requests.regions import TensorLocation
 from weightd.protocol.errors import Internal
 from weightd.protocol.messages.data import ResponseDescription, TensorSpec
 
 
-class Piece(NamedTuple):
+class PartialResult(NamedTuple):
     """What was answered to some rows.
 
     Attributes:
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     frames: Sequence[Any]
 
 
-def join_results(partials: Sequence[Piece], row_outputs: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
+def join_results(partials: Sequence[PartialResult], row_outputs: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
     """Return the outputs of all pieces, in their order: their description, and a frame for each, or where it is.
 
     Args:
@@ -56,13 +56,13 @@ def _join_frames(frames: Sequence[Any]) -> Any:
     """Return where all of these are, if they are one behind the other in memory of a client, else their bytes."""
     first, nbytes = frames[0], 0
     for each in frames:
-        if not (isinstance(each, Place) and each == first.part(nbytes, len(each))):
+        if not (isinstance(each, TensorLocation) and each == first.part(nbytes, len(each))):
             return b"".join([each[:] for each in frames])
         nbytes += len(each)
     return first.part(0, nbytes)
 
 
-def _check_output(spec: TensorSpec, partial: Piece, index: int, *, has_rows: bool, frame: Any) -> None:
+def _check_output(spec: TensorSpec, partial: PartialResult, index: int, *, has_rows: bool, frame: Any) -> None:
     actual = partial.description.outputs[index] if index < len(partial.description.outputs) else None
     expected = dataclasses.replace(spec, shape=(partial.rows, *spec.shape[1:])) if has_rows else spec
     if actual != expected:

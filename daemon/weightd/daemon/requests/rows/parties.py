@@ -18,7 +18,7 @@ def party_number(party: str) -> int:
     return int.from_bytes(hashlib.blake2b(party.encode(), digest_size=6).digest(), "big")
 
 
-class Names:
+class RecentNames:
     """The names of those whose numbers workers were told of late."""
 
     def __init__(self) -> None:

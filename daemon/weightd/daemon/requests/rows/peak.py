@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Peak:
+class RollingMax:
     """The most at any time in the last seconds: in at least as many as given, and at most twice as many.
 
     Args:

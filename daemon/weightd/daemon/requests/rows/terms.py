@@ -17,7 +17,7 @@ Dims = frozenset[tuple[str, tuple[int, ...]]]
 """Of each input its name and its shape, but for the rows."""
 
 
-class Form(NamedTuple):
+class BatchKey(NamedTuple):
     """What a request asks for, but for how many rows it has.
 
     Attributes:
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowTerms:
+class BatchingPolicy:
     """What may be done with the rows of requests where a seat runs them.
 
     Attributes:
@@ -63,8 +63,8 @@ class RowTerms:
     # What has begun in parts goes on when this changes.
     unmerged_parties: frozenset[int] = field(default=frozenset(), compare=False)
     # By the identity of the description, with itself so that it stays that one's.
-    _batch_keys: dict[int, tuple[RequestDescription, Form | None]] = field(
-        default_factory=dict[int, tuple[RequestDescription, Form | None]], compare=False, repr=False
+    _batch_keys: dict[int, tuple[RequestDescription, BatchKey | None]] = field(
+        default_factory=dict[int, tuple[RequestDescription, BatchKey | None]], compare=False, repr=False
     )
 
     @property
@@ -72,7 +72,7 @@ class RowTerms:
         """Whether requests may share a job."""
         return self.max_rows > 1
 
-    def should_split(self, batch_key: Form, party: str) -> bool:
+    def should_split(self, batch_key: BatchKey, party: str) -> bool:
         """Whether a request of this form runs in parts; `far`: the tenant or the user that has sent it."""
         return 0 < self.max_split_rows < batch_key.rows and self.tested_dims in (None, batch_key.dims) and not self.is_unmerged(party)
 
@@ -80,7 +80,7 @@ class RowTerms:
         """Whether the rows of a tenant or a user were found to differ."""
         return bool(self.unmerged_parties) and party_number(party) in self.unmerged_parties
 
-    def batch_key(self, description: RequestDescription) -> Form | None:
+    def batch_key(self, description: RequestDescription) -> BatchKey | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
         if not self.inputs:
             return None
@@ -95,7 +95,7 @@ class RowTerms:
         """Return how many rows the model is given for so many; 0: just these."""
         return next_size(rows, self.sizes)
 
-    def _make_batch_key(self, description: RequestDescription) -> Form | None:
+    def _make_batch_key(self, description: RequestDescription) -> BatchKey | None:
         kind: list[Any] = [description.outputs]
         dims: list[tuple[str, tuple[int, ...]]] = []
         counts: set[int] = set()
@@ -110,10 +110,10 @@ class RowTerms:
         if len(counts) != 1 or counts == {0}:
             return None
         is_all_rows = all(each.name in self.inputs for each in description.inputs)
-        return Form(tuple(kind), counts.pop(), is_all_rows, frozenset(dims))
+        return BatchKey(tuple(kind), counts.pop(), is_all_rows, frozenset(dims))
 
 
-NO_BATCHING = RowTerms()
+NO_BATCHING = BatchingPolicy()
 """Each request is a job of its own."""
 
 

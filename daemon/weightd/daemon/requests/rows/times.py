@@ -14,7 +14,7 @@ _MAX_KINDS = 256
 Kind = tuple[Any, ...]
 
 
-class Times:
+class DurationEstimates:
     """Mean seconds of jobs, on each device, of each kind of request, for numbers of rows within a factor of two."""
 
     def __init__(self) -> None:

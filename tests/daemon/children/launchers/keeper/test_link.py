@@ -22,11 +22,11 @@ import pytest
 from testkit import memory
 from testkit.keeping import FORKING, LIMIT_S, ended
 from testkit.stopping import stopped
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launch import ProcessSpec
 from weightd.daemon.children.launchers.keeper import link, process
-from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_exited
-from weightd.daemon.children.launchers.launcher import Kept
-from weightd.daemon.host.processes import Process, kill, reap
+from weightd.daemon.children.launchers.keeper.link import ShimClient, ShimLost, wait_until_exited
+from weightd.daemon.children.launchers.launcher import SurvivingProcess
+from weightd.daemon.host.processes import ChildProcess, kill, reap
 
 MIB = 1024 * 1024
 SLEEP = ["sleep", "1000"]
@@ -50,10 +50,10 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start_keeper(directory: Path) -> Iterator[Callable[..., Keeper]]:
+def start_keeper(directory: Path) -> Iterator[Callable[..., ShimClient]]:
     made: list[tuple[int, int]] = []
 
-    def start(*others: Path) -> Keeper:
+    def start(*others: Path) -> ShimClient:
         keeper = link.start_shim(directory, *others)
         made.append((keeper.pid, os.pidfd_open(keeper.pid)))
         return keeper
@@ -69,29 +69,29 @@ def start_keeper(directory: Path) -> Iterator[Callable[..., Keeper]]:
 
 
 @pytest.fixture
-def keeper(start_keeper: Callable[..., Keeper]) -> Iterator[Keeper]:
+def keeper(start_keeper: Callable[..., ShimClient]) -> Iterator[ShimClient]:
     made = start_keeper()
     yield made
     if made.descriptor >= 0:  # else the test has let go of it
         made.close()
 
 
-def launch(argv: list[str], log: Path) -> Launch:
-    return Launch("c", argv, [], log, {"PATH": PATH})
+def launch(argv: list[str], log: Path) -> ProcessSpec:
+    return ProcessSpec("c", argv, [], log, {"PATH": PATH})
 
 
-def exited(child: Process) -> int | None:
+def exited(child: ChildProcess) -> int | None:
     assert select.select([child.pidfd], [], [], LIMIT_S)[0]
     return reap(child)
 
 
-def dependent(keeper: Keeper, fifo: Path) -> Process:
+def dependent(keeper: ShimClient, fifo: Path) -> ChildProcess:
     """A child that dies with its keeper; it is ready to."""
     os.mkfifo(fifo)
     read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = keeper.start(Launch("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], [], fifo, environment))
+        child = keeper.start(ProcessSpec("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], [], fifo, environment))
         assert select.select([read], [], [], LIMIT_S)[0]
         assert os.read(read, 100) == b"ready\n"
     finally:
@@ -102,7 +102,7 @@ def dependent(keeper: Keeper, fifo: Path) -> Process:
 # --- children -------------------------------------------------------------------------------------------------------
 
 
-def test_an_exit_status_is_told_and_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
+def test_an_exit_status_is_told_and_a_log_is_continued(keeper: ShimClient, tmp_path: Path) -> None:
     scripts = {"exit 0": 0, "exit 7": 7, "kill -9 $$": -9, "kill -ABRT $$": -6}
     log = tmp_path / "log"
     told = {
@@ -114,20 +114,20 @@ def test_an_exit_status_is_told_and_a_log_is_continued(keeper: Keeper, tmp_path:
     assert keeper.surviving_processes() == []
 
 
-def sibling(keeper: Keeper, log: Path) -> tuple[Process, int]:
+def sibling(keeper: ShimClient, log: Path) -> tuple[ChildProcess, int]:
     """A child of the keeper, and the pid of another one that it has forked."""
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     os.mkfifo(log)
     read = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        child = keeper.start(Launch("forks", [sys.executable, "-c", FORKING], [], log, environment))
+        child = keeper.start(ProcessSpec("forks", [sys.executable, "-c", FORKING], [], log, environment))
         assert select.select([read], [], [], LIMIT_S)[0]
         return child, int(os.read(read, 100))
     finally:
         os.close(read)
 
 
-def test_what_a_child_has_forked_is_adopted(keeper: Keeper, tmp_path: Path) -> None:
+def test_what_a_child_has_forked_is_adopted(keeper: ShimClient, tmp_path: Path) -> None:
     parent, pid = sibling(keeper, tmp_path / "fifo")
     child = keeper.adopt("forked", pid, tmp_path / "log")
     kill(parent)
@@ -138,14 +138,14 @@ def test_what_a_child_has_forked_is_adopted(keeper: Keeper, tmp_path: Path) -> N
     assert keeper.surviving_processes() == []
 
 
-def test_what_is_no_child_is_not_adopted(keeper: Keeper, tmp_path: Path) -> None:
+def test_what_is_no_child_is_not_adopted(keeper: ShimClient, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError):
         keeper.adopt("mine", os.getpid(), tmp_path / "log")
     assert keeper.surviving_processes() == []
 
 
 def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told(
-    keeper: Keeper, tmp_path: Path
+    keeper: ShimClient, tmp_path: Path
 ) -> None:
     parent, pid = sibling(keeper, tmp_path / "fifo")
     keeper.kill_orphans()
@@ -155,7 +155,7 @@ def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told
         os.kill(pid, 0)
 
 
-def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(keeper: Keeper, tmp_path: Path) -> None:
+def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(keeper: ShimClient, tmp_path: Path) -> None:
     (parent, pid), (other, its) = (sibling(keeper, tmp_path / name) for name in ("first", "second"))
     kill(parent)
     keeper.kill_orphans_of(parent.pid)
@@ -165,7 +165,7 @@ def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(
     os.kill(its, 0)
 
 
-def test_with_the_keeper_that_ends_which_nobody_had_adopted(keeper: Keeper, tmp_path: Path) -> None:
+def test_with_the_keeper_that_ends_which_nobody_had_adopted(keeper: ShimClient, tmp_path: Path) -> None:
     _, pid = sibling(keeper, tmp_path / "fifo")
     stray = os.pidfd_open(pid)
     keeper.close()
@@ -177,7 +177,7 @@ def test_with_the_keeper_that_ends_which_nobody_had_adopted(keeper: Keeper, tmp_
         os.close(stray)
 
 
-def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
+def test_a_child_is_the_keepers_and_inherits_nothing(keeper: ShimClient, directory: Path, tmp_path: Path) -> None:
     child = keeper.start(launch(SLEEP, tmp_path / "log"))
     assert os.getsid(child.pid) == child.pid != os.getsid(keeper.pid) == keeper.pid
     status = dict(line.split(":\t") for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
@@ -197,26 +197,26 @@ def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: 
 
 
 def test_the_environment_is_the_one_given_and_no_other(
-    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keeper: ShimClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OURS", "1")
     environment = {"TMPDIR": str(tmp_path), "ODD": 'é\udcff"\n', "A": "a" * 75_000, "B": "b" * 75_000}
     argv = [sys.executable, "-S", "-c", "import os; print(ascii(dict(os.environ)))"]
-    assert exited(keeper.start(Launch("c", argv, [], tmp_path / "log", environment))) == 0
+    assert exited(keeper.start(ProcessSpec("c", argv, [], tmp_path / "log", environment))) == 0
     said = ast.literal_eval((tmp_path / "log").read_text())
     assert {name: said.get(name) for name in (*environment, "OURS")} == {**environment, "OURS": None}
 
 
-def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keeper: Keeper, tmp_path: Path) -> None:
+def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keeper: ShimClient, tmp_path: Path) -> None:
     lives, dead, gone = (tmp_path / name for name in ("lives", "dead", "gone"))
-    first = keeper.start(Launch("lives", SLEEP, [], lives, {"PATH": PATH}))
-    second = keeper.start(Launch("dead", ["sh", "-c", "exit 3"], [], dead, {"PATH": PATH}))
-    assert exited(keeper.start(Launch("gone", ["true"], [], gone, {"PATH": PATH}))) == 0
+    first = keeper.start(ProcessSpec("lives", SLEEP, [], lives, {"PATH": PATH}))
+    second = keeper.start(ProcessSpec("dead", ["sh", "-c", "exit 3"], [], dead, {"PATH": PATH}))
+    assert exited(keeper.start(ProcessSpec("gone", ["true"], [], gone, {"PATH": PATH}))) == 0
     assert select.select([second.pidfd], [], [], LIMIT_S)[0]
-    following = Keeper(os.dup(keeper.descriptor))
+    following = ShimClient(os.dup(keeper.descriptor))
     keeper.close()
     assert following.pid == keeper.pid
-    children = [Kept(first.pid, "lives", lives), Kept(second.pid, "dead", dead)]
+    children = [SurvivingProcess(first.pid, "lives", lives), SurvivingProcess(second.pid, "dead", dead)]
     assert following.surviving_processes() == children
     watched = [following.watch(child) for child in children]
     assert [each.log for each in watched] == [lives, dead]
@@ -230,11 +230,11 @@ def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keep
         os.close(each.pidfd)
 
 
-def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) -> None:
+def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: ShimClient) -> None:
     with socket.socket(fileno=os.dup(keeper.descriptor)) as dead:
         for request in ('{"id": 1, "children": true}\n', '{"id": 2, "reap": 1}\n', "17\n", '{"id": 3, "sta'):
             dead.sendall(request.encode())
-    following = Keeper(os.dup(keeper.descriptor))
+    following = ShimClient(os.dup(keeper.descriptor))
     assert (following.pid, following.surviving_processes()) == (keeper.pid, [])
     following.close()
 
@@ -242,7 +242,7 @@ def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) 
 # --- what cannot be started -----------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_started_is_named(keeper: Keeper, tmp_path: Path) -> None:
+def test_what_cannot_be_started_is_named(keeper: ShimClient, tmp_path: Path) -> None:
     for program, log, named in (
         ("/nonexistent/python", "log", "/nonexistent/python"),
         ("no-such-program", "log", "no-such-program"),
@@ -256,17 +256,17 @@ def test_what_cannot_be_started_is_named(keeper: Keeper, tmp_path: Path) -> None
     assert keeper.surviving_processes() == []
 
 
-def test_who_is_not_its_child_cannot_be_watched(keeper: Keeper, tmp_path: Path) -> None:
-    with pytest.raises(KeeperLost, match=f"^process {os.getpid()} is gone with its keeper$"):
-        keeper.watch(Kept(os.getpid(), "stranger", tmp_path / "log"))
+def test_who_is_not_its_child_cannot_be_watched(keeper: ShimClient, tmp_path: Path) -> None:
+    with pytest.raises(ShimLost, match=f"^process {os.getpid()} is gone with its keeper$"):
+        keeper.watch(SurvivingProcess(os.getpid(), "stranger", tmp_path / "log"))
     assert keeper.surviving_processes() == []
     child = keeper.start(launch(["true"], tmp_path / "log"))
     assert exited(child) == 0
-    with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
-        keeper.watch(Kept(child.pid, "c", tmp_path / "log"))
+    with pytest.raises(ShimLost, match=f"^process {child.pid} is gone with its keeper$"):
+        keeper.watch(SurvivingProcess(child.pid, "c", tmp_path / "log"))
 
 
-def test_a_child_that_cannot_be_watched_is_not_left_running(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_child_that_cannot_be_watched_is_not_left_running(keeper: ShimClient, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -276,7 +276,7 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(keeper: Keeper, tmp_
             keeper.start(launch(SLEEP, tmp_path / "log"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert not isinstance(caught.value, KeeperLost)
+    assert not isinstance(caught.value, ShimLost)
     assert keeper.surviving_processes() == []
 
 
@@ -284,7 +284,7 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(keeper: Keeper, tmp_
 
 
 def test_once_nobody_holds_on_to_it_nothing_is_left(
-    start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path
+    start_keeper: Callable[..., ShimClient], directory: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "children.sock"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -302,7 +302,7 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
     duplicate = os.dup(keeper.descriptor)
     keeper.close()
     assert not ended(children[0].pid, 0.1)
-    following = Keeper(duplicate)
+    following = ShimClient(duplicate)
     assert [each.pid for each in following.surviving_processes()] == [each.pid for each in children]
     following.close()
     assert ended(keeper.pid)
@@ -316,7 +316,7 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_daemon_that_does_not_read_its_answer_is_no_concern(
-    start_keeper: Callable[..., Keeper], directory: Path, answered: bool
+    start_keeper: Callable[..., ShimClient], directory: Path, answered: bool
 ) -> None:
     keeper = start_keeper()
     with socket.socket(fileno=os.dup(keeper.descriptor)) as daemon:
@@ -332,7 +332,7 @@ def test_a_daemon_that_does_not_read_its_answer_is_no_concern(
 
 @pytest.mark.parametrize(("seconds", "status"), [(LIMIT_S, 0), (0.1, signal.SIGKILL)])
 def test_who_ends_it_waits_until_it_has_ended_and_kills_it_then(
-    start_keeper: Callable[..., Keeper], directory: Path, seconds: float, status: int
+    start_keeper: Callable[..., ShimClient], directory: Path, seconds: float, status: int
 ) -> None:
     keeper = start_keeper()
     os.kill(keeper.pid, signal.SIGSTOP)
@@ -344,15 +344,15 @@ def test_who_ends_it_waits_until_it_has_ended_and_kills_it_then(
     assert directory.exists() is bool(status)
 
 
-def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: ShimClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
     vars(keeper)["_link"].settimeout(0.1)
     os.kill(keeper.pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(KeeperLost, match=r"^the keeper does not answer: timed out$"):
-        Keeper(os.dup(keeper.descriptor))
+    with pytest.raises(ShimLost, match=r"^the keeper does not answer: timed out$"):
+        ShimClient(os.dup(keeper.descriptor))
     assert 0.2 <= time.monotonic() - began < 5.0
-    with pytest.raises(KeeperLost, match="timed out"):
+    with pytest.raises(ShimLost, match="timed out"):
         keeper.surviving_processes()
     os.kill(keeper.pid, signal.SIGCONT)
     vars(keeper)["_link"].settimeout(LIMIT_S)
@@ -361,7 +361,7 @@ def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: Keeper, mo
 
 def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    within = process.Keeper()
+    within = process.Shim()
     pids = [
         within.handle_request({"start": str(number), "argv": SLEEP, "stdin": "", "log": "log", "environment": {}})["pid"]
         for number in range(3)
@@ -383,7 +383,7 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
-    start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+    start_keeper: Callable[..., ShimClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked: list[bool] = []
     spawn = os.posix_spawnp
@@ -408,7 +408,7 @@ def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
 
 
 def test_there_is_one_keeper_of_a_directory(
-    start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path
+    start_keeper: Callable[..., ShimClient], directory: Path, tmp_path: Path
 ) -> None:
     assert wait_until_exited(directory, 0.0)
     assert wait_until_exited(tmp_path / "missing", 0.0)
@@ -422,14 +422,14 @@ def test_there_is_one_keeper_of_a_directory(
 
 @pytest.mark.parametrize("how", ["killed", "let go"])
 def test_the_directory_is_free_and_the_children_are_dead_once_the_keeper_is_gone(
-    start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path, how: str
+    start_keeper: Callable[..., ShimClient], directory: Path, tmp_path: Path, how: str
 ) -> None:
     keeper = start_keeper()
     child = dependent(keeper, tmp_path / "log")
     assert not select.select([child.pidfd], [], [], 0)[0]
     if how == "killed":
         os.kill(keeper.pid, signal.SIGKILL)
-        with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
+        with pytest.raises(ShimLost, match=r"^the keeper does not answer: ."):
             keeper.start(launch(["true"], tmp_path / "other"))
     keeper.kill() if how == "killed" else keeper.close()
     assert wait_until_exited(directory, LIMIT_S)
@@ -438,7 +438,7 @@ def test_the_directory_is_free_and_the_children_are_dead_once_the_keeper_is_gone
     assert directory.exists() is (how == "killed")
 
 
-def test_it_is_small(keeper: Keeper) -> None:
+def test_it_is_small(keeper: ShimClient) -> None:
     pss = memory.pss(keeper.pid)
     rollup = Path(f"/proc/{keeper.pid}/smaps_rollup").read_text()
     dirty = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Private_Dirty:"))
@@ -447,7 +447,7 @@ def test_it_is_small(keeper: Keeper) -> None:
 
 
 def test_the_time_in_which_this_process_is_stopped_does_not_count(
-    start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+    start_keeper: Callable[..., ShimClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "_PATIENCE_S", 1.0)
     keeper = start_keeper()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.engine import Engine, BuildSettings
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.ascend import MindSporeLiteAscend
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
@@ -10,7 +10,7 @@ from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.engines.mindspore_lite.runner import MindSporeLiteRunner
 
 
-def make_engine(settings: Settings) -> Engine:
+def make_engine(settings: BuildSettings) -> Engine:
     """Return the engine for the device of these settings.
 
     Raises:

@@ -29,10 +29,10 @@ import numpy as np
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines.engine import Arrays, Gears, Settings
-from weightd.worker.engines.errors import BuildError, NoRoom
+from weightd.worker.engines.engine import Arrays, Gears, BuildSettings
+from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
-from weightd.worker.engines.mindspore_lite.cardsharing import CardSharing
+from weightd.worker.engines.mindspore_lite.cardsharing import WeightHandleSharing
 from weightd.worker.engines.mindspore_lite.gears import parse_gears
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 from weightd.worker.engines.sharing import NotShared
@@ -57,12 +57,12 @@ class MindSporeLiteAscend(MindSporeLite):
     can_rebuild = False
     resize_error_type = InvalidArgument
 
-    def __init__(self, settings: Settings, card: int) -> None:
+    def __init__(self, settings: BuildSettings, card: int) -> None:
         super().__init__(settings)
         self._batch_inputs: List[str] = []
         self._card = card
         self._is_built = False
-        self._handle_sharing = CardSharing(self._library, self._log, card) if settings.is_sharing else None
+        self._handle_sharing = WeightHandleSharing(self._library, self._log, card) if settings.is_sharing else None
         self.sharing = self._handle_sharing or NotShared()
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
@@ -78,7 +78,7 @@ class MindSporeLiteAscend(MindSporeLite):
         try:
             self._build(model, context, {"ascend_context": section} if section else {})
         except BuildError as error:
-            kind = NoRoom if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
+            kind = OutOfDeviceMemory if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
             raise kind(f"{error}{self._failure_hint(str(error))}") from None
         if self._handle_sharing is not None:
             self._handle_sharing.on_built(self._model, model)

@@ -9,9 +9,9 @@ from typing import Any, Dict, Sequence
 
 from weightd.protocol.messages.children import Traits
 from weightd.shared.modelfile import ModelFileError, model_files
-from weightd.worker.engines.errors import BuildError, EngineMissing, NotAllowed
+from weightd.worker.engines.errors import BuildError, EngineMissing, AttachRefused
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
-from weightd.worker.engines.sharing import Shared, Sharing
+from weightd.worker.engines.sharing import SharedWeights, WeightSharing
 from weightd.worker.nativelog import NativeLog
 
 _PIDS = "shareable_weight_pid_list"
@@ -36,7 +36,7 @@ _NOT_EXPORTED = (
 )
 
 
-class CardSharing(Sharing):
+class WeightHandleSharing(WeightSharing):
     """Shares by the library's handle, a decimal number.
 
     Args:
@@ -81,33 +81,33 @@ class CardSharing(Sharing):
         self._model = model
         self._path = path
 
-    def export(self, store: str) -> Shared:
+    def export(self, store: str) -> SharedWeights:
         """Return the handle that the build has made."""
         if not self._is_sharing:
-            return Shared("", 0, "weights are not shared: the build named no process to share with")
+            return SharedWeights("", 0, "weights are not shared: the build named no process to share with")
         handle = self._model.get_model_info(_HANDLE)
         if not _DECIMAL.fullmatch(handle) or not 0 < int(handle) <= _MAX_HANDLE:
             raise BuildError(_NOT_EXPORTED.format(handle))
         self._exported_handle = handle
-        return Shared(handle, self._shared_bytes(), "")
+        return SharedWeights(handle, self._shared_bytes(), "")
 
     def allow(self, pids: Sequence[str]) -> None:
         """Tell the driver."""
         if not self._exported_handle:
-            raise NotAllowed("this process has exported no weights")
+            raise AttachRefused("this process has exported no weights")
         try:
             numbers = [_parse_decimal("pid", each, _MAX_PID) for each in pids]
             acl = Acl()
             acl.set_device(self._card)
             acl.allow(int(self._exported_handle), numbers)
         except (AclError, BuildError) as error:
-            raise NotAllowed(str(error)) from None
+            raise AttachRefused(str(error)) from None
 
-    def attach(self, handle: str) -> Shared:
+    def attach(self, handle: str) -> SharedWeights:
         """Do nothing: the build has attached."""
         if not self._is_sharing:
-            return Shared("", 0, "weights are not shared: the holder has no handle")
-        return Shared(handle, self._shared_bytes(), "")
+            return SharedWeights("", 0, "weights are not shared: the holder has no handle")
+        return SharedWeights(handle, self._shared_bytes(), "")
 
     def trim_store(self, handle: str) -> None:
         """Do nothing: there is nothing that only an attach needs."""

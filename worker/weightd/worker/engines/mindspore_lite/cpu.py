@@ -16,8 +16,8 @@ from typing import Any, Dict, Generator, Optional, Sequence
 import numpy as np
 
 from weightd.worker.engines.cpu import CpuEngine
-from weightd.worker.engines.engine import Arrays, Settings
-from weightd.worker.engines.errors import BuildError, NotRun, Spoilt
+from weightd.worker.engines.engine import Arrays, BuildSettings
+from weightd.worker.engines.errors import BuildError, NotRun, ModelCorrupted
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 from weightd.worker.engines.mindspore_lite.shapes import InputShapes, Shape, covers, grow_shapes
 
@@ -32,7 +32,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
     is_limited_by_first_shape = True
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BuildSettings) -> None:
         MindSporeLite.__init__(self, settings)
         CpuEngine.__init__(self, settings)
         self._path = ""
@@ -104,7 +104,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         self._rebuild()
         try:
             self._compute({name: np.resize(inputs[name], shape) for name, shape in zip(self._names, target)})
-        except Spoilt:
+        except ModelCorrupted:
             self._rebuild()
             target = shapes
         recomputed = self._compute(inputs)
@@ -140,7 +140,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             self._start_build(self._handle)
             self._build_model()
         except BuildError as error:
-            raise Spoilt(f"building the model again for another shape failed: {error}") from None
+            raise ModelCorrupted(f"building the model again for another shape failed: {error}") from None
 
     def _build_model(self) -> None:
         self._first_shapes = self._last_shapes = None
@@ -165,7 +165,7 @@ def _build_lock(path: str) -> Generator[None, None, None]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise Spoilt(f"building the model again for another shape failed: {path}: {error.strerror}") from None
+        raise ModelCorrupted(f"building the model again for another shape failed: {path}: {error.strerror}") from None
     try:
         _acquire_lock(descriptor)
         yield

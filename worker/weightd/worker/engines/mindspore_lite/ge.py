@@ -26,11 +26,11 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.shared.devices import card_of
-from weightd.worker.engines.engine import Arrays, ModelSignature, Settings
-from weightd.worker.engines.errors import BuildError, EngineMissing, NoRoom, Spoilt
+from weightd.worker.engines.engine import Arrays, ModelSignature, BuildSettings
+from weightd.worker.engines.errors import BuildError, EngineMissing, OutOfDeviceMemory, ModelCorrupted
 from weightd.worker.engines.mindspore import read_signature
 from weightd.worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
-from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
+from weightd.worker.engines.ranks import RankRendezvous, RankEngine, RankRejected
 
 _TOO_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
 
@@ -40,7 +40,7 @@ class MindSporeLiteRank(RankEngine):
 
     name = "mindspore_lite"
 
-    def __init__(self, rendezvous: Meeting) -> None:
+    def __init__(self, rendezvous: RankRendezvous) -> None:
         super().__init__(rendezvous)
         if card_of(rendezvous.device) is None:
             raise BuildError(f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {rendezvous.device!r}")
@@ -70,11 +70,11 @@ class MindSporeLiteRank(RankEngine):
         try:
             return self._slice.predict(inputs)
         except InvalidArgument as error:
-            raise Refused(str(error)) from None
-        except Spoilt as error:
+            raise RankRejected(str(error)) from None
+        except ModelCorrupted as error:
             # It is the first one that takes the card's memory.
             if any(each in str(error) for each in OUT_OF_MEMORY_MARKS):
-                raise NoRoom(str(error)) from None
+                raise OutOfDeviceMemory(str(error)) from None
             raise
 
     def leave_group(self) -> None:
@@ -93,8 +93,8 @@ class _Slice(MindSporeLiteAscend):
         BuildError: an option is not one.
     """
 
-    def __init__(self, rendezvous: Meeting, options: Mapping[str, Any]) -> None:
-        super().__init__(Settings(rendezvous.threads, rendezvous.device, False, options), card_of(rendezvous.device) or 0)
+    def __init__(self, rendezvous: RankRendezvous, options: Mapping[str, Any]) -> None:
+        super().__init__(BuildSettings(rendezvous.threads, rendezvous.device, False, options), card_of(rendezvous.device) or 0)
         self._rendezvous = rendezvous
         if "rank_id" not in dir(type(self._library.Context().ascend)):
             raise EngineMissing(_TOO_OLD.format(self._library.__version__))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from weightd.worker.engines.engine import Settings
-from weightd.worker.engines.errors import BuildError, EngineMissing, NoRoom
+from weightd.worker.engines.engine import BuildSettings
+from weightd.worker.engines.errors import BuildError, EngineMissing, OutOfDeviceMemory
 from weightd.worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
 
 # The library's ModelGroupFlag.
@@ -48,7 +48,7 @@ class ModelGroup:
     def __init__(self, device: str, share: str, models: Sequence[Tuple[str, Mapping[str, Any]]]) -> None:
         if share not in _FLAGS:
             raise BuildError(f"members.share: expected one of {', '.join(_FLAGS)}, got {share!r}")
-        settings = [Settings(1, device, False, options) for _, options in models]
+        settings = [BuildSettings(1, device, False, options) for _, options in models]
         card = settings[0].card if settings else None
         if card is None:
             raise BuildError(f"device: a group of models runs on a card, expected ascend:N, got {device!r}")
@@ -73,7 +73,7 @@ class ModelGroup:
             with first.log.cause_of(BuildError):
                 self._group.cal_max_size_of_workspace(library.ModelType.MINDIR, first.context())
         except BuildError as error:
-            kind = NoRoom if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
+            kind = OutOfDeviceMemory if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
             raise kind(str(error)) from None
         for engine, path in zip(self.engines, self._paths):
             engine.build(path)

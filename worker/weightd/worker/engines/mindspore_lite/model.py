@@ -22,8 +22,8 @@ import numpy as np
 
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.engines.engine import Arrays, Engine, ModelSignature, Settings
-from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, ModelSignature, BuildSettings
+from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
 from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.nativelog import NativeLog
 
@@ -57,10 +57,10 @@ class MindSporeLite(Engine):
     """
 
     name = "mindspore_lite"
-    resize_error_type: ClassVar[Type[RequestError]] = Spoilt
+    resize_error_type: ClassVar[Type[RequestError]] = ModelCorrupted
     """What a refused resize is, where nothing has run yet."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BuildSettings) -> None:
         self._settings = settings
         self._options = Options.from_mapping(settings.options)
         try:
@@ -101,7 +101,7 @@ class MindSporeLite(Engine):
     def predict(self, inputs: Arrays) -> Arrays:
         """Resize where the shape is not that of the last request, run, and copy the outputs out."""
         arrays = [inputs[name] for name in self._names]
-        with self._log.translate_errors(Spoilt):
+        with self._log.translate_errors(ModelCorrupted):
             self._resize([list(array.shape) for array in arrays])
             for tensor, array in zip(self._tensors, arrays):
                 tensor.set_data_from_numpy(array)

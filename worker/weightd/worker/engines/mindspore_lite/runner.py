@@ -28,12 +28,12 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.affinity import set_cpu_affinity
-from weightd.worker.engines.engine import Arrays, Settings
-from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
+from weightd.worker.engines.engine import Arrays, BuildSettings
+from weightd.worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
 from weightd.worker.engines.mindspore_lite.model import name_of
 from weightd.worker.engines.mindspore_lite.shapes import InputShapes
-from weightd.worker.engines.mindspore_lite.turns import Turns
+from weightd.worker.engines.mindspore_lite.turns import ReadersWriterLock
 
 # So many are known not to fail by their shapes; the others run alone each time.
 _MAX_KNOWN_SHAPES = 1024
@@ -46,7 +46,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         BuildError: as of any engine; and an option that a runner does not take.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BuildSettings) -> None:
         super().__init__(settings)
         self._has_unshared_weights = False
         if self._options.dec_key_file:
@@ -59,7 +59,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a new runner."""
-        self._rw_lock = Turns()
+        self._rw_lock = ReadersWriterLock()
         super().build(model, pids=pids, handle=handle)
 
     def _build_model(self) -> None:
@@ -99,7 +99,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         if self._log.size() != self._checked_log_bytes:
             self._check_log()
         if self._is_corrupted:
-            raise Doubtful("another predict failed while this one ran")
+            raise MaybeCorrupted("another predict failed while this one ran")
         return outputs
 
     @property
@@ -126,9 +126,9 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def _run(self, arrays: List[Any]) -> Arrays:
         if self._is_corrupted:
-            raise Doubtful("another predict failed before this one began")
+            raise MaybeCorrupted("another predict failed before this one began")
         try:
-            with self._log.translate_errors(Spoilt):
+            with self._log.translate_errors(ModelCorrupted):
                 tensors = [self._make_tensor(of, array) for of, array in zip(self._tensors, arrays)]
                 outputs: Dict[str, Any] = {
                     name_of(each): each.get_data_to_numpy() for each in self._model.predict(tensors)

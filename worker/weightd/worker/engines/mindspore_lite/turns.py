@@ -7,7 +7,7 @@ import threading
 from typing import Generator
 
 
-class Turns:
+class ReadersWriterLock:
     """One who is to be alone waits for those that run; who comes meanwhile waits at the door, as he does."""
 
     def __init__(self) -> None:

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.children.launch import Launch
-from weightd.daemon.children.launchers.launcher import Kept
+from weightd.daemon.children.launch import ProcessSpec
+from weightd.daemon.children.launchers.launcher import SurvivingProcess
 from weightd.daemon.host import clock, spawning
-from weightd.daemon.host.processes import Process
+from weightd.daemon.host.processes import ChildProcess
 
 _log = logging.getLogger("weightd")
 
@@ -42,11 +42,11 @@ _PROGRAM = (
 _TIMEOUT_S = 10.0
 
 
-class KeeperLost(OSError):
+class ShimLost(OSError):
     """The keeper has died, or hangs."""
 
 
-class Keeper:
+class ShimClient:
     """Has holders and workers started and waited for.
 
     Args:
@@ -72,7 +72,7 @@ class Keeper:
         self._request_ids = itertools.count(time.monotonic_ns())
         try:
             self.pid: int = self._call({"children": True})["pid"]
-        except KeeperLost:
+        except ShimLost:
             self._socket.close()
             raise
 
@@ -81,9 +81,9 @@ class Keeper:
         """Whoever holds a duplicate of this keeps the children alive."""
         return self._socket.fileno()
 
-    def surviving_processes(self) -> list[Kept]:
+    def surviving_processes(self) -> list[SurvivingProcess]:
         """Return every child that has not been waited for."""
-        return [Kept(pid, name, Path(log)) for pid, name, log in self._call({"children": True})["children"]]
+        return [SurvivingProcess(pid, name, Path(log)) for pid, name, log in self._call({"children": True})["children"]]
 
     def kill_orphans(self) -> None:
         """End what was forked for a daemon that ended before it had it adopted."""
@@ -97,7 +97,7 @@ class Keeper:
         """
         self._call({"strays": parent})
 
-    def start(self, process_spec: Launch) -> Process:
+    def start(self, process_spec: ProcessSpec) -> ChildProcess:
         """Start a child in a session of its own.
 
         Raises:
@@ -105,18 +105,18 @@ class Keeper:
         """
         request = {"start": process_spec.name, "argv": list(process_spec.command), "stdin": process_spec.stdin_data.decode()}
         reply = self._call({**request, "log": str(process_spec.log), "environment": dict(process_spec.environment)})
-        return self.watch(Kept(reply["pid"], process_spec.name, process_spec.log))
+        return self.watch(SurvivingProcess(reply["pid"], process_spec.name, process_spec.log))
 
-    def adopt(self, name: str, pid: int, log: Path) -> Process:
+    def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:
         """Have a child watched that another child has forked.
 
         Raises:
             OSError: there is no such child, or no descriptors are left.
         """
         self._call({"adopt": name, "pid": pid, "log": str(log)})
-        return self.watch(Kept(pid, name, log))
+        return self.watch(SurvivingProcess(pid, name, log))
 
-    def watch(self, survivor: Kept) -> Process:
+    def watch(self, survivor: SurvivingProcess) -> ChildProcess:
         """Have a child watched that has not been waited for.
 
         Raises:
@@ -125,11 +125,11 @@ class Keeper:
         try:
             # The parent can be told of the exit on every system.
             self._call({"watch": survivor.pid})
-            return Process(survivor.pid, self._take_descriptor(), survivor.log, lambda: self._reap(survivor.pid))
-        except KeeperLost:
+            return ChildProcess(survivor.pid, self._take_descriptor(), survivor.log, lambda: self._reap(survivor.pid))
+        except ShimLost:
             raise
         except ChildProcessError:
-            raise KeeperLost(f"process {survivor.pid} is gone with its keeper") from None
+            raise ShimLost(f"process {survivor.pid} is gone with its keeper") from None
         except OSError:
             # Nobody could watch it.
             with contextlib.suppress(ProcessLookupError):
@@ -173,7 +173,7 @@ class Keeper:
     def _reap(self, pid: int) -> int | None:
         try:
             status: int = self._call({"reap": pid})["status"]
-        except KeeperLost:
+        except ShimLost:
             return None  # the kernel has ended it when the keeper died, or it had ended before
         return status
 
@@ -184,7 +184,7 @@ class Keeper:
             self._socket.sendall(b"\n" + json.dumps({"id": request_id, **request}).encode() + b"\n")
             reply = self._read_reply(request_id)
         except (OSError, ValueError) as error:
-            raise KeeperLost(f"the keeper does not answer: {error}") from None
+            raise ShimLost(f"the keeper does not answer: {error}") from None
         if "errno" in reply:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply["path"])
         return reply
@@ -227,7 +227,7 @@ class Keeper:
             self._received_descriptor = _NO_DESCRIPTOR
 
 
-def start_shim(directory: Path, *extra_paths: Path) -> Keeper:
+def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
     """Start a keeper that removes the directory and the other paths at its end. It holds a lock on the directory.
 
     Raises:
@@ -248,7 +248,7 @@ def start_shim(directory: Path, *extra_paths: Path) -> Keeper:
         with Path(os.devnull).open("rb") as nothing, os.fdopen(_open_log(directory), "ab") as log:
             output = log.fileno()
             spawning.spawn(argv, os.environ, [nothing.fileno(), output, output, theirs.fileno(), lock])
-        return Keeper(ours.detach())
+        return ShimClient(ours.detach())
     finally:
         ours.close()
         theirs.close()

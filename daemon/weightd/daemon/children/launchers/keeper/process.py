@@ -50,7 +50,7 @@ _DEFAULT_SIGNALS = (*_IGNORED_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ)
 _DESCRIPTOR_KEY = "descriptor"
 
 
-class Keeper:
+class Shim:
     """The children, in the order in which they were started."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
-def _serve(shim: Keeper, connection: socket.socket) -> None:
+def _serve(shim: Shim, connection: socket.socket) -> None:
     for line in connection.makefile("rb"):
         try:
             request = json.loads(line)
@@ -185,7 +185,7 @@ def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
     signals.reset(*_IGNORED_SIGNALS)
     os.set_inheritable(LOCK_FD, False)
-    shim = Keeper()
+    shim = Shim()
     with socket.socket(fileno=SOCKET_FD) as link:
         link.set_inheritable(False)
         # Nobody is left, either way; a reset says that they have not read the last answer.
