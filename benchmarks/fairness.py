@@ -354,7 +354,9 @@ def _long_batches(plan: _Plan) -> Found:
         beside = stage.measure(question, plan.rounds * plan.round_s, 10)
         stage.a.end()
     p99 = percentile(beside.seconds, 99)
-    progress(f"A has jobs of {rows} rows; one of {MAX_ROWS} takes {1e3 * batch_s:.0f} ms, B's p99 is {1e3 * p99:.0f} ms")
+    progress(
+        f"A has jobs of {rows} rows; one of {MAX_ROWS} takes {1e3 * batch_s:.0f} ms, B's p99 is {1e3 * p99:.0f} ms"
+    )
     return {
         "long_jobs": p99 / (percentile(alone.seconds, 99) + batch_s),
         "long_jobs_p99_s": p99,
@@ -735,7 +737,11 @@ def _memory_limit(plan: _Plan) -> Found:
             progress(f"killed by the kernel: {kills[name]}; peak so far {group.peak >> 20} MiB")
         if stage.service.status().pid != daemon:
             raise UnavailableError("fairness: the daemon did not survive")
-    return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.request_count for each in attacks.values())}
+    return {
+        "attacks": attacks,
+        "memory_kills": sum(kills.values()),
+        "n": sum(each.request_count for each in attacks.values()),
+    }
 
 
 def _slow_headers(plan: _Plan) -> Found:
@@ -970,7 +976,9 @@ def _written(name: str, write: Callable[[Path], Path]) -> Path:
     return path if path.exists() else write(path)
 
 
-def _compared(plan: _Plan, stage: _ConnectedService, question: _RequestSample, load: Sequence[Any], name: str) -> tuple[float, Found]:
+def _compared(
+    plan: _Plan, stage: _ConnectedService, question: _RequestSample, load: Sequence[Any], name: str
+) -> tuple[float, Found]:
     """Measure B alone and beside A in turn; return the ratio, and what is told of it."""
     alone: list[float] = []
     beside: list[float] = []

@@ -199,7 +199,12 @@ class RawBinary:
     def send(self, inputs: Arrays) -> None:
         """Send x."""
         x = inputs["x"]
-        input_description = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+        input_description = {
+            "name": "x",
+            "datatype": "FP32",
+            "shape": x.shape,
+            "parameters": {"binary_data_size": x.nbytes},
+        }
         body = json.dumps({"inputs": [input_description], "parameters": {"binary_data_output": True}}).encode()
         head = (
             f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\n"

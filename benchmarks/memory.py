@@ -189,7 +189,9 @@ def _service(path: Path, models: int, workers: int, inputs: list[Arrays], refere
         if None in copies:
             raise UnavailableError("the kernel does not tell what of the page store is in memory")
         idle = service.pss_at_rest(_IDLE_S)
-        return _MemoryBreakdown(sum(now.values()), by_role, sum(idle.values()), sum(each or 0 for each in copies), mapped)
+        return _MemoryBreakdown(
+            sum(now.values()), by_role, sum(idle.values()), sum(each or 0 for each in copies), mapped
+        )
 
 
 def _exercise(

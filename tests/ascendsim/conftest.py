@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, models
-from ascendsim.program import ProgramForkServer, Program
+from ascendsim.program import Program, ProgramForkServer
 
 from .support import Start
 

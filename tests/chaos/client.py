@@ -28,10 +28,10 @@ import msgpack
 from testkit import users
 from weightd.client import Client, Pending, RequestError, WeightdError
 from weightd.client import session as client_session
-from weightd.client.core import PendingCall, ClientCore
+from weightd.client.core import ClientCore, PendingCall
 from weightd.client.core import PreparedCall as Asking
 
-from .ledger import OK, WRONG, SentRequest, Incident, RequestAccounting
+from .ledger import OK, WRONG, Incident, RequestAccounting, SentRequest
 from .material import POISONED, SampleRequest, load, poison
 
 CONNECT_LIMIT_S = 5.0

@@ -23,7 +23,7 @@ from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
 from . import hostile, hostile_regions, hostile_unix
 from .client import ClientPlan
-from .fleet import ClientProcesses, ClientProcess
+from .fleet import ClientProcess, ClientProcesses
 from .kinds import GATES, LETHAL, Fault
 from .material import Model
 from .schedule import Event

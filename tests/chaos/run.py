@@ -14,7 +14,7 @@ from weightd.protocol.messages.status import StatusResponse
 from . import material, verdict
 from .client import ClientPlan
 from .faults import Injector
-from .fleet import ClientProcesses, ClientProcess
+from .fleet import ClientProcess, ClientProcesses
 from .kinds import Fault
 from .report import Report, summary
 from .resources import MIB, Usage, growth, usage

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from .ledger import OK, WRONG, SentRequest, Incident, RequestAccounting
+from .ledger import OK, WRONG, Incident, RequestAccounting, SentRequest
 
 ASKED = SentRequest("m", 3, at=10.0, timeout=1.0)
 

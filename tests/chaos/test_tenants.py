@@ -24,7 +24,7 @@ from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 
 from . import material
 from .client import ClientPlan
-from .fleet import ClientProcesses, ClientProcess
+from .fleet import ClientProcess, ClientProcesses
 from .service import workspace
 
 SEED = 20_261_124

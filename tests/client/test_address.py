@@ -19,7 +19,7 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
 from weightd.client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
-from weightd.client.address import Address, check_reachable, default_addresses, connect_unix, parse_address
+from weightd.client.address import Address, check_reachable, connect_unix, default_addresses, parse_address
 from weightd.shared import paths
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.

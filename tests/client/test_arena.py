@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from testkit.examples import examples
 from weightd.client import arena as arenas
-from weightd.client.arena import ShmArena, Block
+from weightd.client.arena import Block, ShmArena
 from weightd.client.space import ALIGNMENT
 
 _PAGE = mmap.PAGESIZE

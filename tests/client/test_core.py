@@ -8,7 +8,7 @@ from typing import Any, List
 import numpy as np
 import pytest
 
-from weightd.client.core import PendingCall, ClientCore
+from weightd.client.core import ClientCore, PendingCall
 from weightd.client.inputs import NeedsMetadata
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import pytest
 
-from weightd.client.core import PendingCall, ClientCore
+from weightd.client.core import ClientCore, PendingCall
 from weightd.client.sharing import MIN_SHARED_BYTES
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument, RemoteProtocolError, Unavailable

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weightd.client.core import PendingCall
-from weightd.client.turns import Waiter, ReaderElection
+from weightd.client.turns import ReaderElection, Waiter
 from weightd.protocol.errors import Unavailable
 from weightd.protocol.messages.control import ReadyResponse
 

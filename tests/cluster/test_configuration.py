@@ -31,7 +31,9 @@ def test_any_table_is_read_as_it_was_written(table: dict[str, object]) -> None:
 
 
 def test_all_that_a_daemon_has_is_in_its_directory() -> None:
-    config = load_text(configuration.config_text(Path("/d/x"), {"m": {"path": "/a.onnx", "workers": 2}}), Path("/w.toml"))
+    config = load_text(
+        configuration.config_text(Path("/d/x"), {"m": {"path": "/a.onnx", "workers": 2}}), Path("/w.toml")
+    )
     daemon = config.daemon
     assert f"unix://{daemon.unix_socket}" == configuration.client_address(Path("/d/x"))
     for each in (daemon.unix_socket, daemon.channel_socket, daemon.private_dir, daemon.counters_file):

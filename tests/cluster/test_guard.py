@@ -18,7 +18,7 @@ import pytest
 from testkit import surroundings
 from testkit.fakedaemon import directory
 from weightd.ray import guard
-from weightd.ray.guard import DaemonSupervisor, Backoff
+from weightd.ray.guard import Backoff, DaemonSupervisor
 
 __all__ = ["directory"]
 

@@ -14,11 +14,11 @@ from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, millisec
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.status import (
     DeviceStatus,
-    ProxyStatus,
     GenerationStatus,
     MemoryLimit,
     ModelStatus,
     ProcessStatus,
+    ProxyStatus,
     StatusResponse,
 )
 

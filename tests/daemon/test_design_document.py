@@ -9,7 +9,13 @@ from weightd.daemon.models.stage import DEPLOYMENT_TRANSITIONS
 from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS
 
 _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
-_TABLES = {"generation": GENERATION_TRANSITIONS, "child": CHILD_TRANSITIONS, "access": ATTACH_TRANSITIONS, "stage": DEPLOYMENT_TRANSITIONS, "phase": MODEL_PHASE_TRANSITIONS}
+_TABLES = {
+    "generation": GENERATION_TRANSITIONS,
+    "child": CHILD_TRANSITIONS,
+    "access": ATTACH_TRANSITIONS,
+    "stage": DEPLOYMENT_TRANSITIONS,
+    "phase": MODEL_PHASE_TRANSITIONS,
+}
 
 
 @pytest.mark.parametrize(("name", "table"), _TABLES.items())

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from weightd.daemon.generations.states import IllegalTransition
-from weightd.daemon.shutdown import ShutdownEvent, Shutdown, ShutdownState
+from weightd.daemon.shutdown import Shutdown, ShutdownEvent, ShutdownState
 
 # Which events lead to a state, and what it then is: begun, finishing, ending.
 LISTED: dict[tuple[ShutdownEvent, ...], tuple[bool, bool, bool]] = {

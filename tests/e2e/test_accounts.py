@@ -30,7 +30,9 @@ def accounts(client: Client) -> Mapping[str, AccountStatus]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
-def test_accounts_survive_a_restart(mlp: Path, bare: BareEngine, place: DaemonPaths, tmp_path: Path, number: int) -> None:
+def test_accounts_survive_a_restart(
+    mlp: Path, bare: BareEngine, place: DaemonPaths, tmp_path: Path, number: int
+) -> None:
     config = place.config({"mlp": {"path": mlp}}, accounting_interval=1)
     with config.open("a", encoding="utf-8") as file:
         file.write(TABLES)

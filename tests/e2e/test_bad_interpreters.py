@@ -148,7 +148,9 @@ def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
     assert started(service.log, case) <= MOST_PROCESSES
 
 
-def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
+def test_a_worker_that_fails_to_start_once_is_started_again(
+    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
+) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w2*")
     with Service({"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}) as service:

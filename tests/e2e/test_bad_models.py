@@ -134,7 +134,9 @@ def test_a_model_is_served_once_the_cause_of_its_failure_is_gone(mlp: Path, tmp_
 # --- while it serves --------------------------------------------------------------------------------------------
 
 
-def test_a_model_whose_files_change_is_served_on_as_it_was_even_by_new_workers(bare: BareEngine, tmp_path: Path) -> None:
+def test_a_model_whose_files_change_is_served_on_as_it_was_even_by_new_workers(
+    bare: BareEngine, tmp_path: Path
+) -> None:
     path = models.with_external_data(tmp_path / "model.onnx")
     random = np.random.default_rng(1)
     questions = bare.questions(path, [{"x": random.standard_normal((2, 64), dtype=np.float32)}])

@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 from testkit.service import Service
 from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound
 
-from .support import ONE_ENGINE, Arrays, BareEngine, Zoo, ask_all, embeddings, interpreter, model_status, pairs, ready_workers
+from .support import (
+    ONE_ENGINE,
+    Arrays,
+    BareEngine,
+    Zoo,
+    ask_all,
+    embeddings,
+    interpreter,
+    model_status,
+    pairs,
+    ready_workers,
+)
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 

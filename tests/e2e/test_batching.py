@@ -63,7 +63,9 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
             assert status.generations[0].batching_note == "requests share a predict of up to 16 rows, tested bit-equal"
 
 
-def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
+def test_a_model_whose_float_inputs_are_indices_is_batched(
+    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
+) -> None:
     path = zoo.path("embedding", engine)
     random = np.random.default_rng(12)
     rows = [{"x": random.integers(0, 12, (1 + at % 3, 9)).astype(np.float32)} for at in range(8)]

@@ -184,7 +184,9 @@ def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Ca
 
 
 def test_it_says_how_the_daemon_learns_of_exits() -> None:
-    pidfds, other = (doctor(dict(os.environ), under=each).text(PROCESS_EXITS) for each in ((), surroundings.command("ENOSYS")))
+    pidfds, other = (
+        doctor(dict(os.environ), under=each).text(PROCESS_EXITS) for each in ((), surroundings.command("ENOSYS"))
+    )
     assert re.fullmatch(r"pass: Linux \S+: pidfds -> ", pidfds)
     assert re.search(r"for lack of pidfds: pidfd_open: Function not implemented", other)
 
@@ -198,7 +200,9 @@ def test_no_ascend_at_all(python: str) -> None:
     assert (done.status, done.those("pass")) == ((69, {"interpreter", PROCESS_EXITS}) if good else (1, {PROCESS_EXITS}))
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
     assert "no Ascend driver or library is here" in done.text("ascend")
-    assert len(done.those("not testable")) == 1 + len(checks.CHECK_NAMES) + len(rank_checks.CHECK_NAMES) + len(trial_checks.CHECK_NAMES)
+    assert len(done.those("not testable")) == 1 + len(checks.CHECK_NAMES) + len(rank_checks.CHECK_NAMES) + len(
+        trial_checks.CHECK_NAMES
+    )
     not_reached(done)
 
 

@@ -120,7 +120,11 @@ def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(
             assert pending.result()["y"] == [A_WHILE]
     after = model_status(service, "loop")
     assert [each.pid for each in ready_workers(service, "loop")] == workers
-    assert (after.unexpected_exits, after.failed, after.quarantined) == (before.unexpected_exits, before.failed, before.quarantined)
+    assert (after.unexpected_exits, after.failed, after.quarantined) == (
+        before.unexpected_exits,
+        before.failed,
+        before.quarantined,
+    )
     assert "the daemon did not run for " in service.log
 
 
@@ -141,7 +145,9 @@ def test_an_endless_predict_is_ended_with_its_stacks_in_the_log_and_not_begun_a_
         assert model_status(service, "loop").quarantined >= 1
 
 
-def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(service: Service, questions: list[SampleRequest]) -> None:
+def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(
+    service: Service, questions: list[SampleRequest]
+) -> None:
     victim = ready_workers(service, "mlp")[0].pid
     before = model_status(service, "mlp")
     endings: list[str] = []
@@ -182,7 +188,9 @@ def test_when_no_worker_answers_health_says_so_and_they_are_replaced(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])
-def test_a_damaged_store_costs_time_but_no_answer(service: Service, questions: list[SampleRequest], damage: str) -> None:
+def test_a_damaged_store_costs_time_but_no_answer(
+    service: Service, questions: list[SampleRequest], damage: str
+) -> None:
     [store] = service.cache.glob("*/mlp.*/pages")
     before, failed = pids(service), model_status(service, "mlp").failed
     with Load(service.address, "mlp", questions) as load:

@@ -38,7 +38,9 @@ def service(engine: str, zoo: Zoo) -> Iterator[Service]:
         yield service
 
 
-def test_after_a_failed_predict_every_answer_is_right(engine: str, service: Service, questions: list[SampleRequest]) -> None:
+def test_after_a_failed_predict_every_answer_is_right(
+    engine: str, service: Service, questions: list[SampleRequest]
+) -> None:
     with service.client() as client:
         with pytest.raises(ERROR[engine], match=r"(?i)broadcast|shape|dim"):
             client.infer("two_batches", POISON)

@@ -22,8 +22,8 @@ from weightd.client import Client
 from .support import (
     LIMIT_S,
     ONE_ENGINE,
-    Load,
     DaemonPaths,
+    Load,
     SampleRequest,
     Watched,
     Weightd,

@@ -82,7 +82,9 @@ def _framing() -> dict[str, bytes]:
         "halves": framing.written(small[:-2], small[-2:] + small),
         "large": framing.written(large, b"ab" + small, 1, 2),
         "refused": framing.written(large, b"ab", 2, admitted=False),
-        "header": framing.written(message_prefix([b"h" * (framing.HEADER_BYTES + 1), b"x"]), b"h" * framing.HEADER_BYTES, b"hx"),
+        "header": framing.written(
+            message_prefix([b"h" * (framing.HEADER_BYTES + 1), b"x"]), b"h" * framing.HEADER_BYTES, b"hx"
+        ),
         "description": framing.written(message_prefix([b"e", b"d" * 40, b"x"]) + b"e" + b"d" * 40 + b"x" + small),
         "broken": framing.written(small, bytes(4)),
         "too-many": framing.written(small + struct.pack("<I", limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS + 1)),

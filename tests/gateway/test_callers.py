@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.gateway.callers import Caller, Authenticator, parse_bearer, token_digest
+from weightd.gateway.callers import Authenticator, Caller, parse_bearer, token_digest
 from weightd.protocol.errors import Unauthenticated
 
 TOKEN = Caller("research", "a token")

@@ -35,7 +35,8 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_each_path_is_there_and_is_answered() -> None:
     told = {
-        parse_route(path.replace("{model}", "m").replace("{region}", "r")).methods[method] for method, path, _ in rows("HTTP")
+        parse_route(path.replace("{model}", "m").replace("{region}", "r")).methods[method]
+        for method, path, _ in rows("HTTP")
     }
     assert told == {*Operation} - {Operation.CHANGE_SETTING, Operation.CUDA_REGISTER}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit.certificates import AUTHORITY, SERVER
-from weightd.gateway.handshakes import LOOP_SHARE, Handshakes, FairThrottle, HandshakeSlots
+from weightd.gateway.handshakes import LOOP_SHARE, FairThrottle, Handshakes, HandshakeSlots
 from weightd.shared.peers import Peer
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
@@ -26,7 +26,9 @@ class World:
         self.busy = 0.0
         self.due: list[tuple[float, Callable[[], None]]] = []
         self.done: list[str] = []
-        self.pace = FairThrottle(share, lambda seconds, call: self.due.append((self.now + seconds, call)), lambda: self.now)
+        self.pace = FairThrottle(
+            share, lambda seconds, call: self.due.append((self.now + seconds, call)), lambda: self.now
+        )
 
     def want(self, key: str, seconds: float) -> None:
         def work() -> None:
@@ -79,7 +81,11 @@ def test_work_that_fails_leaves_the_rest() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]) -> None:
-    places, has, waits = HandshakeSlots(8), list[tuple[str, Callable[[], None]]](), list[tuple[str, Callable[[], None]]]()
+    places, has, waits = (
+        HandshakeSlots(8),
+        list[tuple[str, Callable[[], None]]](),
+        list[tuple[str, Callable[[], None]]](),
+    )
 
     def beginning(key: str) -> Callable[[], None]:
         def begin() -> None:

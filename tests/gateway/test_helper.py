@@ -16,7 +16,7 @@ import pytest
 
 from weightd.gateway import helper
 from weightd.gateway.callers import Caller
-from weightd.gateway.helper import SMALL_BYTES, ParserProcess, Helpers
+from weightd.gateway.helper import SMALL_BYTES, Helpers, ParserProcess
 from weightd.gateway.rest import form
 from weightd.protocol.errors import Internal, InvalidArgument, Unavailable
 

@@ -90,7 +90,9 @@ def test_an_answer_is_the_arrays_that_were_asked_with(fake: FakeDaemon) -> None:
     async def infer(service: DaemonClient) -> Any:
         room = service.allocate(ANN, array.nbytes)
         room[:] = array.view(np.uint8)
-        return await service.infer(ANN, InferenceRequest("m", {"x": np.ndarray(array.shape, array.dtype, memoryview(room))}))
+        return await service.infer(
+            ANN, InferenceRequest("m", {"x": np.ndarray(array.shape, array.dtype, memoryview(room))})
+        )
 
     assert asked(fake, infer)["x"].tobytes() == array.tobytes()
 

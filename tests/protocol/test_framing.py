@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightd.protocol import framing, limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, FrameReader, Message, FrameWriter, message_prefix
+from weightd.protocol.framing import LARGE_BYTES, FrameReader, FrameWriter, Message, message_prefix
 
 HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
 

@@ -15,11 +15,11 @@ from weightd.protocol.schema import (
     describe_fields,
     integer,
     label,
-    omit_default,
     list_of,
     mapping,
     nullable,
     number,
+    omit_default,
     one_of,
     plain,
     record,
@@ -216,4 +216,7 @@ def test_fields_are_described_for_the_documentation() -> None:
         ("note", "text, 0 to 9 bytes", "none"),
         ("extra", "integer, 0 to 9", None),
     ]
-    assert describe_fields(Tree) == [("leaves", "list of at most 3: Leaf", "required"), ("best", "nil, or Leaf", "required")]
+    assert describe_fields(Tree) == [
+        ("leaves", "list of at most 3: Leaf", "required"),
+        ("best", "nil, or Leaf", "required"),
+    ]

@@ -81,7 +81,9 @@ def test_status_tells_which_rank_is_where_and_which_slice_it_has(service: Servic
     assert [each.name.rpartition(".")[2] for each in ranks] == ["rank0", "rank1"]
 
 
-def test_a_group_goes_on_when_the_daemon_is_restarted(service: ManagedService, questions: Sequence[SampleRequest]) -> None:
+def test_a_group_goes_on_when_the_daemon_is_restarted(
+    service: ManagedService, questions: Sequence[SampleRequest]
+) -> None:
     before = serving(service)
     pids = {each.pid for each in before.processes}
     with service.client() as client:

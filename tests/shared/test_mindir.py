@@ -77,7 +77,9 @@ MODEL = model(
 
 def test_inputs_are_called_as_the_arguments_and_outputs_are_numbered() -> None:
     assert read(MODEL) == MindIr(
-        (MindIrTensor("x", "FP32", (-1, 16)), MindIrTensor("mask", "FP16", (4,))), (MindIrTensor("output_0", "FP32", (-1, 8)),), True
+        (MindIrTensor("x", "FP32", (-1, 16)), MindIrTensor("mask", "FP16", (4,))),
+        (MindIrTensor("output_0", "FP32", (-1, 8)),),
+        True,
     )
 
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.shared.modelfile import (
-    OpenModel,
     ModelFileError,
+    OpenModel,
     check_locations,
     digest,
     files_identity,

@@ -39,7 +39,9 @@ def test_each_float_is_found_by_its_bits(datatype: str, data: Any) -> None:
     for special in SPECIALS:
         expected = [kind_of(each, dtype.itemsize, mantissa) is special for each in bits]
         assert rows_with_special_values(rows, ["x"], [special]).tolist() == expected
-    assert rows_with_special_values(rows, ["x"], SPECIALS).any() == any(kind_of(each, dtype.itemsize, mantissa) for each in bits)
+    assert rows_with_special_values(rows, ["x"], SPECIALS).any() == any(
+        kind_of(each, dtype.itemsize, mantissa) for each in bits
+    )
 
 
 @pytest.mark.parametrize("dims", [(), (1,), (3,), (7, 9), (0,)])

@@ -7,7 +7,15 @@ from weightd.shared.seldom import RateLimitedLog
 
 def test_one_line_in_so_many_seconds_tells_how_often_it_was_since() -> None:
     seldom = RateLimitedLog(10.0)
-    assert [seldom.record("a", now) for now in (5.0, 5.0, 14.9, 15.0, 16.0, 25.0, 99.0)] == [0, None, None, 2, None, 1, 0]
+    assert [seldom.record("a", now) for now in (5.0, 5.0, 14.9, 15.0, 16.0, 25.0, 99.0)] == [
+        0,
+        None,
+        None,
+        2,
+        None,
+        1,
+        0,
+    ]
 
 
 def test_each_is_told_apart() -> None:

@@ -156,7 +156,10 @@ def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[S
     assert sender.unsent == 0
 
 
-@pytest.mark.parametrize("begun", [b"", message_prefix(FRAMES)[:3], message_prefix(FRAMES) + b"env", message_prefix([bytes(10**6)]) + bytes(9)])
+@pytest.mark.parametrize(
+    "begun",
+    [b"", message_prefix(FRAMES)[:3], message_prefix(FRAMES) + b"env", message_prefix([bytes(10**6)]) + bytes(9)],
+)
 def test_an_end_that_closes_is_told_wherever_it_was(ends: Tuple[Stream, Stream], begun: bytes) -> None:
     sender, receiver = ends
     sender.send([b"last"])

@@ -101,7 +101,9 @@ def test_the_doctor_understands_what_systemd_says_of_a_unit_with_the_example_for
             manager.path(f"{drop_ins}/{each}").unlink()
         manager.systemctl("daemon-reload")
     assert not asked.hides_devices
-    assert {"/dev/davinci0", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= set(asked.allowed_devices or ())
+    assert {"/dev/davinci0", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= set(
+        asked.allowed_devices or ()
+    )
     assert "HwHiAiUser" in asked.groups
     assert asked.environment["ASCEND_HOME_PATH"] == "/usr/local/Ascend/ascend-toolkit/latest"
     assert (asked.environment["ASCEND_RT_VISIBLE_DEVICES"], asked.environment["WORDS"]) == ("1,2", "one two")

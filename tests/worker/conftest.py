@@ -33,11 +33,11 @@ import zmq
 
 from testkit import mindir
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Predict, ContinueSelfTest, TryingSelfTest, Result, Stop
+from weightd.protocol.messages.children import FROM_CHILD, ContinueSelfTest, Predict, Result, Stop, TryingSelfTest
 from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 
 M = TypeVar("M")
 

@@ -19,17 +19,17 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import (
     FROM_CHILD,
-    Reconnected,
+    BeginBatch,
+    CancelPredict,
     Failed,
     Hello,
     Ping,
     Pong,
     Predict,
-    Result,
-    CancelPredict,
     PredictCancelled,
+    Reconnected,
+    Result,
     Stop,
-    BeginBatch,
     UnmapRegion,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature

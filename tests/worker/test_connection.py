@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Reconnected, ChildMessage, Forked
+from weightd.protocol.messages.children import FROM_CHILD, ChildMessage, Forked, Reconnected
 from weightd.shared import monitor
 from weightd.shared.stream import Stream
 from weightd.worker.connection import WorkerConnection

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from weightd.protocol.messages.children import Attach, Attached, ProcessFailed, Build, Built, Hello, TrimStore
+from weightd.protocol.messages.children import Attach, Attached, Build, Built, Hello, ProcessFailed, TrimStore
 from weightd.protocol.version import VERSION
 from weightd.worker import exits
 

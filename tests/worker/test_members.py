@@ -14,9 +14,19 @@ from ascendsim import Host, environment, ledger, models
 from testkit.fakeengine import FakeEngine, sequence
 from testkit.script import Script
 from weightd.protocol.codec import encode
-from weightd.protocol.messages.children import Reconnected, ProcessFailed, Failed, Hello, Ping, Pong, Predict, Result, Stop
+from weightd.protocol.messages.children import (
+    Failed,
+    Hello,
+    Ping,
+    Pong,
+    Predict,
+    ProcessFailed,
+    Reconnected,
+    Result,
+    Stop,
+)
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd.protocol.tensors import frame_of, spec_of
 from weightd.shared.members import GroupMember, GroupMembers, joint_digest
 from weightd.worker import exits
@@ -38,7 +48,9 @@ class House:
         self.paths = [models.mlp(directory / f"m{seed}.mindir", batch=2, seed=seed) for seed in (1, 2)]
 
     def begin(self, share: str = "workspace", *, device: str = "ascend:0", samples: Sequence[str] = ("", "")) -> None:
-        told = GroupMembers(share, tuple(GroupMember(str(path), sample=each) for path, each in zip(self.paths, samples)))
+        told = GroupMembers(
+            share, tuple(GroupMember(str(path), sample=each) for path, each in zip(self.paths, samples))
+        )
         arguments = ["--role", "rank", "--members", told.json()]
         variables = environment(self.host)
         self.daemon.start("g", Path(), *arguments, engine="mindspore_lite", device=device, variables=variables)
@@ -171,12 +183,17 @@ def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
     status, script = play([zero, one], encode(JoinGroup()), encode(RunSelfTest()), encode(Stop()))
     assert status == exits.CANNOT_BUILD
-    assert script.sent[-1] == ProcessFailed("/m/1: the canary's answer changed when the other models of the group had run")
+    assert script.sent[-1] == ProcessFailed(
+        "/m/1: the canary's answer changed when the other models of the group had run"
+    )
 
 
 def test_another_daemon_is_told_the_last_step() -> None:
     x = np.zeros(1, np.float32)
-    order = [*encode(Predict(1, RequestDescription("m", (spec_of("x", x),)), model_index=1, step=5)), bytes(frame_of(x))]
+    order = [
+        *encode(Predict(1, RequestDescription("m", (spec_of("x", x),)), model_index=1, step=5)),
+        bytes(frame_of(x)),
+    ]
     status, script = play([x] * 3, encode(JoinGroup()), encode(RunSelfTest()), order, None, encode(Stop()))
     assert status == exits.OK
     assert script.sent[-1] == Reconnected(5)

@@ -25,10 +25,11 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    Reconnected,
-    ProcessFailed,
+    BatchMismatch,
+    BeginBatch,
     Build,
     Built,
+    CancelPredict,
     Failed,
     Fork,
     Forked,
@@ -37,14 +38,13 @@ from weightd.protocol.messages.children import (
     Ping,
     Pong,
     Predict,
-    TryingSelfTest,
-    Result,
-    TrimStore,
-    CancelPredict,
     PredictCancelled,
+    ProcessFailed,
+    Reconnected,
+    Result,
     Stop,
-    BeginBatch,
-    BatchMismatch,
+    TrimStore,
+    TryingSelfTest,
     UnmapRegion,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
@@ -58,7 +58,7 @@ from weightd.worker import session as session_module
 from weightd.worker.batching import trials
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory, AttachRefused, NotRun, ModelCorrupted
+from weightd.worker.engines.errors import AttachRefused, BuildError, ModelCorrupted, NotRun, OutOfDeviceMemory
 from weightd.worker.engines.sharing import SharedWeights
 from weightd.worker.forking.forker import InheritedModel, ReportForked
 from weightd.worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
@@ -1066,7 +1066,12 @@ def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
 def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1), *gone, placed(2), predict(3), STOP)
     assert session(connection, fake()).run(SHA256) == exits.OK
-    assert [type(each) for each in connection.sent if not isinstance(each, Reconnected)] == [Hello, Result, Failed, Result]
+    assert [type(each) for each in connection.sent if not isinstance(each, Reconnected)] == [
+        Hello,
+        Result,
+        Failed,
+        Result,
+    ]
     failed = next(each for each in connection.sent if isinstance(each, Failed))
     assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", False)
 

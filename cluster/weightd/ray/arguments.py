@@ -134,9 +134,13 @@ def parse_arguments(args: Mapping[str, Any]) -> Arguments:
                 raise FieldError(tables.unknown_name_text("argument", str(name), known_kinds))
             values[name] = _parse_text(known_kinds[name], value)
     with problems.at(""):
-        arguments = tables.read_table(Arguments, {key: values[key] for key in values if key in argument_kinds}, problems)
+        arguments = tables.read_table(
+            Arguments, {key: values[key] for key in values if key in argument_kinds}, problems
+        )
         if not problems.wrong_keys():
-            arguments = _complete(arguments, {key: values[key] for key in values if key not in argument_kinds}, problems)
+            arguments = _complete(
+                arguments, {key: values[key] for key in values if key not in argument_kinds}, problems
+            )
     if problems.errors:
         raise ArgumentError("\n".join(map(str, problems.errors)))
     return arguments
@@ -187,7 +191,8 @@ def _check_combinations(arguments: Arguments, table: Mapping[str, Any]) -> Itera
     if arguments.address:
         ignored_keys = [*(key for key in _EMBEDDED_KEYS if getattr(arguments, key)), *table]
         yield from (
-            FieldError("it has no effect with address: the host's service has its own").at(f".{key}") for key in ignored_keys
+            FieldError("it has no effect with address: the host's service has its own").at(f".{key}")
+            for key in ignored_keys
         )
         if not arguments.name:
             yield FieldError("missing: with address it says which model of the host's service is asked").at(".name")
@@ -209,7 +214,9 @@ def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
         if is_given and not _DIGEST.fullmatch(value):
             yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {describe_value(value)}").at(f".{key}")
     if arguments.published_digest and arguments.sha256 not in ("", arguments.published_digest):
-        yield FieldError(f"expected that of the model, {arguments.published_digest}, got {arguments.sha256}").at(".sha256")
+        yield FieldError(f"expected that of the model, {arguments.published_digest}, got {arguments.sha256}").at(
+            ".sha256"
+        )
 
 
 def _placeholder_file(table: Mapping[str, Any]) -> str:

@@ -45,7 +45,9 @@ def config_text(directory: Path, models: Mapping[str, Table]) -> str:
         "cache_dir": str(directory / "cache"),
         "drain_timeout": _DRAIN_TIMEOUT_S,
     }
-    return "\n".join(f"{key} = {_toml_value(value)}" for key, value in {"daemon": daemon, "models": models}.items()) + "\n"
+    return (
+        "\n".join(f"{key} = {_toml_value(value)}" for key, value in {"daemon": daemon, "models": models}.items()) + "\n"
+    )
 
 
 def _socket_address(directory: Path) -> str:

@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 from weightd.protocol.errors import NotFound, Unavailable
 from weightd.ray.arguments import PUBLISHED_PREFIX
-from weightd.ray.cache import ModelCache, PublishedFile, CachedModel
-from weightd.shared.modelfile import OpenModel, ModelFile, digest
+from weightd.ray.cache import CachedModel, ModelCache, PublishedFile
+from weightd.shared.modelfile import ModelFile, OpenModel, digest
 
 # Replicas find them there, whatever application they are of.
 _NAMESPACE = "weightd"
@@ -153,7 +153,9 @@ def _get_store(sha256: str) -> Any:
 
 
 def _unavailable(sha256: str, error: RayError) -> Unavailable:
-    return Unavailable(f"{PUBLISHED_PREFIX}{sha256} cannot be had from the object store, or put there: {type(error).__name__}")
+    return Unavailable(
+        f"{PUBLISHED_PREFIX}{sha256} cannot be had from the object store, or put there: {type(error).__name__}"
+    )
 
 
 def _connect() -> None:

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from weightd.client import AsyncClient
 from weightd.gateway import model_view
-from weightd.gateway.callers import Caller, Authenticator
+from weightd.gateway.callers import Authenticator, Caller
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.question import InferenceRequest, InferenceResult
 from weightd.gateway.regions import RegisteredRegions
 from weightd.gateway.rest.api import HttpApi
 from weightd.gateway.rest.asking import ANY_HOST
@@ -141,7 +141,9 @@ class Replica:
             # It stays as long as its daemon may be started again.
             self._exit_stack.callback(cached.release)
             path = str(cached.path)
-        return EmbeddedDaemon(arguments.base_dir, {arguments.name: {"path": path, **arguments.model_table}}, self.on_daemon_start)
+        return EmbeddedDaemon(
+            arguments.base_dir, {arguments.name: {"path": path, **arguments.model_table}}, self.on_daemon_start
+        )
 
     def on_daemon_start(self) -> None:
         """It starts, or starts again: what it loads has to be looked at, also if it is not the first."""

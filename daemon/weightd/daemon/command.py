@@ -93,7 +93,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _example_command(socket: str, model: str) -> str:
     """Return what asks a model, for who copies it into another terminal."""
-    address_options = [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _client_address(socket)]
+    address_options = (
+        [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _client_address(socket)]
+    )
     return shlex.join(["weightctl", *address_options, "predict", model, "--random"])
 
 
@@ -130,7 +132,9 @@ def _check(options: argparse.Namespace) -> int:
         from weightd.daemon.doctor.trial.loading import find_load_failures  # noqa: PLC0415 - the daemon itself has no use for it
 
         environment.remove_unlisted(os.environ, config.daemon.pass_environment)
-        for problem in find_load_failures({name: model for name, model in config.models.items() if not model_problems[name]}):
+        for problem in find_load_failures(
+            {name: model for name, model in config.models.items() if not model_problems[name]}
+        ):
             can_load = False
             logs.print_error(f"{options.config}: {problem}")
     if found or not can_load:

@@ -20,7 +20,7 @@ from weightd.daemon.children.running import ProcessTable
 from weightd.daemon.clients.access import Authorizer
 from weightd.daemon.clients.connection import proxied_identity
 from weightd.daemon.clients.frontend import RequestRouter
-from weightd.daemon.clients.gates import ProxyLimits, ZmqProxies, ListenerAuth
+from weightd.daemon.clients.gates import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import NONE, allowed_keys
 from weightd.daemon.config.load import Config, ConfigError
@@ -49,7 +49,7 @@ from weightd.daemon.host.loop import EventLoop, watch_signals
 from weightd.daemon.host.memory import MIB, host_memory_bytes
 from weightd.daemon.host.shortage import check_threads, with_limit_hint
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.meters.meters import ModelCounterRecord, CounterRegistry
+from weightd.daemon.meters.meters import CounterRegistry, ModelCounterRecord
 from weightd.daemon.meters.totals import DaemonCounterRecord, DaemonCounters
 from weightd.daemon.models.attaching import LoadLimiter
 from weightd.daemon.models.budget import DeviceBudget
@@ -61,20 +61,20 @@ from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import IdSequence
 from weightd.daemon.observe.accounting import UsageReporter
 from weightd.daemon.observe.loading import LoadMonitor
-from weightd.daemon.observe.memory import MemorySubject, MemoryReport, MemorySampler, memory_subjects
+from weightd.daemon.observe.memory import MemoryReport, MemorySampler, MemorySubject, memory_subjects
 from weightd.daemon.observe.metrics import MetricsInputs, MetricsTime, build_metrics
 from weightd.daemon.observe.own import build_tenant_status
 from weightd.daemon.observe.reports import Reports
 from weightd.daemon.observe.status import StatusInputs, build_status
-from weightd.daemon.observe.survey import TtlCache, MemoryScan
+from weightd.daemon.observe.survey import MemoryScan, TtlCache
 from weightd.daemon.observe.tails import LogTailReader
 from weightd.daemon.requests.blame.suspects import OffenderTable
 from weightd.daemon.requests.shares import FairClocks
 from weightd.daemon.requests.signature import MetadataRequest
 from weightd.daemon.scrapes.page import MetricsPage
 from weightd.daemon.scrapes.scrapes import MetricsEndpoint
-from weightd.daemon.shutdown import ShutdownEvent, Shutdown
-from weightd.daemon.tenants.accounts import UsageTable, UsageRecord
+from weightd.daemon.shutdown import Shutdown, ShutdownEvent
+from weightd.daemon.tenants.accounts import UsageRecord, UsageTable
 from weightd.daemon.tenants.directory import TenantResolver, tenant_members
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -149,7 +149,9 @@ class Server:
         self._counter_registry = CounterRegistry()
         self._daemon_counters = DaemonCounters(lambda: self._request_router.dropped_responses)
         self._authorizer = Authorizer(self._tenant_resolver, self._usage_table, _admitted_tenants(config))
-        self._usage_reporter = UsageReporter(self._tenant_resolver, self._usage_table, lambda: self._model_registry.models)
+        self._usage_reporter = UsageReporter(
+            self._tenant_resolver, self._usage_table, lambda: self._model_registry.models
+        )
         self._load_monitor = LoadMonitor(self._copy_progress)
         counter_entries = {
             "account": CounterEntry(self._usage_table, UsageRecord),
@@ -221,14 +223,18 @@ class Server:
         if any(deployment.is_failing for model in models for deployment in model.deployments):
             return exits.MODEL_FAILED
         if self._model_registry.deaths:
-            _log.warning("%d processes ended that nobody had asked to: the exit status tells", self._model_registry.deaths)
+            _log.warning(
+                "%d processes ended that nobody had asked to: the exit status tells", self._model_registry.deaths
+            )
             return exits.PROCESS_DIED
         return exits.OK
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: ListenSockets) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._process_supervisor = ProcessSupervisor(context, daemon, self._loop, self._devices, self._shim_launcher, self._on_change)
+        self._process_supervisor = ProcessSupervisor(
+            context, daemon, self._loop, self._devices, self._shim_launcher, self._on_change
+        )
         max_memory_bytes = daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
         max_shm_bytes = daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR
         self._request_router = RequestRouter(
@@ -246,7 +252,9 @@ class Server:
             self._request_router.listen(listener)
         listeners = {name: (each, self._listener_auth(name)) for name, each in sockets.zmq_listeners.items()}
         proxy_limits = ProxyLimits(max_memory_bytes, daemon.user_limits)
-        self._zmq_proxies = ZmqProxies(listeners, self._loop, self._adopt_connection, proxy_limits, self._client_log, self._zygote)
+        self._zmq_proxies = ZmqProxies(
+            listeners, self._loop, self._adopt_connection, proxy_limits, self._client_log, self._zygote
+        )
         self._metrics_endpoint = self._start_metrics_endpoint(sockets.metrics_listener)
         self._loop.on_suspended(self._on_suspended)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
@@ -277,7 +285,9 @@ class Server:
         """Answer who connects there with all that is counted: who reads it is the operator's choice."""
         if listener is None:
             return None
-        page = MetricsPage(lambda: self.metrics("scrape", Viewer(DEFAULT_TENANT, can_see_all=True)), self._loop.call_soon)
+        page = MetricsPage(
+            lambda: self.metrics("scrape", Viewer(DEFAULT_TENANT, can_see_all=True)), self._loop.call_soon
+        )
         is_loopback = is_loopback_listener(listener)
         _log.info("metrics are told at %s", self._config.daemon.metrics)
         if not is_loopback and listener.family != socket.AF_UNIX:
@@ -299,7 +309,9 @@ class Server:
     def _resume_models(self, shim_launcher: ShimLauncher, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
         previous_configs = {record.name: record.config for record in handover.models}
-        for name in dict.fromkeys(device for config in previous_configs.values() for device in config.devices_by_weight_copy):
+        for name in dict.fromkeys(
+            device for config in previous_configs.values() for device in config.devices_by_weight_copy
+        ):
             self._devices.setdefault(name, DeviceBudget(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, DeviceBudget(said.name))
@@ -313,7 +325,9 @@ class Server:
         self._systemd_notifier.on_resumed(previous_configs)
 
     def _make_model(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
-        model = self._model_factory.make(name, config, self._devices, self._process_supervisor, self._request_router, numbers)
+        model = self._model_factory.make(
+            name, config, self._devices, self._process_supervisor, self._request_router, numbers
+        )
         model.load_limiter = self._load_limiter
         model.dispatcher.set_counters(self._counter_registry.counters_of(name))
         model.dispatcher.scheduler.clocks = self._fair_clocks
@@ -360,7 +374,9 @@ class Server:
             self._notify_timer.set(now)
 
     def _is_finished(self) -> bool:
-        if not self._shutdown.is_stopping or any(model.dispatcher.has_pending_failures for model in self._model_registry.all_models()):
+        if not self._shutdown.is_stopping or any(
+            model.dispatcher.has_pending_failures for model in self._model_registry.all_models()
+        ):
             return False
         return self._shim_launcher is not None or self._process_supervisor.is_empty
 
@@ -429,7 +445,9 @@ class Server:
         self._update_load_progress(now)
         models = self._model_registry.models.values()
         self._manager.notify(
-            *self._systemd_notifier.poll(models, now, self._config_note, lambda each: self._load_monitor.describe_progress(each.label, now))
+            *self._systemd_notifier.poll(
+                models, now, self._config_note, lambda each: self._load_monitor.describe_progress(each.label, now)
+            )
         )
         self._notify_timer.set(self._systemd_notifier.next_event_at)
         if self._systemd_notifier.has_failed(self._model_registry.models.values()):
@@ -597,7 +615,9 @@ class Server:
             self._check_fixed_keys(file.path, config)
             change = self._model_registry.compare(config.models)
             # What serves as before needs its files no more.
-            file_problems = [each for name in (*change.added, *change.changed) for each in result.model_problems.get(name, ())]
+            file_problems = [
+                each for name in (*change.added, *change.changed) for each in result.model_problems.get(name, ())
+            ]
             if file_problems:
                 raise ConfigError(*file_problems)
         except ConfigError as error:
@@ -662,7 +682,11 @@ class Server:
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
         models = list(self._model_registry.models.values())
-        memory_report = self._memory_sampler.poll(self._own_pids(), lambda: self._memory_subjects(models)) if viewer.can_see_all else MemoryReport()
+        memory_report = (
+            self._memory_sampler.poll(self._own_pids(), lambda: self._memory_subjects(models))
+            if viewer.can_see_all
+            else MemoryReport()
+        )
         metrics_inputs = MetricsInputs(
             models,
             self._counter_registry,
@@ -689,7 +713,9 @@ class Server:
 
     def _reply_tenant_status(self, requester: MetadataRequest, viewer: Viewer) -> bool:
         models = list(self._model_registry.models.values())
-        response = build_tenant_status(requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table)
+        response = build_tenant_status(
+            requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table
+        )
         self._request_router.reply_status(requester.client, response)
         return True
 

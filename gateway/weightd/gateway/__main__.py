@@ -51,7 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
     admission = AdmissionControl(settings.max_in_flight, settings.max_memory_bytes)
     daemon_client = DaemonClient(settings.daemon or None, settings.timeout, admission)
     gateway = Gateway(
-        settings, authenticator, daemon_client, RegisteredRegions(enabled=settings.shared_memory), Helpers(), manager.sockets
+        settings,
+        authenticator,
+        daemon_client,
+        RegisteredRegions(enabled=settings.shared_memory),
+        Helpers(),
+        manager.sockets,
     )
     try:
         frontends = _make_frontends(gateway)

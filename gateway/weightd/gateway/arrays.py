@@ -72,7 +72,9 @@ def check_datatype(name: str, datatype: object) -> str:
         InvalidArgument: weightd has no such one.
     """
     if type(datatype) is not str or datatype not in ITEM_BYTES:
-        raise InvalidArgument(f"{label(name)}: datatype: expected one of {', '.join(ITEM_BYTES)}, got {describe_value(datatype)}")
+        raise InvalidArgument(
+            f"{label(name)}: datatype: expected one of {', '.join(ITEM_BYTES)}, got {describe_value(datatype)}"
+        )
     return datatype
 
 
@@ -90,7 +92,9 @@ def check_shape(name: str, shape: object) -> Sequence[int]:
     checked: list[int] = []
     for dim in dims:
         if type(dim) is not int or not 0 <= dim <= limits.MAX_DIM:
-            raise InvalidArgument(f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {describe_value(dim)}")
+            raise InvalidArgument(
+                f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {describe_value(dim)}"
+            )
         checked.append(dim)
     if math.prod(dim for dim in checked if dim) > _MAX_ELEMENTS:
         raise InvalidArgument(f"{label(name)}: shape: expected at most {_MAX_ELEMENTS} elements, got {checked}")
@@ -142,7 +146,12 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
 
 
 def from_typed(
-    name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], source_dtype: str, max_values: int = MAX_VALUES
+    name: str,
+    datatype: str,
+    shape: Sequence[int],
+    values: Sequence[Any],
+    source_dtype: str,
+    max_values: int = MAX_VALUES,
 ) -> Array:
     """Return the tensor of a list of values that are all of one type, numpy's `wide`, and no more than others leave.
 
@@ -189,7 +198,9 @@ def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
     has_fractions = dtype.kind in "iu" and float in kinds and not all(map(_is_whole, flat))
     if wrong or has_fractions:
         first = next(each for each in flat if type(each) in wrong or (has_fractions and not _is_whole(each)))
-        raise InvalidArgument(f"{label(name)}: data: expected {_KIND_NAMES[dtype.kind]} for {datatype}, got {describe_value(first)}")
+        raise InvalidArgument(
+            f"{label(name)}: data: expected {_KIND_NAMES[dtype.kind]} for {datatype}, got {describe_value(first)}"
+        )
     try:
         with np.errstate(over="ignore"):
             # Of a float numpy would not tell that it is too large.

@@ -44,7 +44,9 @@ class Authenticator:
     users: Mapping[int, Caller]
     anonymous: Caller | None = None
 
-    def authenticate(self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None) -> Caller:
+    def authenticate(
+        self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None
+    ) -> Caller:
         """Return who has proven this; a token goes before a certificate, and that before a user.
 
         Raises:

@@ -44,7 +44,9 @@ class FairQueue(Generic[T]):
     def charge(self, user: Hashable, seconds: float) -> None:
         """Count seconds that an item of a user took."""
         self._used_s[user] = self._used_s.get(user, self._virtual_time) + seconds
-        self._used_s = {each: used for each, used in self._used_s.items() if used > self._virtual_time or each in self._waiting}
+        self._used_s = {
+            each: used for each, used in self._used_s.items() if used > self._virtual_time or each in self._waiting
+        }
 
     def clear(self) -> list[T]:
         """Remove and return all items."""

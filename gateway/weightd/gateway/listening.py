@@ -148,7 +148,9 @@ def bind(address: ListenAddress, protocol: str) -> socket.socket:
 
 
 def _bind_tcp(listen_address: ListenAddress) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(listen_address.host, listen_address.port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        listen_address.host, listen_address.port, type=socket.SOCK_STREAM
+    )[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

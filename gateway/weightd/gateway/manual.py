@@ -86,7 +86,9 @@ def _key_type(key: Key) -> str:
 
 def example() -> str:
     """Return a configuration in which whoever is on this host may ask, and each other key is a comment."""
-    return "\n".join([_EXAMPLE_HEADER, *(line for key in iterate_keys(GatewayConfig) for line in _lines(key)), _EXAMPLE_FOOTER])
+    return "\n".join(
+        [_EXAMPLE_HEADER, *(line for key in iterate_keys(GatewayConfig) for line in _lines(key)), _EXAMPLE_FOOTER]
+    )
 
 
 def _lines(key: Key) -> Iterator[str]:

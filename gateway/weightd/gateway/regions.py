@@ -104,7 +104,9 @@ class RegisteredRegions:
         if name in own:
             raise InvalidArgument(f"region {label(name)} is registered already")
         if len(own) >= MAX_REGIONS_PER_CALLER or sum(map(len, self._by_caller.values())) >= MAX_REGIONS:
-            raise ResourceExhausted(f"at most {MAX_REGIONS_PER_CALLER} regions of a caller, and {MAX_REGIONS} of all, are registered")
+            raise ResourceExhausted(
+                f"at most {MAX_REGIONS_PER_CALLER} regions of a caller, and {MAX_REGIONS} of all, are registered"
+            )
         first, size = _check_integer("offset", offset), _check_integer("byte_size", byte_size)
         own[name] = self._open_region(key, first, size)
 
@@ -137,7 +139,10 @@ class RegisteredRegions:
             NotFound: the caller has no such region.
         """
         region = self._find_region(caller, name)
-        first, size = _check_integer("shared_memory_offset", offset), _check_integer("shared_memory_byte_size", byte_size)
+        first, size = (
+            _check_integer("shared_memory_offset", offset),
+            _check_integer("shared_memory_byte_size", byte_size),
+        )
         if first + size > region.nbytes:
             raise InvalidArgument(
                 f"region {label(name)}: expected at most {region.nbytes} bytes, its size, got {first} + {size}"
@@ -170,7 +175,9 @@ class RegisteredRegions:
         region = RegisteredRegion(str(key), descriptor, offset, nbytes)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise InvalidArgument(f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}")
+            raise InvalidArgument(
+                f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
+            )
         if not nbytes or offset + nbytes > found.st_size:
             raise InvalidArgument(
                 f"byte_size: expected 1 to {max(0, found.st_size - offset)} from {offset} on, got {nbytes}"

@@ -32,7 +32,9 @@ class GatewayServer:
         manager: the service manager.
     """
 
-    def __init__(self, path: Path, config: GatewayFile, gateway: Gateway, frontends: Sequence[Frontend], manager: ServiceManager) -> None:
+    def __init__(
+        self, path: Path, config: GatewayFile, gateway: Gateway, frontends: Sequence[Frontend], manager: ServiceManager
+    ) -> None:
         self._path = path
         self._config = config
         self._gateway = gateway

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from weightd.client import AsyncClient
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import to_request_error
-from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.question import InferenceRequest, InferenceResult
 from weightd.gateway.seats import AdmissionControl
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse

@@ -63,7 +63,9 @@ def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
         if problem:
             problems.append(f"{path}: line {number}: {problem}")
         else:
-            callers[bytes.fromhex(words[0])] = parse_caller(words[1], words[2] if len(words) > 2 else f"token {words[0][:8]}")
+            callers[bytes.fromhex(words[0])] = parse_caller(
+                words[1], words[2] if len(words) > 2 else f"token {words[0][:8]}"
+            )
     if problems:
         raise TokenFileError(*problems)
     return callers

@@ -89,7 +89,9 @@ def default_addresses() -> List[str]:
     if configured:
         return [configured]
     user_dir, system_dir = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
-    directories = [system_dir] if user_dir == system_dir or _is_owned_by_other_user(user_dir) else [user_dir, system_dir]
+    directories = (
+        [system_dir] if user_dir == system_dir or _is_owned_by_other_user(user_dir) else [user_dir, system_dir]
+    )
     return [ipc_path(paths.socket_address(each)) for each in directories]
 
 

@@ -29,14 +29,20 @@ from typing import (
 )
 
 from weightd.client import aioflow, curve, flow
-from weightd.client.connection import DaemonConnection, ConnectionLost
+from weightd.client.connection import ConnectionLost, DaemonConnection
 from weightd.client.copying import Uncopied
 from weightd.client.core import PendingCall, PreparedCall
 from weightd.client.curve import KeyFile
 from weightd.client.inputs import NeedsMetadata, to_typed_inputs
 from weightd.client.model import DEFAULT_IN_FLIGHT, AsyncModel
 from weightd.client.retry import Attempts, Retry, check_retry
-from weightd.client.session import BUSY_RETRY_INTERVAL_S, DEFAULT_TIMEOUT_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
+from weightd.client.session import (
+    BUSY_RETRY_INTERVAL_S,
+    CONNECTION_LOST_ERRORS,
+    DEFAULT_TIMEOUT_S,
+    ClientSession,
+    extended_deadline,
+)
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
@@ -324,7 +330,9 @@ class AsyncClient(Uncopied):
         deadline = time.monotonic() + seconds
         return await self._send_and_wait(prepare(), deadline, deadline + grace_s)
 
-    async def _to_typed_inputs(self, model: str, inputs: Inputs, deadline: float, grace_s: float) -> Tuple[Dict[str, Any], float]:
+    async def _to_typed_inputs(
+        self, model: str, inputs: Inputs, deadline: float, grace_s: float
+    ) -> Tuple[Dict[str, Any], float]:
         """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
@@ -526,7 +534,9 @@ class AsyncClient(Uncopied):
             if changed in self._change_waiters:
                 self._change_waiters.remove(changed)
 
-    async def _wait_for(self, future: asyncio.Future[bool], deadline: float, timeout_error: Callable[[], WeightdError]) -> None:
+    async def _wait_for(
+        self, future: asyncio.Future[bool], deadline: float, timeout_error: Callable[[], WeightdError]
+    ) -> None:
         loop, started_at = self._running_loop(), time.monotonic()
         timer: asyncio.TimerHandle
 

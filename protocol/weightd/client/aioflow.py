@@ -51,7 +51,9 @@ async def map_ordered(infer: InferCall, inputs: InputSeries, in_flight: int) -> 
         await _cancel_all(tasks, started)
 
 
-async def _start_requests(infer: InferCall, inputs: InputSeries, permits: asyncio.Semaphore, started: StartedRequests) -> None:
+async def _start_requests(
+    infer: InferCall, inputs: InputSeries, permits: asyncio.Semaphore, started: StartedRequests
+) -> None:
     """Take inputs as there is room: all of them in one task, as who makes them may rely on."""
     try:
         await permits.acquire()

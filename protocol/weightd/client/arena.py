@@ -171,7 +171,9 @@ class ShmArena:
         try:
             return np.empty(sizes, numpy_dtype) if block is None else block.array(sizes, numpy_dtype)
         except (ValueError, OverflowError) as error:
-            raise InvalidArgument(f"shape: expected the shape of an array, got {describe_value(shape)}: {error}") from None
+            raise InvalidArgument(
+                f"shape: expected the shape of an array, got {describe_value(shape)}: {error}"
+            ) from None
 
     def take(self, nbytes: int) -> Optional[Block]:
         """Cut so many bytes from a region, a new one if need be.

@@ -22,7 +22,9 @@ def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
     """
     number = _to_float(value)
     if not 0 < number <= max_seconds:
-        raise InvalidArgument(f"{name}: expected more than 0 and at most {max_seconds:g} seconds, got {describe_value(value)}")
+        raise InvalidArgument(
+            f"{name}: expected more than 0 and at most {max_seconds:g} seconds, got {describe_value(value)}"
+        )
     return number
 
 
@@ -55,7 +57,9 @@ def parse_name(argument: str, value: Any) -> str:
     """
     checked = parse_text(argument, value)
     if not 0 < len(checked.encode("utf-8", "replace")) <= limits.MAX_NAME_BYTES or not is_utf8(checked):
-        raise InvalidArgument(f"{argument}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {describe_value(value)}")
+        raise InvalidArgument(
+            f"{argument}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {describe_value(value)}"
+        )
     return checked
 
 
@@ -74,7 +78,9 @@ def parse_names(name: str, value: Any) -> Tuple[str, ...]:
     Raises:
         InvalidArgument: `value` is not a collection, or an item is not a text.
     """
-    items = _list_items(value) if issubclass(type(value), abc.Collection) and not isinstance(value, (str, bytes)) else None
+    items = (
+        _list_items(value) if issubclass(type(value), abc.Collection) and not isinstance(value, (str, bytes)) else None
+    )
     if items is None:
         raise InvalidArgument(f"{name}: expected a list of names, got {describe_value(value)}")
     return tuple([parse_text(f"{name}[{index}]", each) for index, each in enumerate(items)])
@@ -87,7 +93,9 @@ def check_mapping(name: str, value: Any) -> None:
         InvalidArgument: it is not.
     """
     if not isinstance(value, abc.Mapping):
-        raise InvalidArgument(f"{name}: expected an array for each name, as in {{'y': array}}, got {describe_value(value)}")
+        raise InvalidArgument(
+            f"{name}: expected an array for each name, as in {{'y': array}}, got {describe_value(value)}"
+        )
 
 
 def parse_shape(name: str, value: Any) -> Tuple[int, ...]:

@@ -399,7 +399,9 @@ class Client(Uncopied):
     def _ensure_connected(self, timeout: Optional[float]) -> None:
         self._transport.connect(monotonic() + self._resolve_timeout(timeout)[0])
 
-    def _to_typed_inputs(self, model: str, inputs: Inputs, deadline: float, grace_s: float) -> Tuple[Dict[str, Any], float]:
+    def _to_typed_inputs(
+        self, model: str, inputs: Inputs, deadline: float, grace_s: float
+    ) -> Tuple[Dict[str, Any], float]:
         """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
         # What is known is of this connection, which may be lost already.
         self._transport.read_available()
@@ -426,7 +428,9 @@ class Client(Uncopied):
         first = self._run_attempts(lambda left: submit(timeout=left), attempts)
         first_attempt = [first]
         return Pending(
-            lambda: self._run_attempts(lambda left: (first_attempt.pop() if first_attempt else submit(timeout=left)).result(), attempts),
+            lambda: self._run_attempts(
+                lambda left: (first_attempt.pop() if first_attempt else submit(timeout=left)).result(), attempts
+            ),
             first.done,
             first.cancel,
         )
@@ -444,7 +448,11 @@ class Client(Uncopied):
 
     def _with_retries(self, attempt: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
         """Return what `ask` does within so many seconds, by further attempts where those may help."""
-        return attempt(timeout) if self._retry is None else self._run_attempts(attempt, self._new_attempts(self._retry, timeout))
+        return (
+            attempt(timeout)
+            if self._retry is None
+            else self._run_attempts(attempt, self._new_attempts(self._retry, timeout))
+        )
 
     def _run_attempts(self, attempt: Callable[[float], T], attempts: Attempts) -> T:
         while True:

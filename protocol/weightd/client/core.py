@@ -81,7 +81,7 @@ class PendingCall:
 
     _result: Any
 
-    __slots__ = ("__weakref__", "_result", "_error", "_callbacks", "done", "response_type", "id", "lease", "request")
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_result", "done", "id", "lease", "request", "response_type")
 
     def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
         self.id = request_id
@@ -200,7 +200,10 @@ class ClientCore:
             parameters = _parameters(timeout, priority, self._tenant)
             return self._prepare_shared(description, parameters, [*arrays.values()], out or {})
         request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
-        return PendingCall(request.id, InferResponse, request), [*_encode_checked(request), *map(frame_of, arrays.values())]
+        return PendingCall(request.id, InferResponse, request), [
+            *_encode_checked(request),
+            *map(frame_of, arrays.values()),
+        ]
 
     def _prepare_shared(
         self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
@@ -295,7 +298,9 @@ class ClientCore:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = PendingCall(self._next_id(), ReadyResponse)
         model = arguments.parse_text("model", model)
-        return call, _encode_checked(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
+        return call, _encode_checked(
+            ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant)
+        )
 
     def model_metadata(self, model: str) -> PreparedCall:
         """Return a question about a model and its frames."""
@@ -369,7 +374,9 @@ class ClientCore:
                     for spec, frame in zip(description.outputs, frames[_TENSOR_FRAMES]):
                         outputs[spec.name] = from_frame(spec, frame)
                 else:
-                    outputs = self.shm_tensors.read_outputs(request.description, call.lease, message, frames[_TENSOR_FRAMES])
+                    outputs = self.shm_tensors.read_outputs(
+                        request.description, call.lease, message, frames[_TENSOR_FRAMES]
+                    )
             except InvalidArgument as error:
                 call.fail(_outputs_error(call, error))
             else:
@@ -466,7 +473,9 @@ def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) 
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_parameters(parameters: Parameters, inputs: Tuple[SharedInput, ...], outputs: Tuple[SharedOutput, ...]) -> Parameters:
+def _shared_parameters(
+    parameters: Parameters, inputs: Tuple[SharedInput, ...], outputs: Tuple[SharedOutput, ...]
+) -> Parameters:
     regions = Regions(tuple(InputLocation(*each) for each in inputs), tuple(OutputLocation(*each) for each in outputs))
     return dataclasses.replace(parameters, regions=regions)
 
@@ -489,7 +498,9 @@ def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemotePro
 def _check_priority(priority: Any) -> None:
     # Before `_parameters` looks among those that it has made: True equals 1.
     if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
-        raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}")
+        raise InvalidArgument(
+            f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
+        )
 
 
 def _check_out(out: Any) -> None:

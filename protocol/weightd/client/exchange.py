@@ -14,10 +14,10 @@ import threading
 from time import monotonic
 from typing import Any, Generator, cast
 
-from weightd.client.connection import DaemonConnection, ConnectionLost
+from weightd.client.connection import ConnectionLost, DaemonConnection
 from weightd.client.core import PendingCall, PreparedCall
 from weightd.client.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
-from weightd.client.turns import Waiter, ReaderElection
+from weightd.client.turns import ReaderElection, Waiter
 from weightd.client.waker import Waker
 from weightd.protocol.errors import Unavailable
 

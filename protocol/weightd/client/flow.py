@@ -24,13 +24,17 @@ def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[ty
         InvalidArgument: something is.
     """
     if not (type(in_flight) is int and 1 <= in_flight <= MAX_IN_FLIGHT):
-        raise InvalidArgument(f"in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got {describe_value(in_flight)}")
+        raise InvalidArgument(
+            f"in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got {describe_value(in_flight)}"
+        )
     kind = type(inputs)
     if issubclass(kind, (abc.Mapping, str)) or not issubclass(kind, iterable_types):
         raise InvalidArgument(f"inputs: expected one after another, as in [array, array], got {kind.__name__}")
 
 
-def map_ordered(submit: Callable[[Inputs], Pending], inputs: Iterable[Inputs], in_flight: int) -> Generator[Any, None, None]:
+def map_ordered(
+    submit: Callable[[Inputs], Pending], inputs: Iterable[Inputs], in_flight: int
+) -> Generator[Any, None, None]:
     """Begin a request for each of `inputs`, and give their answers in this order, as soon as they are there.
 
     However it ends, what is under way then is taken back.

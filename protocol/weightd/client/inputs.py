@@ -53,10 +53,13 @@ def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSigna
         InvalidArgument: they have no names and the model has not one input; there is no input of a name; a list is
             ragged, or a value is none of the datatype.
     """
-    inputs_by_name: Mapping[str, Any] = inputs if isinstance(inputs, abc.Mapping) else {_sole_input_name(inputs, model, signatures): inputs}
+    inputs_by_name: Mapping[str, Any] = (
+        inputs if isinstance(inputs, abc.Mapping) else {_sole_input_name(inputs, model, signatures): inputs}
+    )
     datatypes = {each.name: each.datatype for each in signatures}
     return {
-        name: _convert_input(datatypes, name, value, model) if isinstance(value, UNTYPED_TYPES) else value for name, value in inputs_by_name.items()
+        name: _convert_input(datatypes, name, value, model) if isinstance(value, UNTYPED_TYPES) else value
+        for name, value in inputs_by_name.items()
     }
 
 
@@ -102,7 +105,9 @@ def as_array(description: str, value: Any, datatype: str) -> Any:
         return _stack_arrays(description, values, shape)
     array, bad_index = _CONVERTERS[dtype.kind](values, dtype)
     if bad_index is not None:
-        raise InvalidArgument(f"{description}{_format_index(shape, bad_index)}: expected {_expected_values(dtype)}, got {describe_value(values[bad_index])}")
+        raise InvalidArgument(
+            f"{description}{_format_index(shape, bad_index)}: expected {_expected_values(dtype)}, got {describe_value(values[bad_index])}"
+        )
     return array.reshape(shape)
 
 
@@ -122,7 +127,9 @@ def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], 
         size *= length
         # Before there is memory for it: a list may have itself as an item.
         if size * item_bytes > limits.MAX_FRAME_BYTES:
-            raise InvalidArgument(f"{description}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}")
+            raise InvalidArgument(
+                f"{description}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}"
+            )
         level = list(chain.from_iterable(level))
     return level, shape
 
@@ -221,7 +228,9 @@ def _first_of_other_type(values: List[Any], types: Tuple[type, ...]) -> Optional
         for kind in set(map(type, values))
         if not issubclass(kind, types) or (issubclass(kind, bool) and bool not in types)
     }
-    return next((index for index, each in enumerate(values) if type(each) in other_types), None) if other_types else None
+    return (
+        next((index for index, each in enumerate(values) if type(each) in other_types), None) if other_types else None
+    )
 
 
 def _expected_values(dtype: Any) -> str:

@@ -43,7 +43,9 @@ class Retry:
     def __post_init__(self) -> None:
         attempts: Any = self.attempts
         if not (type(attempts) is int and 1 <= attempts <= MAX_ATTEMPTS):
-            raise InvalidArgument(f"attempts: expected an integer from 1 to {MAX_ATTEMPTS}, got {describe_value(attempts)}")
+            raise InvalidArgument(
+                f"attempts: expected an integer from 1 to {MAX_ATTEMPTS}, got {describe_value(attempts)}"
+            )
         for name in ("pause", "max_pause"):
             object.__setattr__(self, name, arguments.parse_seconds(name, getattr(self, name), MAX_PAUSE_S))
 

@@ -11,8 +11,8 @@ from weakref import WeakSet
 
 from weightd.client import arguments, unix, zeromq
 from weightd.client.address import Address, NoDaemon, default_addresses, no_daemon_error, parse_address
-from weightd.client.connection import DaemonConnection, ConnectSteps, NotConnected
-from weightd.client.core import PendingCall, ClientCore
+from weightd.client.connection import ConnectSteps, DaemonConnection, NotConnected
+from weightd.client.core import ClientCore, PendingCall
 from weightd.client.curve import CurveKeys
 from weightd.protocol import limits
 from weightd.protocol.codec import encode

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from weightd.client.arena import ShmArena, Block, MemfdRegion
+from weightd.client.arena import Block, MemfdRegion, ShmArena
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import InferResponse, RequestDescription, ResponseDescription
 from weightd.protocol.messages.regions import Register, Unregister
@@ -97,7 +97,9 @@ class ShmTensors:
         self.arena = ShmArena()
         self.announced_regions: Optional[Tuple[MemfdRegion, ...]] = ()
         self.leases: Dict[str, Lease] = {}
-        self.large_outputs: Dict[int, Tuple[RequestDescription, ResponseDescription, Sequence[Tuple[int, str, int]]]] = {}
+        self.large_outputs: Dict[
+            int, Tuple[RequestDescription, ResponseDescription, Sequence[Tuple[int, str, int]]]
+        ] = {}
         self._next_id = next_id
         self._lock = threading.Lock()
         # Another one with each connection.
@@ -140,7 +142,11 @@ class ShmTensors:
             unused = [region for region in retired if region.is_unused]
             messages += [(Unregister(self._next_id(), self._region_ids.pop(region)), None) for region in unused]
             for region in regions:
-                if not (region in self._region_ids or region in self._refused_regions or region in self._registering.values()):
+                if not (
+                    region in self._region_ids
+                    or region in self._refused_regions
+                    or region in self._registering.values()
+                ):
                     register = Register(self._next_id())
                     self._registering[register.id] = region
                     messages.append((register, region))

@@ -7,7 +7,7 @@ import socket
 from typing import List
 
 from weightd.client.address import connect_unix, new_unix_socket
-from weightd.client.connection import DaemonConnection, ConnectSteps
+from weightd.client.connection import ConnectSteps, DaemonConnection
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import FrameReader, Message

@@ -15,7 +15,7 @@ from typing import Any, Deque, List, Optional, Sequence, cast
 import zmq
 
 from weightd.client import address as addresses
-from weightd.client.connection import DaemonConnection, ConnectSteps
+from weightd.client.connection import ConnectSteps, DaemonConnection
 from weightd.client.curve import CurveKeys
 from weightd.client.polling import SelectPoller, new_poller
 from weightd.protocol import limits
@@ -109,7 +109,9 @@ class ZeroMqConnection(DaemonConnection):
         monitor_descriptor = self._monitor.FD
         self._monitor_poller = new_poller((monitor_descriptor,))
         # Of frames that are not copied pyzmq keeps account in a thread, which as a green thread would stop all others.
-        self._copy_below_bytes = math.inf if isinstance(self._monitor_poller, SelectPoller) else multipart.ZERO_COPY_BYTES
+        self._copy_below_bytes = (
+            math.inf if isinstance(self._monitor_poller, SelectPoller) else multipart.ZERO_COPY_BYTES
+        )
         self.descriptors = (self._socket.FD, monitor_descriptor)
 
     def handshake_steps(self) -> ConnectSteps[None]:

@@ -19,7 +19,7 @@ from weightd.ctl.predict import verb as predict
 from weightd.ctl.status import verb as status
 from weightd.ctl.text import clean_lines
 from weightd.ctl.top import verb as top
-from weightd.ctl.verb import CommandError, DaemonUnreachable, Command
+from weightd.ctl.verb import Command, CommandError, DaemonUnreachable
 from weightd.protocol import limits
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.version import VERSION
@@ -104,7 +104,10 @@ def _print_error(code: str, error: WeightdError, *, as_json: bool) -> None:
         print(json.dumps({"error": {"code": code, "text": str(error)}}))
     else:
         text = f"{code}: {clean_lines(str(error))}"
-        print(add_priority(text, _PRIORITY_ERROR) if is_connected_to_journal(os.environ, _STDERR_FD) else text, file=sys.stderr)
+        print(
+            add_priority(text, _PRIORITY_ERROR) if is_connected_to_journal(os.environ, _STDERR_FD) else text,
+            file=sys.stderr,
+        )
 
 
 def _discard_stdout() -> None:

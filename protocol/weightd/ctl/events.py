@@ -14,7 +14,7 @@ from typing import Deque, Iterator, NamedTuple, Optional
 from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.text import clean, count, local_time
-from weightd.ctl.verb import Connect, DaemonUnreachable, Command, check_model
+from weightd.ctl.verb import Command, Connect, DaemonUnreachable, check_model
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.journal import Event
 
@@ -48,7 +48,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="only what is about this model")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens from now on")
     parser.add_argument(
-        "--since", type=_parse_since, metavar="T", help="only of so long ago or later: 90s, 10min, 2h, 7d (default: all)"
+        "--since",
+        type=_parse_since,
+        metavar="T",
+        help="only of so long ago or later: 90s, 10min, 2h, 7d (default: all)",
     )
     parser.add_argument("-n", "--lines", type=_parse_lines, metavar="N", help="only the last N (default: all)")
 

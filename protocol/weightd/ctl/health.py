@@ -7,7 +7,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, DaemonUnreachable, Command
+from weightd.ctl.verb import Command, Connect, DaemonUnreachable
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 
 _DESCRIPTION = """\

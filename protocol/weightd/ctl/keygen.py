@@ -13,7 +13,7 @@ import zmq
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadOutput, Connect, CommandError, Command
+from weightd.ctl.verb import BadOutput, Command, CommandError, Connect
 from weightd.protocol.errors import Unavailable
 from weightd.shared.keys import PUBLIC, SECRET, format_key_file
 

@@ -9,7 +9,7 @@ from typing import Iterator
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean, count, local_time
-from weightd.ctl.verb import Connect, Command, explain_denied
+from weightd.ctl.verb import Command, Connect, explain_denied
 from weightd.protocol import limits
 from weightd.protocol.errors import NotFound
 from weightd.protocol.messages.journal import LogsResponse, LogTail
@@ -37,7 +37,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
     parser.add_argument("--process", default="", metavar="NAME", help="only this one, see weightctl status")
     parser.add_argument(
-        "-n", "--lines", type=_parse_lines, default=20, metavar="N", help="the most of each process (default: %(default)s)"
+        "-n",
+        "--lines",
+        type=_parse_lines,
+        default=20,
+        metavar="N",
+        help="the most of each process (default: %(default)s)",
     )
 
 

@@ -14,7 +14,7 @@ from weightd.ctl import exits
 from weightd.ctl.measuring.shapes import example_of, specify
 from weightd.ctl.signatures import as_json, lines_of
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Command
+from weightd.ctl.verb import Command, Connect
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import NUMPY_DTYPE
@@ -61,7 +61,9 @@ def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iter
 def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
     """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
     known_shapes = example_of(metadata)
-    default_shapes = [(each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes]
+    default_shapes = [
+        (each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes
+    ]
     return specify(metadata.inputs, default_shapes, example=known_shapes)
 
 

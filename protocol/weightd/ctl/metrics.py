@@ -6,7 +6,7 @@ import argparse
 import json
 
 from weightd.ctl import exits
-from weightd.ctl.verb import Connect, DaemonUnreachable, Command
+from weightd.ctl.verb import Command, Connect, DaemonUnreachable
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.schema import plain
 from weightd.shared.exposition import exposition

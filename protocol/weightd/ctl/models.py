@@ -10,7 +10,7 @@ from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.signatures import as_json, summary
 from weightd.ctl.text import clean, table
-from weightd.ctl.verb import Connect, DaemonUnreachable, Command
+from weightd.ctl.verb import Command, Connect, DaemonUnreachable
 from weightd.protocol.errors import DeadlineExceeded, RequestError, Unavailable
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.status import ModelStatus
@@ -43,7 +43,11 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.json:
         print(json.dumps({"models": [_as_json(each, metadata_by_name[each.name]) for each in models]}))
     elif models:
-        print("\n".join(table([_HEADING, *(_row(each, metadata_by_name[each.name]) for each in models)], len(_HEADING), "")))
+        print(
+            "\n".join(
+                table([_HEADING, *(_row(each, metadata_by_name[each.name]) for each in models)], len(_HEADING), "")
+            )
+        )
     else:
         print("there is no model")
     return exits.OK

@@ -7,7 +7,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Command, explain_denied
+from weightd.ctl.verb import Command, Connect, explain_denied
 
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models

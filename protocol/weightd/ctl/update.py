@@ -11,7 +11,7 @@ from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.arrays import NPZ
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadInput, Connect, CommandError, DaemonUnreachable, Command, explain_denied
+from weightd.ctl.verb import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
 from weightd.protocol.errors import DeadlineExceeded, RequestError
 from weightd.protocol.messages.control import UpdateResponse
 from weightd.shared.regular import open_regular
@@ -94,7 +94,9 @@ def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
         return _print_result(options, _update_and_wait(client, options.model, weights=weights))
 
 
-def _update_and_wait(client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False) -> UpdateResponse:
+def _update_and_wait(
+    client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False
+) -> UpdateResponse:
     """Update, and tell an update that takes its time from a daemon that does not answer."""
     try:
         with explain_denied(client):

@@ -198,7 +198,9 @@ def _description_frame(message: Any) -> bytes:
     """The bytes of the message's description: those that it came in, or that it was sent in before."""
     description = message.description
     if type(description) is not _DESCRIPTION_TYPES[type(message)]:
-        raise FieldError(f"expected a {_DESCRIPTION_TYPES[type(message)].__name__}, got {describe_value(description)}").at("description")
+        raise FieldError(
+            f"expected a {_DESCRIPTION_TYPES[type(message)].__name__}, got {describe_value(description)}"
+        ).at("description")
     frame: Optional[bytes] = description.__dict__.get("_frame")
     if frame is None:
         try:
@@ -227,7 +229,11 @@ def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: in
 
 
 def _decode(
-    frames: Sequence[Any], table: Mapping[str, Type[M]], known_description: Any, max_bytes: int, max_description_items: Optional[int]
+    frames: Sequence[Any],
+    table: Mapping[str, Type[M]],
+    known_description: Any,
+    max_bytes: int,
+    max_description_items: Optional[int],
 ) -> M:
     """The message, whatever its form; `known` is its description, if that is known."""
     if not frames:
@@ -246,7 +252,9 @@ def _decode(
         described = _DESCRIPTION_TYPES.get(type(message))
         if described is not None:
             try:
-                description = known_description or _decode_description(described, frames, max_bytes, max_description_items, tolerant=is_tolerant)
+                description = known_description or _decode_description(
+                    described, frames, max_bytes, max_description_items, tolerant=is_tolerant
+                )
             except FieldError as error:
                 raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
             message.__dict__["description"] = description
@@ -292,7 +300,9 @@ def _max_envelope_items(frame: Any, table: Mapping[str, Type[M]]) -> int:
     return _EXTRA_ITEMS + max(map(max_record_items, table.values()))
 
 
-def _decode_description(cls: Type[M], frames: Sequence[Any], max_bytes: int, max_items: Optional[int], *, tolerant: bool) -> Any:
+def _decode_description(
+    cls: Type[M], frames: Sequence[Any], max_bytes: int, max_items: Optional[int], *, tolerant: bool
+) -> Any:
     if len(frames) == 1:
         raise FieldError("missing").at("description")
     if max_items is None and not tolerant:

@@ -158,7 +158,12 @@ def _write_result(message: Result) -> Optional[bytes]:
 
 def _write_response(message: InferResponse) -> Optional[bytes]:
     text, placed = message.id, message.shared_outputs
-    if type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES or message.may_still_write is not None:
+    if (
+        type(text) is not str
+        or not text.isascii()
+        or not 0 < len(text) < _SHORT_BYTES
+        or message.may_still_write is not None
+    ):
         return None
     if placed is None:
         return _RESPONSE_PREFIX + _TEXT_PREFIXES[len(text)] + text.encode()

@@ -92,7 +92,11 @@ def describe_value(value: object) -> str:
 
 def label(name: object) -> str:
     """Return a foreign name as it may stand in a path or a log: as it is where that is harmless, else quoted."""
-    return name if isinstance(name, str) and 0 < len(name) <= _MAX_SHOWN_CHARACTERS and name.isprintable() else short_repr(name)
+    return (
+        name
+        if isinstance(name, str) and 0 < len(name) <= _MAX_SHOWN_CHARACTERS and name.isprintable()
+        else short_repr(name)
+    )
 
 
 def _type_error(expected: str, value: object) -> FieldError:

@@ -68,7 +68,9 @@ def _number(value: Number) -> str:
 # --- of the daemon, of models, and of tenants -----------------------------------------------------------------------
 
 
-def _daemon_samples(value: Callable[[MetricsResponse], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+def _daemon_samples(
+    value: Callable[[MetricsResponse], Optional[Number]],
+) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of a family without labels; none of what is not told."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:

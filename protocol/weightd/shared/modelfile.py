@@ -27,7 +27,7 @@ from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequen
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.shared.protobuf import Malformed, Span, fields
-from weightd.shared.reach import OPERATOR, Grant, AccessDenied, SafePathWalker
+from weightd.shared.reach import OPERATOR, AccessDenied, Grant, SafePathWalker
 from weightd.shared.transient import is_transient
 
 _BLOCK = 1024 * 1024
@@ -175,12 +175,18 @@ class OpenModel:
             except ModelFileError as error:
                 problems.append(error)
         if problems:
-            summary = [f"{path}: {len(problems) - _MAX_LISTED_FILES} more files cannot be read"] if len(problems) > _MAX_LISTED_FILES else []
+            summary = (
+                [f"{path}: {len(problems) - _MAX_LISTED_FILES} more files cannot be read"]
+                if len(problems) > _MAX_LISTED_FILES
+                else []
+            )
             text = "\n".join([*map(str, problems[:_MAX_LISTED_FILES]), *summary])
             raise ModelFileError(text, transient=all(each.transient for each in problems))
 
     def _open_external(self, name: str) -> BinaryIO:
-        with _reading(self._path.parent / name), SafePathWalker(is_trusting=self._is_own_copy, grant=self._grant) as reach:
+        with _reading(self._path.parent / name), SafePathWalker(
+            is_trusting=self._is_own_copy, grant=self._grant
+        ) as reach:
             file, real = reach.open_file(self._directory, name)
             if real.is_within(self._allowed_directories):
                 return file

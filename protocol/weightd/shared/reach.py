@@ -163,7 +163,9 @@ class SafePathWalker:
         if not name:
             raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory")
         if self._confinement is not None and not directory.is_within([self._confinement[0]]):
-            raise AccessDenied(f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)")
+            raise AccessDenied(
+                f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)"
+            )
         # Before it is opened: opening a pipe waits for its other end, and opening a device may do anything.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -217,7 +219,9 @@ class SafePathWalker:
         self._open_descriptors.callback(os.close, descriptor)
         return descriptor
 
-    def _check_access(self, authors: FrozenSet[int], descriptor: int, status: os.stat_result, right: int, name: str) -> None:
+    def _check_access(
+        self, authors: FrozenSet[int], descriptor: int, status: os.stat_result, right: int, name: str
+    ) -> None:
         for uid in () if self._is_trusting else sorted(authors):
             groups = frozenset(self._grant.gids) if uid == self._grant.uid else None
             if not _has_right(uid, groups, descriptor, status, right):

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import PREFIX_PACKERS, LARGE_BYTES, FrameReader, Message, FrameWriter, message_prefix
+from weightd.protocol.framing import LARGE_BYTES, PREFIX_PACKERS, FrameReader, FrameWriter, Message, message_prefix
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024

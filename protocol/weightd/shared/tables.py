@@ -107,7 +107,9 @@ def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section
 def unknown_name_text(what: str, name: str, known: Iterable[str]) -> str:
     """Say that there is no such key or table; and which was meant, or what there is."""
     suggestion = _closest_name(name, known)
-    return f"unknown {what}; " + (f"did you mean {suggestion}?" if suggestion else f"expected one of {', '.join(known)}")
+    return f"unknown {what}; " + (
+        f"did you mean {suggestion}?" if suggestion else f"expected one of {', '.join(known)}"
+    )
 
 
 def _closest_name(name: str, known: Iterable[str]) -> str:
@@ -116,7 +118,11 @@ def _closest_name(name: str, known: Iterable[str]) -> str:
 
 def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, FieldType]) -> str:
     """How to write a table that is none for TOML: [models.resnet.v1] is `v1` in `resnet`. "" if it is not that."""
-    if not section or type(value) is not dict or _closest_name(key, [name for name, kind in kinds.items() if kind.record]):
+    if (
+        not section
+        or type(value) is not dict
+        or _closest_name(key, [name for name, kind in kinds.items() if kind.record])
+    ):
         return ""
     name = key
     inner = cast("dict[str, Any]", value)

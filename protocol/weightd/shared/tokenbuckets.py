@@ -15,7 +15,7 @@ class TokenBucket:
     to be more than 0.
     """
 
-    __slots__ = ("_updated_at", "_tokens")
+    __slots__ = ("_tokens", "_updated_at")
 
     def __init__(self) -> None:
         self._tokens = 0.0

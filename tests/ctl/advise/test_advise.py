@@ -15,9 +15,9 @@ import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
 from weightd.ctl import exits
-from weightd.ctl.advise.evidence import Difference, Comparison
+from weightd.ctl.advise.evidence import Comparison, Difference
 from weightd.ctl.advise.render import config_text, render
-from weightd.ctl.advise.rule import Recommendation, BatchSizeResult, Verdict
+from weightd.ctl.advise.rule import BatchSizeResult, Recommendation, Verdict
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.advise.evidence import Difference, Comparison
-from weightd.ctl.advise.rule import BatchSizeResult, Verdict, recommend, gain, is_worth_its_latency
+from weightd.ctl.advise.evidence import Comparison, Difference
+from weightd.ctl.advise.rule import BatchSizeResult, Verdict, gain, is_worth_its_latency, recommend
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -31,9 +31,12 @@ def unequal(relative: float) -> Comparison:
     return evidence
 
 
-def measured(rates: Sequence[float], apart: Sequence[float] = (0.0,) * len(ROWS), way: float = 0.0) -> List[BatchSizeResult]:
+def measured(
+    rates: Sequence[float], apart: Sequence[float] = (0.0,) * len(ROWS), way: float = 0.0
+) -> List[BatchSizeResult]:
     return [
-        BatchSizeResult(rows, rows / rate + way, way, 9, unequal(relative)) for rows, rate, relative in zip(ROWS, rates, apart)
+        BatchSizeResult(rows, rows / rate + way, way, 9, unequal(relative))
+        for rows, rate, relative in zip(ROWS, rates, apart)
     ]
 
 

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.bench.windows import STABLE_WINDOWS, MAX_WINDOWS, TOLERANCE, Window, Windows, deviation, percentile, summarize
+from weightd.ctl.bench.windows import (
+    MAX_WINDOWS,
+    STABLE_WINDOWS,
+    TOLERANCE,
+    Window,
+    Windows,
+    deviation,
+    percentile,
+    summarize,
+)
 
 POSITIVE = st.floats(0.01, 100)
 

@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import numpy as np
 import pytest
 
-from weightd.ctl.predict.images import Layout, Pixels, WrongImage, is_image, parse_layout, load
+from weightd.ctl.predict.images import Layout, Pixels, WrongImage, is_image, load, parse_layout
 from weightd.protocol.messages.data import TensorSignature
 
 # Red above blue, two pixels wide.

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from testkit import looks
 from weightd.ctl.top.bars import ASCII, BLOCKS
-from weightd.ctl.top.lines import Style, truncate, text_line, narrow
-from weightd.ctl.top.screen import ScreenSize, PollStatus, draw, render_text
+from weightd.ctl.top.lines import Style, narrow, text_line, truncate
+from weightd.ctl.top.screen import PollStatus, ScreenSize, draw, render_text
 from weightd.ctl.top.view import View
 from weightd.shared.overview.history import History
 

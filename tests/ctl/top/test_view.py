@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.ctl.top.tables import MODELS, PROCESSES, TENANTS
-from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S, View, KeyAction, faster, slower
+from weightd.ctl.top.view import MAX_DELAY_S, MIN_DELAY_S, KeyAction, View, faster, slower
 
 from .pictures import picture
 
@@ -96,7 +96,15 @@ def test_what_is_selected_is_seen() -> None:
 
 
 def test_some_keys_ask_others() -> None:
-    keys = {"q": KeyAction.QUIT, "r": KeyAction.POLL, " ": KeyAction.POLL, "+": KeyAction.SLOWER, "-": KeyAction.FASTER, "x": None, "ä": None}
+    keys = {
+        "q": KeyAction.QUIT,
+        "r": KeyAction.POLL,
+        " ": KeyAction.POLL,
+        "+": KeyAction.SLOWER,
+        "-": KeyAction.FASTER,
+        "x": None,
+        "ä": None,
+    }
     assert {key: View().on_key(key, OVERVIEW) for key in keys} == keys
 
 

@@ -31,7 +31,7 @@ from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource
 from weightd.daemon.host import processes
 from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.daemon.host.loop import EventLoop
@@ -45,13 +45,13 @@ from weightd.protocol.messages.children import (
     TO_CHILD,
     Attach,
     Attached,
-    Reconnected,
-    ProcessFailed,
     Built,
     Forked,
     Hello,
     Pong,
     Predict,
+    ProcessFailed,
+    Reconnected,
     Result,
     Stop,
     Traits,
@@ -81,7 +81,9 @@ class Pinned(ProcessSupervisor):
         self.heard += count
         return count
 
-    def pin(self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = "") -> None:
+    def pin(
+        self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
+    ) -> None:
         if self.pins:
             super().take_snapshot(owner, model, config, source, expected)
 
@@ -114,7 +116,9 @@ class Scene:
 
     def model_of(self, table: ModelConfig) -> ServedModel:
         clients: Any = SimpleNamespace(answer=self._answer)
-        return ServedModel("m", table, {device: DeviceBudget(device) for device in table.devices}, self.backend, clients)
+        return ServedModel(
+            "m", table, {device: DeviceBudget(device) for device in table.devices}, self.backend, clients
+        )
 
     def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
@@ -352,7 +356,9 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
     ends: list[ExitCause] = []
     owner: Any = SimpleNamespace(exited=lambda name, end, now: ends.append(end))
     generation = Generation("x.1", GenerationSpec(1, 5.0))
-    program = WorkerProgram(scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test")
+    program = WorkerProgram(
+        scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test"
+    )
     files = GenerationFiles(scene.backend_directory / "x.1")
 
     def spawn(role: Role, program: WorkerProgram = program) -> ChildProcess | None:
@@ -376,7 +382,12 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
     assert not spawn(Role.WORKER)
     while len(ends) < 4:
         scene.loop.run_once(30)
-    assert [end.missing_file for end in ends] == [MissingFile.STORE, MissingFile.SNAPSHOT, MissingFile.SNAPSHOT, MissingFile.NONE]
+    assert [end.missing_file for end in ends] == [
+        MissingFile.STORE,
+        MissingFile.SNAPSHOT,
+        MissingFile.SNAPSHOT,
+        MissingFile.NONE,
+    ]
     assert [end.is_transient for end in ends] == [True, True, True, False]
     assert str(ends[3]) == f"the socket where it would connect is gone: {scene.path}; restart weightd"
     assert str(ends[0]) == f"the shared weights in the cache folder are gone: {files.store}"

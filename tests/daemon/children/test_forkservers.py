@@ -37,7 +37,9 @@ class Host:
 
 def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
     host = Host()
-    host.servers.reconcile([ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")])
+    host.servers.reconcile(
+        [ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")]
+    )
     assert [" ".join([*each.command, *each.arguments]) for each in host.started] == [
         "/python -m weightd.worker.forkserver --engine onnxruntime --address ipc://s --name forkserver.1",
         "/python37 -m weightd.worker.forkserver --engine mindspore_lite --address ipc://s --name forkserver.2",

@@ -71,5 +71,7 @@ def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, ther
     monkeypatch.setattr(meeting, "allowed", lambda: frozenset(there))
     config = ModelConfig("/m", engine="mindspore", ranks=RanksConfig(groups=(("cpu", "cpu"),), size=2))
     snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
-    told = [meeting.rank_program(config, snapshot, "cpu", rank, meeting.Rendezvous()).rendezvous for rank in (0, 1, None)]
+    told = [
+        meeting.rank_program(config, snapshot, "cpu", rank, meeting.Rendezvous()).rendezvous for rank in (0, 1, None)
+    ]
     assert [each and each.cores for each in told] == [*shares, ""]

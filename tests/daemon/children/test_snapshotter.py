@@ -21,7 +21,7 @@ import pytest
 from testkit import models
 from weightd.daemon.children import meter, snapshotter
 from weightd.daemon.children.meter import CopyProgressFile
-from weightd.daemon.children.snapshotter import SnapshotOrder, SingleFile, SnapshotRequest
+from weightd.daemon.children.snapshotter import SingleFile, SnapshotOrder, SnapshotRequest
 from weightd.shared.modelfile import ModelFileError, digest, files_identity, model_files
 
 CONTENT = bytes(range(256)) * 1000

@@ -11,8 +11,8 @@ from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
 from weightd.daemon.config.tenants import RIGHTS, TenantConfig
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.tenants.accounts import UsageTable, QuotaExceeded
-from weightd.daemon.tenants.directory import TenantResolver, PeerCredential
+from weightd.daemon.tenants.accounts import QuotaExceeded, UsageTable
+from weightd.daemon.tenants.directory import PeerCredential, TenantResolver
 from weightd.protocol.errors import PermissionDenied, RequestError
 from weightd.shared.reach import OPERATOR, Grant
 
@@ -30,7 +30,9 @@ def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[s
 
 def comes(there: Authorizer, proof: PeerCredential, listener: str = "", *, near: bool = True) -> ClientConnection:
     who = f"uid {proof.uid}" if proof.uid is not None else "host 192.0.2.1"
-    connection = ClientConnection(b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), near, proof, listener), 0.0)
+    connection = ClientConnection(
+        b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), near, proof, listener), 0.0
+    )
     assert there.assign_tenant(connection) is None
     return connection
 
@@ -39,7 +41,10 @@ def comes(there: Authorizer, proof: PeerCredential, listener: str = "", *, near:
     ("proof", "text"),
     [
         (PeerCredential(65534), "UNAUTHENTICATED: the kernel says uid 65534: a user namespace hides who this is"),
-        (PeerCredential(4242, (4242,)), "UNAUTHENTICATED: uid 4242 is no tenant's: the operator has to add its user to `uids`"),
+        (
+            PeerCredential(4242, (4242,)),
+            "UNAUTHENTICATED: uid 4242 is no tenant's: the operator has to add its user to `uids`",
+        ),
         (
             PeerCredential(key="x" * 40),
             f"UNAUTHENTICATED: key {'x' * 40} is no tenant's: the operator has to add its public key",
@@ -198,9 +203,9 @@ def test_all_users_of_no_tenant_are_one_owner_and_one_account() -> None:
 
     strangers = [PeerCredential(uid) for uid in (100_000, 100_001, 65534)]
     assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}
-    assert {each.tenant_name for each in (*(comes(there, each) for each in strangers), comes(there, PeerCredential()))} == {
-        NO_TENANT
-    }
+    assert {
+        each.tenant_name for each in (*(comes(there, each) for each in strangers), comes(there, PeerCredential()))
+    } == {NO_TENANT}
     # Nor is one a tenant at a listener that does not admit it.
     assert comes(there, PeerCredential(1002), "lan").tenant_name == NO_TENANT
     assert comes(there, PeerCredential(1002)).tenant_name == "gateway"

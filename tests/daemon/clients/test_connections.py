@@ -17,7 +17,7 @@ import pytest
 
 from weightd.daemon.clients import connections, departed
 from weightd.daemon.clients.connection import ClientConnection, ClientIdentity, proxied_identity, unix_identity
-from weightd.daemon.clients.connections import ConnectionCallbacks, ClientConnections
+from weightd.daemon.clients.connections import ClientConnections, ConnectionCallbacks
 from weightd.daemon.clients.departed import unread_bytes
 from weightd.daemon.clients.room import MemoryBudget
 from weightd.daemon.config.tenants import TenantConfig
@@ -333,7 +333,9 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
         user = f"uid {os.getuid()}"
         gids = (os.getgid(), *os.getgroups())
         origin = ClientOrigin(f"process {os.getpid()} of {user}", user)
-        assert connection.identity == ClientIdentity(origin, is_direct=True, credential=PeerCredential(os.getuid(), gids, is_operator=True))
+        assert connection.identity == ClientIdentity(
+            origin, is_direct=True, credential=PeerCredential(os.getuid(), gids, is_operator=True)
+        )
 
 
 def test_a_gates_word_is_no_reason_to_obey() -> None:
@@ -361,7 +363,9 @@ def test_another_user_may_not_operate_and_a_process_without_a_number_here_is_its
 
     identity = unix_identity(cast(socket.socket, Connected()))
     proof = PeerCredential(uid, (3, 4, 5))
-    assert identity == ClientIdentity(ClientOrigin(f"{near} of uid {uid}", f"uid {uid}"), is_direct=True, credential=proof)
+    assert identity == ClientIdentity(
+        ClientOrigin(f"{near} of uid {uid}", f"uid {uid}"), is_direct=True, credential=proof
+    )
 
 
 def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:

@@ -15,7 +15,7 @@ from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
 from weightd.daemon.clients.crowd import ClientConnectionLimiter, max_total_regions
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import EVERYONE as EVERYBODY
-from weightd.daemon.host.crowding import NO_TENANT, ConnectionLimiter, raise_descriptor_limit, max_client_descriptors
+from weightd.daemon.host.crowding import NO_TENANT, ConnectionLimiter, max_client_descriptors, raise_descriptor_limit
 from weightd.daemon.requests.request import ClientOrigin
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.shared.stream import Stream
@@ -30,12 +30,16 @@ class Hall:
         self.crowd = ClientConnectionLimiter(ClientLog())
         self._turned_away: list[ClientConnection] = []
 
-    def come(self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = DEFAULT_TENANT) -> None:
+    def come(
+        self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = DEFAULT_TENANT
+    ) -> None:
         for _ in range(count):
             ours, theirs = socket.socketpair()
             self.sockets += [ours, theirs]
             number = len(self.there)
-            came = ClientConnection(number.to_bytes(8, "big"), Stream(ours), ClientIdentity(ClientOrigin("near", user)), float(number))
+            came = ClientConnection(
+                number.to_bytes(8, "big"), Stream(ours), ClientIdentity(ClientOrigin("near", user)), float(number)
+            )
             came.has_sent_message, came.tenant = speak, tenant
             self.there.append(came)
             # Their end is told later: who is turned away counts among those that are there.
@@ -214,10 +218,14 @@ def test_the_reason_names_the_limit_and_the_numbers() -> None:
     for number in range(9):
         crowd.add(Guest("x"), "uid 1", "a" if number else "b")
     [gone, *_] = crowd.evict_excess(8, "max_connections")
-    assert gone.reason == ("expected at most 8 connections (max_connections), got 9, of which uid 1 has 8, and tenant a 8")
+    assert gone.reason == (
+        "expected at most 8 connections (max_connections), got 9, of which uid 1 has 8, and tenant a 8"
+    )
     for _ in range(3):
         crowd.add(Guest("x"), "uid 2", NO_TENANT)
-    assert crowd.evict_excess(11, "KEY")[0].reason == ("expected at most 2 of users without a tenant, a part of 11 (KEY), got 3")
+    assert crowd.evict_excess(11, "KEY")[0].reason == (
+        "expected at most 2 of users without a tenant, a part of 11 (KEY), got 3"
+    )
 
 
 def may_end(there: list[Guest], most: int) -> list[Guest]:

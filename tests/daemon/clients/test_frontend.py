@@ -20,9 +20,9 @@ from weightd.daemon.host.admission import UserConnectionLimits
 from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.models.fleet import ModelRegistry
 from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.signature import Signature, MetadataRequest
+from weightd.daemon.requests.signature import MetadataRequest, Signature
 from weightd.daemon.tenants.accounts import UsageTable
-from weightd.daemon.tenants.directory import TenantResolver, PeerCredential
+from weightd.daemon.tenants.directory import PeerCredential, TenantResolver
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, decode, encode, max_request_items
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable

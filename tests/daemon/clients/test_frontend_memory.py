@@ -86,7 +86,9 @@ class World:
 
     def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
         ours, theirs = socket.socketpair()
-        self.frontend.adopt(ours, ClientIdentity(ClientOrigin(f"process {len(self._clients)}", user), is_direct=is_near))
+        self.frontend.adopt(
+            ours, ClientIdentity(ClientOrigin(f"process {len(self._clients)}", user), is_direct=is_near)
+        )
         self._clients.append(Stream(theirs))
         return self._clients[-1]
 

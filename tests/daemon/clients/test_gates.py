@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.clients.gates import ProxyLimits, ZmqProxies, ListenerAuth, backoff_s
+from weightd.daemon.clients.gates import ListenerAuth, ProxyLimits, ZmqProxies, backoff_s
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.admission import UserConnectionLimits
 from weightd.daemon.host.clientlog import ClientLog

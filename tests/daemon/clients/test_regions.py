@@ -40,7 +40,9 @@ def registry() -> RegionRegistry:
     return RegionRegistry(10_000, user, nothing)
 
 
-def places(registry: RegionRegistry, client: bytes, region: str, offset: int, room: int | None = None) -> TensorLocations:
+def places(
+    registry: RegionRegistry, client: bytes, region: str, offset: int, room: int | None = None
+) -> TensorLocations:
     outputs = () if room is None else (OutputLocation(0, region, offset, room),)
     inputs = (InputLocation(0, region, offset),) if room is None else ()
     return registry.locate(client, Regions(inputs, outputs), FOUR_FLOATS)
@@ -124,13 +126,17 @@ def _large(registry: RegionRegistry) -> None:
         (_large, "user has 6000 bytes in regions already; the bound is 10000"),
     ],
 )
-def test_a_connection_and_a_user_have_bounds(registry: RegionRegistry, fill: Callable[[RegionRegistry], None], why: str) -> None:
+def test_a_connection_and_a_user_have_bounds(
+    registry: RegionRegistry, fill: Callable[[RegionRegistry], None], why: str
+) -> None:
     with pytest.raises(ResourceExhausted, match=why):
         fill(registry)
     registry.register(b"b1", deque([memfd.create(10_000)]))
 
 
-def test_all_clients_together_leave_descriptors_to_others(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_clients_together_leave_descriptors_to_others(
+    registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("weightd.daemon.clients.regions.max_regions", lambda: 2)
     registry.register(b"a1", deque([memfd.create(1)]))
     second = registry.register(b"b1", deque([memfd.create(1)]))

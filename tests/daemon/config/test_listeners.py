@@ -73,7 +73,10 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         ({"a": {"address": 3}}, "listeners.a.address: expected text*"),
         ({"-a": {"address": "ipc:///a"}}, "listeners.-a: expected a listener name of 1 to 64 ASCII letters, *"),
         *(
-            (at(address), f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}, got {address!r}")
+            (
+                at(address),
+                f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}, got {address!r}",
+            )
             for address in ("/run/a", "ipc://a", "unix:///run/a", "tcp://127.0.0.1:0", "ipc:///run/")
         ),
         (at("ipc:///" + "a" * 107), "listeners.l0.address: expected a socket path of at most 107 bytes, got 108: *"),

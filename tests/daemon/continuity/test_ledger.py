@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.continuity import ledger
-from weightd.daemon.continuity.ledger import INTERVAL_S, CounterSource, CounterEntry, CounterStore, CounterStoreError
-from weightd.daemon.meters.meters import ModelCounterRecord, CounterRegistry
+from weightd.daemon.continuity.ledger import INTERVAL_S, CounterEntry, CounterSource, CounterStore, CounterStoreError
+from weightd.daemon.meters.meters import CounterRegistry, ModelCounterRecord
 from weightd.daemon.meters.totals import DaemonCounterRecord, DaemonCounters
 from weightd.daemon.observe.tenants import tenant_statuses
-from weightd.daemon.tenants.accounts import OTHER_MODELS, UsageTable, UsageRecord
+from weightd.daemon.tenants.accounts import OTHER_MODELS, UsageRecord, UsageTable
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.errors import NotFound

@@ -89,7 +89,9 @@ def test_a_reload_tells_when_it_began(manager: ServiceManager, listener: socket.
     assert before <= int(microseconds) <= time.monotonic_ns() // 1000
 
 
-def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(manager: ServiceManager, listener: socket.socket) -> None:
+def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(
+    manager: ServiceManager, listener: socket.socket
+) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         manager.store_descriptor(SHIM, ours.fileno())

@@ -13,7 +13,7 @@ from weightd.daemon.config import load as config
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, INTERPRETER
+from weightd.daemon.doctor.verdicts.finding import INTERPRETER, PROCESS_EXITS
 from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.host.memory import MIB
@@ -60,7 +60,14 @@ def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
     section = TEXT.partition("## Trouble-shooting")[2].partition("\n## ")[0]
     cells = [row.split("|")[2] for row in section.splitlines() if row.startswith("|")]
     named = {name.strip() for cell in cells for name in cell.split(",")}
-    names = {INTERPRETER, PROCESS_EXITS, *checks.CHECK_NAMES, *trial_checks.CHECK_NAMES, *rank_checks.CHECK_NAMES, "clean-up"}
+    names = {
+        INTERPRETER,
+        PROCESS_EXITS,
+        *checks.CHECK_NAMES,
+        *trial_checks.CHECK_NAMES,
+        *rank_checks.CHECK_NAMES,
+        "clean-up",
+    }
     assert names - named == {"mindspore_lite", "driver", PROCESS_EXITS}
 
 

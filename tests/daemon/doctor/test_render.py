@@ -5,7 +5,15 @@ import json
 import pytest
 
 from weightd.daemon.doctor.render import render_json, render_table
-from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, Finding, CheckResult, exit_status, failed, passed, untestable
+from weightd.daemon.doctor.verdicts.finding import (
+    PROCESS_EXITS,
+    CheckResult,
+    Finding,
+    exit_status,
+    failed,
+    passed,
+    untestable,
+)
 from weightd.protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")

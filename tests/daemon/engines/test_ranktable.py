@@ -73,7 +73,10 @@ GROUPS = _groups()
 def test_what_is_generated_is_good_and_says_what_it_was_given(group: list[RankDevice]) -> None:
     table = ranktable.parse(ranktable.generate(group, "host"))
     assert (list(table.devices), table.server) == (group, "host")
-    assert list(ranktable.device_problems(table, {f"ascend:{rank}": each.physical_id for rank, each in enumerate(group)})) == []
+    assert (
+        list(ranktable.device_problems(table, {f"ascend:{rank}": each.physical_id for rank, each in enumerate(group)}))
+        == []
+    )
 
 
 def paths(value: Any, path: Path = ()) -> list[Path]:

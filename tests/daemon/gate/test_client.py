@@ -10,9 +10,15 @@ import time
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.gate.client import ProxyClient, DescriptorsSent, kernel_buffer_bytes, configure_socket, identify_user
+from weightd.daemon.gate.client import (
+    DescriptorsSent,
+    ProxyClient,
+    configure_socket,
+    identify_user,
+    kernel_buffer_bytes,
+)
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.gate.zmtp import ZmtpLimits, ZmtpConnection, NullMechanism
+from weightd.daemon.gate.zmtp import NullMechanism, ZmtpConnection, ZmtpLimits
 from weightd.daemon.host.closing import DescriptorCloser
 from weightd.shared.peers import Peers
 from weightd.shared.stream import Stream
@@ -76,7 +82,14 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
 def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
     """Whatever is read of it: before Linux 6.16 the kernel lets a client send descriptors."""
     ours, theirs = socket.socketpair()
-    made = ProxyClient(ours, "uid 1", ZmtpConnection(NullMechanism(), ZmtpLimits(1 << 24, 1 << 24)), 0.0, lambda _: True, DescriptorCloser(print))
+    made = ProxyClient(
+        ours,
+        "uid 1",
+        ZmtpConnection(NullMechanism(), ZmtpLimits(1 << 24, 1 << 24)),
+        0.0,
+        lambda _: True,
+        DescriptorCloser(print),
+    )
     sent, reads_nothing = lingering(LINGER_S)
     with theirs, reads_nothing:
         if what == "a large frame":

@@ -13,7 +13,7 @@ from zmq.utils import z85
 
 from weightd.daemon.gate import zmtp
 from weightd.daemon.gate.curve import CurveMechanism, decode_secret_key
-from weightd.daemon.gate.zmtp import CRYPTO_THREAD_BYTES, ZmtpLimits, ZmtpConnection
+from weightd.daemon.gate.zmtp import CRYPTO_THREAD_BYTES, ZmtpConnection, ZmtpLimits
 from weightd.protocol.framing import MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, DEALER, MORE, SEALED_COMMAND, CurveClient, frame, metadata
@@ -81,7 +81,9 @@ def test_a_key_is_read_as_libzmq_writes_it() -> None:
     assert bindings.crypto_scalarmult_base(decode_secret_key(secret.decode())) == z85.decode(public)
 
 
-@pytest.mark.parametrize("size", [0, 1, 255, 5000, CRYPTO_THREAD_BYTES - 1, CRYPTO_THREAD_BYTES, 2 * CRYPTO_THREAD_BYTES])
+@pytest.mark.parametrize(
+    "size", [0, 1, 255, 5000, CRYPTO_THREAD_BYTES - 1, CRYPTO_THREAD_BYTES, 2 * CRYPTO_THREAD_BYTES]
+)
 def test_frames_arrive_and_large_ones_are_decrypted_elsewhere(scene: Scene, size: int) -> None:
     content = bytes(size)
     assert scene.send(MORE, b"head") == []

@@ -22,7 +22,7 @@ from weightd.daemon.gate import gate as module
 from weightd.daemon.gate import link
 from weightd.daemon.gate.client import ProxyClient
 from weightd.daemon.gate.gate import ZmqProxy
-from weightd.daemon.gate.link import PeerConnected, ProxyLogLine, ProxyConfig
+from weightd.daemon.gate.link import PeerConnected, ProxyConfig, ProxyLogLine
 from weightd.daemon.host.credentials import Credentials
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.host.listening import listen_on

@@ -93,7 +93,9 @@ class World(RuleBasedStateMachine):
         self.stack.enter_context(patch)
         listener = self.stack.enter_context(listen_on(f"ipc://{self.path}"))
         ours, its = socket.socketpair()
-        terms = ProxyConfig("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT)))
+        terms = ProxyConfig(
+            "default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT))
+        )
         self.link: Stream = Stream(ours, accepts_descriptors=True)
         stream = Stream(its)
         self.refusing = _Refusing(its)
@@ -206,7 +208,9 @@ class World(RuleBasedStateMachine):
         assert len(gate._connection_limiter) == len(everyone)
         assert gate._peer_count == sum(client.daemon_stream is not None for client in everyone)
         assert gate._close_deadlines.keys() <= {*everyone}
-        for side in [side for client in everyone for side in (client.client_socket, client.daemon_socket) if side is not None]:
+        for side in [
+            side for client in everyone for side in (client.client_socket, client.daemon_socket) if side is not None
+        ]:
             assert side.is_open
             assert bool(gate._loop._event_masks[side.fd] & select.EPOLLIN) == (not side.pause_reasons)
 

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.zmtp import MAX_COMMAND_BYTES, MAX_FRAMES_PER_PARSE, MAX_MESSAGES_PER_PARSE, ZmtpLimits, ZmtpConnection, NullMechanism
+from weightd.daemon.gate.zmtp import (
+    MAX_COMMAND_BYTES,
+    MAX_FRAMES_PER_PARSE,
+    MAX_MESSAGES_PER_PARSE,
+    NullMechanism,
+    ZmtpConnection,
+    ZmtpLimits,
+)
 from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, GREETING, MORE, PING, READY, frame, message, metadata
@@ -110,7 +117,10 @@ def test_any_bytes_are_messages_or_one_error_in_whichever_pieces_they_come(
         (GREETING + frame(COMMAND, b"\5READY" + metadata(Socket_Type=b"REQ")), "of type DEALER, got 'REQ'"),
         (GREETING + frame(COMMAND, b"\5READY"), "of type DEALER, got ''"),
         (GREETING + READY + b"\x08\0", "got one with the flags 0x8"),
-        (GREETING + READY + b"\2" + struct.pack(">Q", BOUNDS.max_frame_bytes + 1), "262144 bytes in a frame, got 262145"),
+        (
+            GREETING + READY + b"\2" + struct.pack(">Q", BOUNDS.max_frame_bytes + 1),
+            "262144 bytes in a frame, got 262145",
+        ),
         (GREETING + READY + b"\2" + b"\xff" * 8, "262144 bytes in a frame, got 18446744073709551615"),
         (
             GREETING + READY + frame(MORE, bytes(2 * LARGE_BYTES)) + b"\2" + struct.pack(">Q", 4 * LARGE_BYTES),

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from weightd.daemon.generations.actions import Action, Kill, Role, Send
-from weightd.daemon.generations.plan import RankGroupSpec, RowTestSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import record_generation, resume_rank_group
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.unit import RankGroup
 from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import ProcessFailed, Hello, Stop, Traits
+from weightd.protocol.messages.children import Hello, ProcessFailed, Stop, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCases
-from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from weightd.daemon.generations.actions import Action, Kill, Role, Send
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import SelfTestSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource, SelfTestSpec
 from weightd.daemon.generations.records import GenerationRecord, SealRecord
 from weightd.daemon.generations.resume import record_generation, resume_generation
 from weightd.daemon.generations.states import GenerationState
@@ -17,12 +17,12 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    ProcessFailed,
     Built,
     Hello,
-    TrimStore,
+    ProcessFailed,
     Stop,
     Traits,
+    TrimStore,
 )
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.schema import decode, plain

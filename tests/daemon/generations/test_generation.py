@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 
 from weightd.daemon.generations.access import ALLOW_TIMEOUT_S
-from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, TakeSnapshot, Role, Send, Spawn
+from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
 from weightd.daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S
-from weightd.daemon.generations.progress import RetryHint, ProgressLogger
+from weightd.daemon.generations.progress import ProgressLogger, RetryHint
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import Attached, Build, Built, Hello, TrimStore, Traits
+from weightd.protocol.messages.children import Attached, Build, Built, Hello, Traits, TrimStore
 from weightd.protocol.messages.findings import DeviceMemory, RowSupport
 from weightd.protocol.version import VERSION
 
@@ -367,7 +367,9 @@ def test_it_does_not_settle_while_one_attaches_though_the_others_cannot_start() 
 
 
 @pytest.mark.parametrize("go", [GenerationHarness.exits, GenerationHarness.leaves])
-def test_one_that_has_served_is_not_given_up_when_the_last_one_goes(go: Callable[[GenerationHarness, str], list[Action]]) -> None:
+def test_one_that_has_served_is_not_given_up_when_the_last_one_goes(
+    go: Callable[[GenerationHarness, str], list[Action]],
+) -> None:
     life = one_serves_and_the_other_never_starts()
     seen = go(life, W1) + life.when_due()
     assert life.state is GenerationState.SERVING
@@ -496,7 +498,9 @@ def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_a
     assert life.generation.progress == "serving 1/2, nobody can attach any more"
 
 
-@pytest.mark.parametrize("life", [GenerationHarness(2), GenerationHarness(2, CARD, forks_built=True)], ids=["not asked for", "on a card"])
+@pytest.mark.parametrize(
+    "life", [GenerationHarness(2), GenerationHarness(2, CARD, forks_built=True)], ids=["not asked for", "on a card"]
+)
 def test_one_that_must_be_no_template_is_broken(life: GenerationHarness) -> None:
     life.building()
     life.built(TEMPLATE)

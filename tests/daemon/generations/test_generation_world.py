@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.generations.actions import RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Role, Send, Spawn
+from weightd.daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd.daemon.generations.child import WorkerProcess
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import GenerationSpec
-from weightd.daemon.generations.states import ACTIVE, USABLE, LOADING, ChildState, GenerationState
+from weightd.daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
 from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
 from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import (
@@ -21,15 +21,15 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    ProcessFailed,
     Build,
     Built,
-    Hello,
     ChildOrder,
     ContinueSelfTest,
-    TryingSelfTest,
+    Hello,
+    ProcessFailed,
     Stop,
     Traits,
+    TryingSelfTest,
 )
 from weightd.protocol.messages.findings import SelfTestCases
 from weightd.protocol.version import VERSION
@@ -96,7 +96,9 @@ class World(RuleBasedStateMachine):
         self.forks = may_fork and not traits.pids_fixed_at_build
         self.built = replace(BUILT, handle="" if template else handle, canary=canary, is_template=template)
         self.devices = devices or ("cpu",)
-        terms = GenerationSpec(workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices)
+        terms = GenerationSpec(
+            workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices
+        )
         self.generation = Generation("m.1", terms)
         self.generation.attach_limit = lambda: self.at_once
         self.generation.start()
@@ -183,7 +185,9 @@ class World(RuleBasedStateMachine):
             case Built():
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
-                    self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.selftest_digest
+                    self.processes[name].said_broken |= (
+                        self.traits.attach_rewrites_weights and not message.selftest_digest
+                    )
                     self.processes[name].said_broken |= message.is_template and not self.forks
                 self.generation.on_holder_built(name, message, self.now)
             case Attached():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from weightd.daemon.generations import restarts as restarts_module
-from weightd.daemon.generations.restarts import MAX_FAILED_STARTS, EARLY_DEATH_S, RestartBackoff
+from weightd.daemon.generations.restarts import EARLY_DEATH_S, MAX_FAILED_STARTS, RestartBackoff
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, Role, Spawn
+from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
 from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
 from weightd.daemon.generations.states import GenerationState
@@ -117,7 +117,10 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Tr
     assert written is not None
     assert (written.is_sharing, [each.name for each in written.children]) == (sharing, [W1])
     assert life.resumed().back(W1) == [AddSlot(W1)]
-    assert (life.generation.is_complete, life.generation.attach_control.can_trust_answers(lambda _: False)) == (True, True)
+    assert (life.generation.is_complete, life.generation.attach_control.can_trust_answers(lambda _: False)) == (
+        True,
+        True,
+    )
     assert life.replaced(W1, by=W2) == [attach(W2, "")]
 
 
@@ -133,7 +136,12 @@ def test_workers_serve_once_they_are_back() -> None:
     assert (life.back(W1), generation.state, generation.ready_workers) == ([AddSlot(W1)], GenerationState.SERVING, [W1])
     assert not generation.is_complete
     assert life.back(W2) == [AddSlot(W2), SETTLE]
-    assert (generation.is_complete, generation.has_all_workers, generation.next_tick_at, generation.deaths) == (True, True, FOREVER, 0)
+    assert (generation.is_complete, generation.has_all_workers, generation.next_tick_at, generation.deaths) == (
+        True,
+        True,
+        FOREVER,
+        0,
+    )
     assert [each.shared_bytes for each in generation.children.values()] == [4096, 4000, 4000]
     assert life.after(1e6) == []
 

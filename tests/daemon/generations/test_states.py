@@ -32,7 +32,9 @@ NOBODY: frozenset[enum.Enum] = frozenset()
 TABLES = pytest.mark.parametrize(
     ("table", "start", "events", "final"),
     [
-        pytest.param(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, GenerationEvent, states.ENDED, id="generation"),
+        pytest.param(
+            GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, GenerationEvent, states.ENDED, id="generation"
+        ),
         pytest.param(CHILD_TRANSITIONS, ChildState.SPAWNED, ChildEvent, {ChildState.GONE}, id="child"),
         pytest.param(ATTACH_TRANSITIONS, AttachState.OPEN, AttachEvent, {AttachState.INVALID}, id="access"),
     ],
@@ -89,7 +91,11 @@ def test_an_event_leads_to_one_state_and_does_not_happen_twice(
 
 
 def test_the_groups_are_what_the_tables_do() -> None:
-    assert before(GENERATION_TRANSITIONS, GenerationEvent.DRAIN) == before(GENERATION_TRANSITIONS, GenerationEvent.FAIL) == states.ACTIVE
+    assert (
+        before(GENERATION_TRANSITIONS, GenerationEvent.DRAIN)
+        == before(GENERATION_TRANSITIONS, GenerationEvent.FAIL)
+        == states.ACTIVE
+    )
     assert set(GenerationState) - states.ACTIVE == {GenerationState.DRAINING, *states.ENDED}
     assert {GenerationState.SERVING} == states.ACTIVE - states.LOADING
     assert before(CHILD_TRANSITIONS, ChildEvent.EXIT) == states.ALIVE == set(ChildState) - {ChildState.GONE}
@@ -133,7 +139,10 @@ def test_there_is_no_way_round_and_none_back(
 
 
 def test_what_is_written_down_of_who_may_attach_is_what_can_still_be_so_for_the_next_daemon() -> None:
-    assert {AttachState(each) for each in PERSISTED_STATES} == set(AttachState) - {AttachState.ALLOW_PENDING, AttachState.INVALID}
+    assert {AttachState(each) for each in PERSISTED_STATES} == set(AttachState) - {
+        AttachState.ALLOW_PENDING,
+        AttachState.INVALID,
+    }
 
 
 def test_people_are_not_told_of_states_that_are_ours() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from weightd.daemon.generations import symptoms
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,9 @@ def test_what_a_library_says_because_of_another_process(words: str, *, is_sympto
         (Role.BROKER, ExitCause(143), True, False),
     ],
 )
-def test_how_a_process_ends_because_of_another_one(role: Role, end: ExitCause, *, have_met: bool, is_symptom: bool) -> None:
+def test_how_a_process_ends_because_of_another_one(
+    role: Role, end: ExitCause, *, have_met: bool, is_symptom: bool
+) -> None:
     assert symptoms.is_peer_failure_exit(role, end, has_connected=have_met) is is_symptom
 
 

@@ -13,7 +13,7 @@ from weightd.daemon.generations.plan import SelfTestSpec
 from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Build, ContinueSelfTest, TryingSelfTest
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
@@ -35,7 +35,9 @@ def holder(name: str) -> Action:
 class Search(GenerationHarness):
     """A generation with one worker, up to where its holder builds."""
 
-    def __init__(self, canary: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None) -> None:
+    def __init__(
+        self, canary: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None
+    ) -> None:
         super().__init__(1, CARD if on_card else CPU, canary=canary)
         self.pinned(known)
         self.hello(W1)
@@ -59,7 +61,11 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     search.try_(x(1))
     search.try_(x(2), unfit=(x(1),))
     assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
-    assert (generation.state, generation.deaths, generation.retry_hint) == (GenerationState.GATHERING, 0, RetryHint.SAME_FAILURE)
+    assert (generation.state, generation.deaths, generation.retry_hint) == (
+        GenerationState.GATHERING,
+        0,
+        RetryHint.SAME_FAILURE,
+    )
     assert search.begin(HOLDER2) == Build((pid(W1),), unfit_cases=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, canary_cases=(x(32),)), HOLDER2)
@@ -115,7 +121,10 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
     order = search.begin(last)
     assert (order.search_selftest, order.selftest_cases, len(order.unfit_cases)) == (False, (), MAX_HOLDER_DEATHS)
     search.built(replace(BUILT, canary="", canary_cases=(), canary_note="the search was given up"), last)
-    assert (search.state, search.generation.selftest_description) == (GenerationState.ATTACHING, "none: the search was given up")
+    assert (search.state, search.generation.selftest_description) == (
+        GenerationState.ATTACHING,
+        "none: the search was given up",
+    )
     # The next generation does not begin anew.
     assert not search.generation.selftest_search.spec.should_search
 

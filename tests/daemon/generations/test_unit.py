@@ -10,17 +10,24 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, TakeSnapshot, Role, Spawn
+from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
 from weightd.daemon.generations.life import STOP_TIMEOUT_S
-from weightd.daemon.generations.plan import CONCAT, RowTestSpec, GenerationSpec
+from weightd.daemon.generations.plan import CONCAT, GenerationSpec, RowTestSpec
 from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.unit import RankGroup
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import RowSupport as Found
-from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestResult, RankSlice, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.ranks import (
+    JoinedGroup,
+    RankMember,
+    RankSlice,
+    RunSelfTest,
+    SelfTestDone,
+    SelfTestResult,
+)
 from weightd.protocol.version import VERSION
 
 from .group import (
@@ -105,7 +112,12 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     group.warmed(R1, warmed=replace(WARMED, rows=found))
     built = group.unit.built
     assert built is not None
-    assert (built.inputs, built.selftest_cases, built.selftest_digest, built.row_support) == ((X, other), CASES, "canary", found)
+    assert (built.inputs, built.selftest_cases, built.selftest_digest, built.row_support) == (
+        (X, other),
+        CASES,
+        "canary",
+        found,
+    )
     assert (built.handle, built.shared_bytes, group.unit.selftest_description) == ("", 0, "x [1, 4]")
     assert group.unit.models == (built,)
 
@@ -374,7 +386,11 @@ def test_what_the_next_one_may_expect(how: str) -> None:
 
 
 def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
-    for group, status in ((RankGroupHarness().spawned(), 1), (RankGroupHarness().warming(), 5), (RankGroupHarness().loading(), 69)):
+    for group, status in (
+        (RankGroupHarness().spawned(), 1),
+        (RankGroupHarness().warming(), 5),
+        (RankGroupHarness().loading(), 69),
+    ):
         group.exits(BROKER, end=ExitCause(status))
         assert group.unit.retry_hint is RetryHint.SAME_FAILURE
 
@@ -502,7 +518,9 @@ def household() -> RankGroupHarness:
 def test_one_process_serves_several_models() -> None:
     group = household()
     assert group.entered(R0, entered=MEMBERS) == sends(WARM, R0)
-    assert group.warmed(R0, warmed=SelfTestDone("", (), members=(SelfTestResult("one", CASES), SelfTestResult("", ())))) == [AddSlot(SEAT)]
+    assert group.warmed(
+        R0, warmed=SelfTestDone("", (), members=(SelfTestResult("one", CASES), SelfTestResult("", ())))
+    ) == [AddSlot(SEAT)]
     one, other = group.unit.models
     assert (one.inputs, one.outputs, one.selftest_digest, one.selftest_cases) == ((X,), (Y,), "one", CASES)
     assert (other.inputs, other.outputs, other.selftest_digest, other.selftest_cases) == ((Y,), (X,), "", ())

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from weightd.daemon.host.ends import ExitInitiator, ExitClassifier, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitClassifier, ExitInitiator
 
 PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
 
@@ -17,10 +17,20 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
         (ExitCause(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True, True),
         (ExitCause(-signal.SIGFPE), "killed by SIGFPE", True, True),
         (ExitCause(-signal.SIGABRT), "killed by SIGABRT", True, True),
-        (ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON), "killed by SIGABRT (weightd has ended it)", False, True),
+        (
+            ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON),
+            "killed by SIGABRT (weightd has ended it)",
+            False,
+            True,
+        ),
         (ExitCause(-signal.SIGTERM), "killed by SIGTERM", False, True),
         (ExitCause(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
-        (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
+        (
+            ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL),
+            "killed by SIGKILL (the kernel was out of memory)",
+            False,
+            True,
+        ),
         (ExitCause(-63), "killed by signal 63", False, True),
         (ExitCause(None, initiator=ExitInitiator.SHIM), "its keeper is lost", False, True),
         (ExitCause(None, "no such interpreter"), "no such interpreter", False, False),

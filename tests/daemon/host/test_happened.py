@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.host.happened import MAX_EVENTS, EventLog
-from weightd.daemon.host.logs import subject_extra, client_extra
+from weightd.daemon.host.logs import client_extra, subject_extra
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.journal import Event, Events

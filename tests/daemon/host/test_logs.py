@@ -17,8 +17,8 @@ import pytest
 
 from weightd.daemon.host import logs
 from weightd.daemon.host.journal import Journal
-from weightd.daemon.host.logs import JournalHandler, LineFormatter, subject_extra, print_error
-from weightd.shared.journal import to_one_line, add_priority, is_connected_to_journal
+from weightd.daemon.host.logs import JournalHandler, LineFormatter, print_error, subject_extra
+from weightd.shared.journal import add_priority, is_connected_to_journal, to_one_line
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -22,7 +22,7 @@ import pytest
 from testkit.waiting import until
 from weightd.daemon.host import spawning
 from weightd.daemon.host.memory import read_process_memory
-from weightd.daemon.host.processes import ChildProcess, adopt, kill, log_tail, is_alive, reap, start
+from weightd.daemon.host.processes import ChildProcess, adopt, is_alive, kill, log_tail, reap, start
 
 SLEEP = ["sleep", "1000"]
 

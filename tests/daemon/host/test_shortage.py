@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.shortage import ResourceShortage, check_threads, with_limit_hint, find_shortage
+from weightd.daemon.host.shortage import ResourceShortage, check_threads, find_shortage, with_limit_hint
 
 # As they were written under a limit.
 ONNXRUNTIME = (

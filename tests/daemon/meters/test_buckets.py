@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, HistogramRecord, HistogramCounter
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, HistogramCounter, HistogramRecord
 from weightd.protocol import limits
 
 BOUNDS = (1.0, 10.0)

@@ -14,7 +14,7 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.models.budget import DeviceBudget
 from weightd.daemon.models.model import ServedModel
 from weightd.daemon.requests.regions import SharedRegion
@@ -24,8 +24,8 @@ from weightd.protocol.messages.children import (
     Attached,
     Built,
     ChildMessage,
-    Hello,
     ChildOrder,
+    Hello,
     Predict,
     Result,
     Traits,
@@ -100,7 +100,9 @@ class FakeHost:
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
 
-    def pin(self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = "") -> None:
+    def pin(
+        self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
+    ) -> None:
         self.pinned.append(source)
         self.expected = expected
 
@@ -108,7 +110,13 @@ class FakeHost:
         self.unpinned.append(source)
 
     def spawn(
-        self, owner: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
+        self,
+        owner: ProcessEventHandler,
+        generation: GenerationBase,
+        program: WorkerProgram,
+        name: str,
+        role: Role,
+        template: str = "",
     ) -> None:
         assert name not in self.names, "its name was used before"
         if program.rendezvous is None and not program.members_json:
@@ -209,7 +217,9 @@ class ModelHarness:
         self.traits = traits
         config.setdefault("start", "spawn")
         there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
-        self.model = ServedModel("digits", there, {name: DeviceBudget(name) for name in there.devices_by_weight_copy}, self.host, self.host)
+        self.model = ServedModel(
+            "digits", there, {name: DeviceBudget(name) for name in there.devices_by_weight_copy}, self.host, self.host
+        )
         self.model.start(self.now)
 
     def pinned(self) -> ModelHarness:

@@ -12,7 +12,7 @@ from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.meters.meter import ModelCounters
 from weightd.daemon.models.rows import describe_batching
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Attached, ProcessFailed, Failed, Ping, Pong, BatchMismatch
+from weightd.protocol.messages.children import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
 from weightd.protocol.messages.findings import RowSupport
 
 from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, ModelHarness

@@ -11,16 +11,16 @@ import pytest
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.policies import ReplacementPolicy
-from weightd.daemon.generations.actions import RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Role, Send, Spawn
+from weightd.daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.host.ends import ExitCause
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import DeviceBudget, ResourceRequest, Placement
+from weightd.daemon.models.budget import DeviceBudget, Placement, ResourceRequest
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.stage import RolloutPolicy
-from weightd.protocol.messages.children import Attached, ProcessFailed, Built, Hello
+from weightd.protocol.messages.children import Attached, Built, Hello, ProcessFailed
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
 

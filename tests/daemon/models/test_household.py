@@ -12,15 +12,15 @@ import pytest
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.models.budget import DeviceBudget
 from weightd.daemon.models.household import ModelFactory
 from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.errors import FailedPrecondition
-from weightd.protocol.messages.children import ProcessFailed, ChildMessage, Failed, Hello, Predict, Result
+from weightd.protocol.messages.children import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestResult, SelfTestDone
+from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
 from weightd.protocol.version import VERSION
 from weightd.shared.members import joint_digest
 from weightd.shared.reach import OPERATOR
@@ -60,7 +60,9 @@ class Home:
     def pinned(self, *names: str) -> Home:
         for name in names or NAMES:
             source = next(each for each in reversed(self.host.pinned) if each.path == f"/{name}.mindir")
-            self.models[name].on_snapshot_taken(source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now)
+            self.models[name].on_snapshot_taken(
+                source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now
+            )
         return self
 
     def says(self, child: str, message: ChildMessage) -> Home:
@@ -100,7 +102,9 @@ class Home:
 
     def given(self) -> list[tuple[str, int, int]]:
         """Who was given which request since the last time, for which of the models."""
-        there = [(name, order.request, order.model_index) for name, order in self.host.orders if isinstance(order, Predict)]
+        there = [
+            (name, order.request, order.model_index) for name, order in self.host.orders if isinstance(order, Predict)
+        ]
         self.host.orders = [each for each in self.host.orders if not isinstance(each[1], Predict)]
         return there
 

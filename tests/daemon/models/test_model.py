@@ -26,7 +26,7 @@ from weightd.protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from weightd.protocol.messages.children import Attach, ProcessFailed, Build, Built, Failed, Result, Stop
+from weightd.protocol.messages.children import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.messages.findings import RowSupport
@@ -45,7 +45,11 @@ def test_it_loads_as_its_generation_wants() -> None:
     assert [type(order) for _, order in host.orders] == [Build, Attach]
     assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},)))
     stage.says(W1, ATTACHED)
-    assert (stage.model.is_serving, stage.model.is_complete, stage.model.main_generation.is_complete) == (True, False, False)
+    assert (stage.model.is_serving, stage.model.is_complete, stage.model.main_generation.is_complete) == (
+        True,
+        False,
+        False,
+    )
     stage.says(W2, ATTACHED)
     assert (stage.model.is_complete, stage.model.main_generation.is_complete) == (True, True)
 
@@ -122,7 +126,9 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
-    assert [seat.policy.should_split(form, "") for each in asked if (form := seat.policy.batch_key(each)) is not None] == cut
+    assert [
+        seat.policy.should_split(form, "") for each in asked if (form := seat.policy.batch_key(each)) is not None
+    ] == cut
     [generation] = stage.model.generations
     assert ("of the canary's dimensions" in describe_batching(stage.model.config, generation)) == exact
 
@@ -145,7 +151,9 @@ def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, 
     stage = ModelHarness(CARD, devices=(device,), sharing=sharing).pinned()
     assert stage.model.main_generation.spec.is_sharing == (sharing != "off")
     stage.says(HOLDER, ProcessFailed("it cannot share"))
-    assert [each.spec.is_sharing for each in stage.model.generations if each.label != "digits.1"] == [False] * falls_back
+    assert [each.spec.is_sharing for each in stage.model.generations if each.label != "digits.1"] == [
+        False
+    ] * falls_back
     assert stage.model.has_failed != falls_back
 
 
@@ -154,7 +162,9 @@ def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> 
     device = stage.model.deployments[0].placement
     assert isinstance(device, DeviceBudget)
     device.max_processes, device.leaving = 3, {"other.1"}
-    device.reserved["other.1"] = ResourceRequest(weight_bytes=100, copy_count=1, worker_count=2, process_count=3, process_bytes=10)
+    device.reserved["other.1"] = ResourceRequest(
+        weight_bytes=100, copy_count=1, worker_count=2, process_count=3, process_bytes=10
+    )
     stage.pinned()
     assert stage.host.spawned == []
     device.release("other.1")
@@ -176,7 +186,10 @@ def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> Non
     assert stage.host.unpinned == stage.host.pinned
     # What becomes of its process is of no interest any more.
     stage.model.on_snapshot_failed(stage.host.pinned[0], "killed by SIGKILL", stage.now)
-    assert (stage.model.has_failed, stage.model.main_generation.cause) == (True, "no snapshot within load_timeout, 600 s")
+    assert (stage.model.has_failed, stage.model.main_generation.cause) == (
+        True,
+        "no snapshot within load_timeout, 600 s",
+    )
 
 
 def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known_what_fits() -> None:
@@ -343,8 +356,16 @@ NO_DROP_IN = (
 PRECONDITION, UNAVAILABLE = "FAILED_PRECONDITION", "UNAVAILABLE"
 HOLDER_2 = "digits.2.holder"
 FAILURES: dict[str, tuple[Callable[[ModelHarness], object], str, str]] = {
-    "no snapshot": (lambda it: it.model.on_snapshot_failed(it.host.pinned[-1], "no file", it.now), PRECONDITION, "no file"),
-    "no build": (lambda it: it.pinned().says(HOLDER_2, ProcessFailed("no model")), PRECONDITION, f"{HOLDER_2}: no model"),
+    "no snapshot": (
+        lambda it: it.model.on_snapshot_failed(it.host.pinned[-1], "no file", it.now),
+        PRECONDITION,
+        "no file",
+    ),
+    "no build": (
+        lambda it: it.pinned().says(HOLDER_2, ProcessFailed("no model")),
+        PRECONDITION,
+        f"{HOLDER_2}: no model",
+    ),
     "killed": (lambda it: it.pinned().dies(HOLDER_2), UNAVAILABLE, f"{HOLDER_2}: killed by SIGSEGV"),
     "other inputs": (lambda it: it.pinned().builds(2, OTHER), PRECONDITION, NO_DROP_IN),
     "no worker": (no_worker, PRECONDITION, "digits.2.w3: killed by SIGSEGV"),
@@ -512,7 +533,11 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
 
 
 @pytest.mark.parametrize(
-    "end", [ExitCause(None, "cannot start python: Resource temporarily unavailable", has_transient_start_failure=True), ExitCause(-signal.SIGKILL)]
+    "end",
+    [
+        ExitCause(None, "cannot start python: Resource temporarily unavailable", has_transient_start_failure=True),
+        ExitCause(-signal.SIGKILL),
+    ],
 )
 def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: ExitCause) -> None:
     stage = ModelHarness(workers=1).pinned()
@@ -554,7 +579,9 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
 
 def vanished(stage: ModelHarness, child: str, lost: MissingFile = MissingFile.SNAPSHOT) -> ModelHarness:
     """A process cannot be started, for files have vanished."""
-    end = ExitCause(None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost)
+    end = ExitCause(
+        None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost
+    )
     stage.model.on_exit(child, end, stage.now)
     return stage
 

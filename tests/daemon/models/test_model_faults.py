@@ -15,7 +15,7 @@ from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
 from weightd.daemon.requests.request import ClientOrigin, Request
 from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import Attached, ProcessFailed, Built, Failed, Ping, Pong, CancelPredict
+from weightd.protocol.messages.children import Attached, Built, CancelPredict, Failed, Ping, Pong, ProcessFailed
 
 from .fakehost import BUILT, CARD, W1, W2, W3, W4, ModelHarness, request
 

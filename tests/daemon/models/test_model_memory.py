@@ -10,7 +10,7 @@ import pytest
 from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.seat import MAX_QUICK_S
-from weightd.protocol.messages.children import Failed, Predict, CancelPredict, PredictCancelled
+from weightd.protocol.messages.children import CancelPredict, Failed, Predict, PredictCancelled
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
 from .fakehost import W1, W2, ModelHarness, request
@@ -20,7 +20,9 @@ def offering() -> Request:
     """A request whose input is in a region, which has room for its output, too."""
     asked = request()
     memory = SharedRegion(7, os.dup(0), 100, os.close)
-    asked.locations = TensorLocations({0: TensorLocation(memory, 8, len(asked.frames[0]))}, {0: TensorLocation(memory, 64, 32)})
+    asked.locations = TensorLocations(
+        {0: TensorLocation(memory, 8, len(asked.frames[0]))}, {0: TensorLocation(memory, 64, 32)}
+    )
     asked.frames = ()
     return asked
 
@@ -58,7 +60,11 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     ENDS[end](stage, number)
     assert stage.host.releases == [number]
     stage.answers(W2, other.number)
-    assert (other.may_still_write, stage.host.releases, stage.model.dispatcher.output_leases.leases) == (False, [number], {})
+    assert (other.may_still_write, stage.host.releases, stage.model.dispatcher.output_leases.leases) == (
+        False,
+        [number],
+        {},
+    )
 
 
 def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
@@ -77,7 +83,11 @@ def test_what_is_taken_back_may_be_written_until_the_worker_says_what_came_of_it
     ahead = offering()
     stage.submit(offering(), ahead)
     stage.model.cancel(ahead.client, ahead.id, stage.now)
-    assert (stage.host.told(CancelPredict), ahead.may_still_write, stage.host.releases) == ([(W1, CancelPredict(ahead.number))], True, [])
+    assert (stage.host.told(CancelPredict), ahead.may_still_write, stage.host.releases) == (
+        [(W1, CancelPredict(ahead.number))],
+        True,
+        [],
+    )
     stage.answers(W1, ahead.number) if begins else stage.says(W1, PredictCancelled(ahead.number))
     assert stage.host.releases == [ahead.number]
 

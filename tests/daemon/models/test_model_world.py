@@ -42,17 +42,17 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    Reconnected,
-    ProcessFailed,
     Build,
     Built,
     ChildMessage,
+    ChildOrder,
     Failed,
     Hello,
-    ChildOrder,
     Ping,
     Pong,
     Predict,
+    ProcessFailed,
+    Reconnected,
     Result,
     Stop,
     Traits,
@@ -174,7 +174,9 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model asks of its children ----------------------------------------------------------------------
 
-    def pin(self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = "") -> None:
+    def pin(
+        self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
+    ) -> None:
         assert source not in self.pinning
         assert source not in self.snapshots
         self.pinning.append(source)
@@ -189,7 +191,13 @@ class ModelWorld(RuleBasedStateMachine):
             assert not used, "processes that stay have lost their snapshot"
 
     def spawn(
-        self, owner: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
+        self,
+        owner: ProcessEventHandler,
+        generation: GenerationBase,
+        program: WorkerProgram,
+        name: str,
+        role: Role,
+        template: str = "",
     ) -> None:
         assert not self.stopped
         assert name not in self.names
@@ -601,7 +609,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.snapshots = {ModelSource(each.path, each.weights, each.number) for each in record.sources}
         kept = {child.name for generation in record.generations for child in generation.children}
         self.processes = {name: process for name, process in self.processes.items() if name in kept}
-        self.devices = {name: DeviceBudget(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()}
+        self.devices = {
+            name: DeviceBudget(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()
+        }
         self.model = ServedModel("m", self.config, self.devices, self, self, IdSequence(record.last_ids))
         self.model.resume(record, self.now)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.models.pace import LoadEstimate, LoadSpeed, LoadProgress
+from weightd.daemon.models.pace import LoadEstimate, LoadProgress, LoadSpeed
 from weightd.protocol.schema import FieldError, decode, plain
 
 MB = 10**6

@@ -12,27 +12,27 @@ import pytest
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RanksConfig
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import DeviceBudget
 from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.messages.children import (
-    Reconnected,
-    ProcessFailed,
+    BatchMismatch,
     ChildMessage,
     Failed,
     Hello,
     Ping,
     Predict,
+    ProcessFailed,
+    Reconnected,
     Result,
     Stop,
-    BatchMismatch,
 )
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory
-from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.findings import DeviceMemory, SelfTestCases
+from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 from weightd.shared.reach import OPERATOR
@@ -67,7 +67,11 @@ class Cut:
     """A model of two ranks, and their side of the talk."""
 
     def __init__(
-        self, ranks: RanksConfig = ON_CARDS, host: FakeHost | None = None, numbers: IdSequence | None = None, **config: Any
+        self,
+        ranks: RanksConfig = ON_CARDS,
+        host: FakeHost | None = None,
+        numbers: IdSequence | None = None,
+        **config: Any,
     ) -> None:
         self.host, self.now = host or FakeHost(), 1000.0
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", **config}
@@ -150,7 +154,10 @@ def test_all_ranks_are_started_each_with_its_slice_and_all_with_the_same_table()
     assert [(each.model, each.device, each.snapshot_identity) for each in programs] == [
         (f"/snapshots/1/{rank}", f"ascend:{rank}", f"known{rank}:{digest(1, rank)}") for rank in range(2)
     ]
-    assert [each.rendezvous and (each.rendezvous.rank, each.rendezvous.reply_rank, each.rendezvous.port) for each in programs] == [
+    assert [
+        each.rendezvous and (each.rendezvous.rank, each.rendezvous.reply_rank, each.rendezvous.port)
+        for each in programs
+    ] == [
         (0, 1, 0),
         (1, 1, 0),
     ]

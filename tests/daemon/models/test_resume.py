@@ -21,7 +21,7 @@ from weightd.daemon.models.model import ServedModel
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import IdSequence
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
-from weightd.protocol.messages.children import Reconnected, Hello, Predict, Result, Stop
+from weightd.protocol.messages.children import Hello, Predict, Reconnected, Result, Stop
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION

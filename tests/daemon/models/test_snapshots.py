@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.generations.plan import SelfTestSpec, ModelSource
+from weightd.daemon.generations.plan import ModelSource, SelfTestSpec
 from weightd.daemon.models.snapshots import Snapshots
 
 SOURCE, OTHER = ModelSource("/m.onnx", number=1), ModelSource("/m.onnx", number=2)
@@ -33,7 +33,12 @@ def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
     shelf = Shelf()
     shelf.request(SOURCE, 1010.0)
     shelf.request(SOURCE, 2000.0)
-    assert (shelf.disk, shelf.next_event_at, shelf.find(SOURCE), list(shelf.iter_ready())) == ([SOURCE], 1010.0, None, [])
+    assert (shelf.disk, shelf.next_event_at, shelf.find(SOURCE), list(shelf.iter_ready())) == (
+        [SOURCE],
+        1010.0,
+        None,
+        [],
+    )
     with pytest.raises(RuntimeError, match=r"/m\.onnx: a process was to be started before the snapshot was taken"):
         _ = shelf[SOURCE]
     shelf.on_taken(SOURCE, THERE)

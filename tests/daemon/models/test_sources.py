@@ -56,7 +56,12 @@ def test_a_new_source_is_the_present_file_unless_it_names_one_and_has_a_number_o
     assert (other.grant, other.weights_grant) == (alice, bob)
     assert (shelf.renew_current().grant, shelf.current.number) == (alice, 6)
     numbers = IdSequence((7, 3))
-    assert (numbers.next_generation(), numbers.next_generation(), numbers.next_source(), numbers.last_ids) == (8, 9, 4, (9, 4))
+    assert (numbers.next_generation(), numbers.next_generation(), numbers.next_source(), numbers.last_ids) == (
+        8,
+        9,
+        4,
+        (9, 4),
+    )
 
 
 def test_what_serves_and_what_served_before_are_kept_and_who_goes_back_goes_once(shelf: Shelf) -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.observe.accounting import UsageReporter, UsageIntervals
-from weightd.daemon.tenants.accounts import OTHER_MODELS, UsageTable, QuotaExceeded
+from weightd.daemon.observe.accounting import UsageIntervals, UsageReporter
+from weightd.daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded, UsageTable
 from weightd.daemon.tenants.directory import TenantResolver
 from weightd.protocol.errors import Cancelled, NotFound
 

@@ -9,7 +9,7 @@ import pytest
 
 from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.models.pace import LoadSpeed, LoadSpeedRecord, LoadProgress
+from weightd.daemon.models.pace import LoadProgress, LoadSpeed, LoadSpeedRecord
 from weightd.daemon.observe import loading
 from weightd.daemon.observe.loading import LoadMonitor
 from weightd.protocol.schema import decode, plain

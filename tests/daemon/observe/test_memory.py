@@ -12,7 +12,7 @@ import pytest
 
 from weightd.daemon.host.memory import ProcessMemory
 from weightd.daemon.observe import memory
-from weightd.daemon.observe.memory import INTERVAL_S, MemorySubject, MemorySampler, memory_subjects, measure_footprint
+from weightd.daemon.observe.memory import INTERVAL_S, MemorySampler, MemorySubject, measure_footprint, memory_subjects
 from weightd.daemon.observe.metrics import MemoryFootprint
 
 from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness
@@ -46,9 +46,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
         # One that is gone meanwhile takes nothing.
         ([MemorySubject((1, 2, 13), 400, 0, Path("100"))], MemoryFootprint(3, 400, 300, 100)),
         # A copy of which nothing is in memory saves nothing; and no copy is ever a loss.
-        ([MemorySubject((1,), 400, 0, Path("0")), MemorySubject((2,), 50, 0, Path("60"))], MemoryFootprint(3, 450, 0, 60)),
+        (
+            [MemorySubject((1,), 400, 0, Path("0")), MemorySubject((2,), 50, 0, Path("60"))],
+            MemoryFootprint(3, 450, 0, 60),
+        ),
         ([MemorySubject((1,), 400, 100, None), MemorySubject((2,), 30, 10, None)], MemoryFootprint(3, 430, 320, 110)),
-        ([MemorySubject((1,), 400, 100, None), MemorySubject((2,), 30, 0, Path("none"))], MemoryFootprint(3, 430, None, None)),
+        (
+            [MemorySubject((1,), 400, 100, None), MemorySubject((2,), 30, 0, Path("none"))],
+            MemoryFootprint(3, 430, None, None),
+        ),
     ],
 )
 @pytest.mark.usefixtures("kernel")
@@ -134,6 +140,10 @@ def test_which_processes_and_which_copies_there_are() -> None:
     files: dict[str, Any] = {"digits.1": SimpleNamespace(store=Path("/store"))}
     shared = ATTACHED.shared_bytes
     # The other worker has just gone.
-    assert memory_subjects([stage.model], processes, files) == {"digits": [MemorySubject((10, 11), shared, 0, Path("/store"))]}
+    assert memory_subjects([stage.model], processes, files) == {
+        "digits": [MemorySubject((10, 11), shared, 0, Path("/store"))]
+    }
     # On a card there is no file: what the copy takes is what the holder says.
-    assert memory_subjects([card.model], processes, files) == {"digits": [MemorySubject((10, 11), shared, BUILT.shared_bytes, None)]}
+    assert memory_subjects([card.model], processes, files) == {
+        "digits": [MemorySubject((10, 11), shared, BUILT.shared_bytes, None)]
+    }

@@ -8,7 +8,7 @@ from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
 from weightd.daemon.meters.meters import CounterRegistry
 from weightd.daemon.meters.totals import DaemonCounters
 from weightd.daemon.models.model import ServedModel
-from weightd.daemon.observe.metrics import MetricsInputs, MemoryFootprint, MetricsTime, build_metrics
+from weightd.daemon.observe.metrics import MemoryFootprint, MetricsInputs, MetricsTime, build_metrics
 from weightd.daemon.tenants.accounts import Usage, UsageTable
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
 from weightd.protocol import limits
@@ -86,7 +86,9 @@ def test_what_was_counted_and_how_things_stand() -> None:
 
 
 def test_a_daemon_that_stops_is_not_ready() -> None:
-    told = World().tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, moment=MetricsTime("stopping", 2.0, 1000.0))
+    told = World().tell(
+        Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, moment=MetricsTime("stopping", 2.0, 1000.0)
+    )
     assert (told.state, told.models[0].ready) == ("stopping", False)
 
 

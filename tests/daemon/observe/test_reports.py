@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.observe.reports import BURST_S, MAX_PER_USER, MAX_PENDING, LOOP_SHARE, Reports
+from weightd.daemon.observe.reports import BURST_S, LOOP_SHARE, MAX_PENDING, MAX_PER_USER, Reports
 from weightd.daemon.requests.signature import MetadataRequest
 from weightd.protocol.errors import ResourceExhausted
 

@@ -13,7 +13,7 @@ from weightd.daemon.host.memory import MIB, ProcessMemory
 from weightd.daemon.models.budget import DeviceBudget
 from weightd.daemon.models.model import ServedModel
 from weightd.daemon.observe.status import StatusInputs, build_status
-from weightd.daemon.observe.survey import TtlCache, MemoryScan
+from weightd.daemon.observe.survey import MemoryScan, TtlCache
 from weightd.protocol.messages.children import Attached, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.status import ProxyStatus
@@ -39,7 +39,12 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         model.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = MemoryScan("s", (), TtlCache())
-    survey.memory_by_pid = {1: ProcessMemory(7, 6, 5), 2: None, 10: ProcessMemory(1000, 900, 950), 11: ProcessMemory(100, 90, 95)}
+    survey.memory_by_pid = {
+        1: ProcessMemory(7, 6, 5),
+        2: None,
+        10: ProcessMemory(1000, 900, 950),
+        11: ProcessMemory(100, 90, 95),
+    }
     subject = StatusInputs(
         [model],
         [card, DeviceBudget("cpu"), DeviceBudget("cpu:0")],
@@ -53,11 +58,18 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         [ProxyInfo("lan", "tcp://*:1", 2, 3, 4)],
     )
     told = build_status(survey, "running", 1.0, subject)
-    assert (told.pss_bytes, told.dropped_responses, told.buffered_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
+    assert (told.pss_bytes, told.dropped_responses, told.buffered_bytes, told.max_memory_bytes, told.note) == (
+        7,
+        3,
+        4,
+        5,
+        "a note",
+    )
     assert told.zmq_proxies == (ProxyStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations
     assert [
-        (each.name, each.role, each.pss_bytes, each.private_bytes, each.anonymous_bytes) for each in generation.processes
+        (each.name, each.role, each.pss_bytes, each.private_bytes, each.anonymous_bytes)
+        for each in generation.processes
     ] == [
         (HOLDER, "holder", 1000, 900, 950),
         (WORKER, "worker", 100, 90, 95),

@@ -4,7 +4,7 @@ import pytest
 
 from weightd.daemon.host.memory import ProcessMemory
 from weightd.daemon.observe import survey
-from weightd.daemon.observe.survey import MAX_AGE_S, TtlCache, MemoryScan
+from weightd.daemon.observe.survey import MAX_AGE_S, MemoryScan, TtlCache
 
 
 class Kernel:

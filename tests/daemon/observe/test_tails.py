@@ -17,7 +17,9 @@ from weightd.protocol.messages.journal import Logs, LogsResponse
 
 def read(directory: Path, process: str = "", lines: int = 100) -> LogsResponse:
     """All steps."""
-    made = LogTailReader(b"c", Logs("1", "m", process, lines), {1: GenerationFiles(directory), 2: GenerationFiles(Path("/no"))})
+    made = LogTailReader(
+        b"c", Logs("1", "m", process, lines), {1: GenerationFiles(directory), 2: GenerationFiles(Path("/no"))}
+    )
     for _ in range(limits.MAX_LOGS + 1):
         if made.step():
             break

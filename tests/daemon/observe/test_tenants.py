@@ -8,8 +8,8 @@ import pytest
 
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.observe.own import build_tenant_status
-from weightd.daemon.observe.tenants import tenant_statuses, queued_counts
-from weightd.daemon.tenants.accounts import OTHER_MODELS, Usage, UsageTable, QuotaExceeded
+from weightd.daemon.observe.tenants import queued_counts, tenant_statuses
+from weightd.daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.codec import encode

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from weightd.daemon.requests.lockstep import InferenceResult, OutOfStep, LockstepTracker, Outcome, Rejected
+from weightd.daemon.requests.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Failed, Result
 from weightd.protocol.messages.data import ResponseDescription, TensorSpec

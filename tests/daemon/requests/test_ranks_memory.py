@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.lockstep import LockstepTracker
 from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result
+from weightd.protocol.messages.children import ChildOrder, Failed, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 

@@ -24,14 +24,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.lockstep import LockstepTracker
 from weightd.daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import ClientOrigin, Request
 from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, BeginBatch
+from weightd.protocol.messages.children import BeginBatch, ChildOrder, Failed, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.ranks import Done
@@ -187,8 +187,16 @@ class World(RuleBasedStateMachine):
             x = np.arange(rows * WIDTH, dtype=np.int64) + 1000 * number
             # No room, or where the inputs are not, or where they are.
             begin = number * ROOM
-            x_there, y_there = TensorLocation(self.memory, begin, x.nbytes), TensorLocation(self.memory, begin + ROOM // 2, x.nbytes)
-            places = [NO_LOCATIONS, NO_LOCATIONS, TensorLocations({}, {0: y_there}), TensorLocations({0: x_there}, {0: x_there})][room]
+            x_there, y_there = (
+                TensorLocation(self.memory, begin, x.nbytes),
+                TensorLocation(self.memory, begin + ROOM // 2, x.nbytes),
+            )
+            places = [
+                NO_LOCATIONS,
+                NO_LOCATIONS,
+                TensorLocations({}, {0: y_there}),
+                TensorLocations({0: x_there}, {0: x_there}),
+            ][room]
             os.pwrite(self.memory.fileno(), x.tobytes(), begin)
             frames = [] if places.inputs else [x.tobytes()]
             deadline, origin = self.now + wait, ClientOrigin(client, client)

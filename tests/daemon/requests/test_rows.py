@@ -14,20 +14,20 @@ import pytest
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.requests.desk import ResponseSink, Dispatcher
+from weightd.daemon.requests.desk import Dispatcher, ResponseSink
 from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
 from weightd.daemon.requests.rows import parties as parties_module
 from weightd.daemon.requests.rows.cut import SplitRequest
-from weightd.daemon.requests.rows.forming import MAX_BATCH_S, BatchGroup, SlotConstraints, next_split_rows, form_batch
+from weightd.daemon.requests.rows.forming import MAX_BATCH_S, BatchGroup, SlotConstraints, form_batch, next_split_rows
 from weightd.daemon.requests.rows.joining import PartialResult, join_results
 from weightd.daemon.requests.rows.parties import RecentNames, party_number
-from weightd.daemon.requests.rows.terms import BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.terms import BatchingPolicy, BatchKey
 from weightd.daemon.requests.rows.times import DurationEstimates
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import ChildOrder, Predict, Result, BeginBatch
+from weightd.protocol.messages.children import BeginBatch, ChildOrder, Predict, Result
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedOutput, MappedRegions
 
@@ -51,11 +51,23 @@ def request(
     frames = [bytes(4 * rows * width)]
     origin = ClientOrigin(far, far)
     return Request(
-        number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), origin, priority_level=level, tenant=tenant
+        number,
+        b"c",
+        f"id{number}",
+        asked,
+        frames,
+        0.0,
+        deadline,
+        len(frames[0]),
+        origin,
+        priority_level=level,
+        tenant=tenant,
     )
 
 
-def desk(max_queue: int, seats: int = 1, terms: BatchingPolicy = ROWS, **askers: object) -> tuple[Dispatcher, list[ChildOrder]]:
+def desk(
+    max_queue: int, seats: int = 1, terms: BatchingPolicy = ROWS, **askers: object
+) -> tuple[Dispatcher, list[ChildOrder]]:
     """A desk, and the orders that it gives."""
     orders: list[ChildOrder] = []
 
@@ -69,7 +81,9 @@ def desk(max_queue: int, seats: int = 1, terms: BatchingPolicy = ROWS, **askers:
     return made, orders
 
 
-def group(first: Request, *others: Request, terms: BatchingPolicy = ROWS, times: DurationEstimates | None = None) -> BatchGroup:
+def group(
+    first: Request, *others: Request, terms: BatchingPolicy = ROWS, times: DurationEstimates | None = None
+) -> BatchGroup:
     where = SlotConstraints(terms, partial((times or DurationEstimates()).expected_s, FAST))
     return form_batch(first, cast(BatchKey, terms.batch_key(first.description)), [first, *others], where, 0.0)
 
@@ -425,7 +439,9 @@ def test_parts_may_be_answered_in_any_order() -> None:
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
     whole = cut()
     with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected frames where there was no room, got none$"):
-        whole.add_result(*whole.take_rows(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), [])
+        whole.add_result(
+            *whole.take_rows(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), []
+        )
 
 
 @pytest.mark.parametrize(
@@ -478,7 +494,10 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
     [
         (piece(1, b"b", shape=(1,)), r"^output y of a part: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$"),
         (piece(1, b"bb", b"u"), "^output t has no rows, and is not the same for each part of the request$"),
-        (PartialResult(1, ResponseDescription("m", ()), []), r"^output y of a part: expected y UINT8 \[1, 2\], got none$"),
+        (
+            PartialResult(1, ResponseDescription("m", ()), []),
+            r"^output y of a part: expected y UINT8 \[1, 2\], got none$",
+        ),
     ],
 )
 def test_answers_that_do_not_fit_together_are_an_error(other: PartialResult, text: str) -> None:

@@ -30,7 +30,7 @@ from weightd.daemon.requests.request import ClientOrigin, Request
 from weightd.daemon.requests.rows.terms import BatchingPolicy
 from weightd.daemon.requests.seat import Slot
 from weightd.protocol.errors import RequestError, ResourceExhausted
-from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, CancelPredict, BeginBatch
+from weightd.protocol.messages.children import BeginBatch, CancelPredict, ChildOrder, Failed, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedOutput
@@ -215,7 +215,10 @@ class World(RuleBasedStateMachine):
             name = f"id{number}"
             # None, just as much as is needed, or more: then the rows of one part are not behind those of another.
             begin = 2 * number * ROOM
-            y, t = TensorLocation(self.memory, begin, room * x.nbytes), TensorLocation(self.memory, begin + ROOM, 8 * rows)
+            y, t = (
+                TensorLocation(self.memory, begin, room * x.nbytes),
+                TensorLocation(self.memory, begin + ROOM, 8 * rows),
+            )
             places = TensorLocations({}, {0: y, 1: t}) if room else NO_LOCATIONS
             request = Request(number, far.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin, places)
             self.sent[number] = request, x.tobytes()
@@ -246,7 +249,9 @@ class World(RuleBasedStateMachine):
         self.now += DEVICES[worker.device] * sum(each.description.inputs[0].shape[0] for each in job)
         for index, each in enumerate(job):
             if how == "fail" and index == len(job) // 2:
-                self.desk.on_batch_failed(name, Failed(each.request, "INVALID_ARGUMENT", "no", is_exiting=False), self.now)
+                self.desk.on_batch_failed(
+                    name, Failed(each.request, "INVALID_ARGUMENT", "no", is_exiting=False), self.now
+                )
                 continue
             x = each.description.inputs[0]
             outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))

@@ -28,7 +28,7 @@ from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClocks
 from weightd.daemon.requests.turns import SharedProcessScheduler
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import ChildOrder, Predict, Result, CancelPredict, BeginBatch
+from weightd.protocol.messages.children import BeginBatch, CancelPredict, ChildOrder, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 

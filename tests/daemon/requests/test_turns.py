@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.request import ClientOrigin, Request
 from weightd.daemon.requests.rows.terms import BatchingPolicy
 from weightd.daemon.requests.turns import SharedProcessScheduler
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result, BeginBatch
+from weightd.protocol.messages.children import BeginBatch, ChildOrder, Failed, Ping, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 

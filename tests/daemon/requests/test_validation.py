@@ -150,7 +150,9 @@ def geared(*gears: tuple[int, ...]) -> Built:
 def test_sizes_are_those_that_the_model_was_converted_for() -> None:
     def check(built: Built, *sizes: int) -> None:
         check_gears(
-            built, NO_ROW_LIMITS, [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))]
+            built,
+            NO_ROW_LIMITS,
+            [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))],
         )
 
     check(geared(), 7, 8, 9)
@@ -190,7 +192,9 @@ def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
 
 
 def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
-    built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), row_support=RowSupport(("image",), ("y",), is_equal=True))
+    built = Built(
+        "", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), row_support=RowSupport(("image",), ("y",), is_equal=True)
+    )
     padded = Signature(RowLimits(100, "split.max_rows", (2, 8)))
     padded.on_built(built)
     for rows in (1, 2, 3, 8, 100):

@@ -14,7 +14,12 @@ def request(number: int, arrived: float, level: int) -> Request:
     )
 
 
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.0, 1.0, PRIORITY_LEVEL_S, 3 * PRIORITY_LEVEL_S]), st.integers(0, 2)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.0, 1.0, PRIORITY_LEVEL_S, 3 * PRIORITY_LEVEL_S]), st.integers(0, 2)),
+        max_size=20,
+    )
+)
 def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tuple[float, int]]) -> None:
     queue, now = PriorityQueue(3), 0.0
     requests: list[Request] = []

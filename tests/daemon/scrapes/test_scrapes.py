@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.host.listening import listen_on, is_loopback_listener
+from weightd.daemon.host.listening import is_loopback_listener, listen_on
 from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import MetricsPage

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.tenants.accounts import OTHER_MODELS, REASONS, Usage, UsageTable, UsageRecord, QuotaExceeded
+from weightd.daemon.tenants.accounts import OTHER_MODELS, REASONS, QuotaExceeded, Usage, UsageRecord, UsageTable
 from weightd.protocol import limits
 from weightd.protocol.errors import Cancelled, NotFound, RequestError
 from weightd.protocol.schema import decode, plain

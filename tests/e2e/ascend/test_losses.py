@@ -128,7 +128,9 @@ def test_a_generation_that_cannot_be_replaced_is_tried_for_again_and_who_waits_i
     wait_for_all(service)
 
 
-def test_a_snapshot_that_was_tampered_with_is_not_loaded(cards: Cards, service: Service, right: list[SampleRequest]) -> None:
+def test_a_snapshot_that_was_tampered_with_is_not_loaded(
+    cards: Cards, service: Service, right: list[SampleRequest]
+) -> None:
     """The last one: nobody can attach to this generation any more."""
     [snapshot] = Path(service.cache).rglob("model/*.mindir")
     snapshot.chmod(0o600)

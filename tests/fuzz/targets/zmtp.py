@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from targets.reader import Reader
-from weightd.daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, ZmtpLimits, ZmtpConnection, NullMechanism
+from weightd.daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, NullMechanism, ZmtpConnection, ZmtpLimits
 from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 FILLER = 255

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightd.gateway.callers import Caller, token_digest
-from weightd.gateway.config.load import ConfigError, keys_needing_restart, default_path, load, parse
+from weightd.gateway.config.load import ConfigError, default_path, keys_needing_restart, load, parse
 from weightd.gateway.config.places import ListenAddress
 from weightd.gateway.config.table import GatewayFile
 from weightd.shared.tables import ErrorCollector
@@ -116,7 +116,10 @@ def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
     problems = ErrorCollector()
     content = {"gateway": {"http": ["127.0.0.1:1"], "anonymous": "-"}, "users": {"root": "-"}}
     config = parse(content, Path("/"), problems, ["127.0.0.1:8000", "unix:/run/http.sock"])
-    assert config.gateway.http_addresses == (ListenAddress(host="127.0.0.1", port=8000), ListenAddress(path="/run/http.sock"))
+    assert config.gateway.http_addresses == (
+        ListenAddress(host="127.0.0.1", port=8000),
+        ListenAddress(path="/run/http.sock"),
+    )
     assert not problems.errors
     parse(content, Path("/"), problems, ["0.0.0.0:8000", "unix:/run/http.sock"])
     assert str(problems.errors[0]).startswith("gateway.http[0]: 0.0.0.0:8000: other hosts reach it")

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from weightd.gateway.page.numbers import status_json
 from weightd.shared.overview.rows import Overview
 
-from .pageserver import StatusReply, PageServer
+from .pageserver import PageServer, StatusReply
 
 HOW_TO_GET_IT = "no browser was found; on Debian: apt-get install chromium-headless-shell"
 

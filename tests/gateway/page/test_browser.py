@@ -16,7 +16,7 @@ from weightd.shared.overview.history import History
 from weightd.shared.overview.rows import Overview
 
 from .conftest import LIMIT_MS, Windows, tells
-from .pageserver import StatusReply, PageServer
+from .pageserver import PageServer, StatusReply
 
 expect.set_options(timeout=LIMIT_MS)
 

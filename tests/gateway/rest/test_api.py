@@ -20,7 +20,7 @@ from testkit.fakedaemon import FakeDaemon, silent
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
 from weightd.gateway.arrays import DTYPES
-from weightd.gateway.callers import Caller, Authenticator, token_digest
+from weightd.gateway.callers import Authenticator, Caller, token_digest
 from weightd.gateway.rest import api
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Cancel, Error, Infer

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.gateway.rest.connection import SWEEP_S, HttpConnection, HttpConnections, ConnectionPhase
+from weightd.gateway.rest.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
 from weightd.shared.peers import Peer
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from weightd.gateway.arrays import MAX_VALUES
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.form import MAX_JSON_BYTES, MAX_KEYS, InferRequestJson, InputJson, OutputJson, split_binary, read
+from weightd.gateway.rest.form import (
+    MAX_JSON_BYTES,
+    MAX_KEYS,
+    InferRequestJson,
+    InputJson,
+    OutputJson,
+    read,
+    split_binary,
+)
 from weightd.protocol.errors import InvalidArgument
 
 X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from weightd.gateway.callers import Caller, Authenticator
+from weightd.gateway.callers import Authenticator, Caller
 from weightd.gateway.config import places
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.question import InferenceRequest, InferenceResult
 from weightd.gateway.regions import RegisteredRegions
 from weightd.gateway.rpc.front import GrpcServer
 from weightd.gateway.seats import AdmissionControl
@@ -89,7 +89,9 @@ class Served:
 
     def __init__(self, config: GatewayConfig, identities: Authenticator) -> None:
         self.service = FakeService(AdmissionControl(config.max_in_flight, config.max_memory_bytes))
-        self.gateway = Gateway(config, identities, self.service, RegisteredRegions(enabled=config.shared_memory), Helpers())
+        self.gateway = Gateway(
+            config, identities, self.service, RegisteredRegions(enabled=config.shared_memory), Helpers()
+        )
         self.target = ""
         self.front = GrpcServer(self.gateway)
         self._loop = asyncio.new_event_loop()

@@ -45,7 +45,10 @@ def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
 
 
 def test_of_two_ids_the_last_one_is_meant_as_protobuf_has_it() -> None:
-    assert fast_parse(ModelInferRequest(id="1").SerializeToString() + ModelInferRequest(id="2").SerializeToString()).id == b"2"
+    assert (
+        fast_parse(ModelInferRequest(id="1").SerializeToString() + ModelInferRequest(id="2").SerializeToString()).id
+        == b"2"
+    )
 
 
 @given(st.lists(MESSAGES.map(lambda each: each.SerializeToString()), max_size=2).map(b"".join), st.data())

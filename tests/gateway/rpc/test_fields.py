@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rpc.fields import MAX_FIELDS, check_fields, layout_of, checked_parser
-from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION_V1ALPHA, REFLECTION
+from weightd.gateway.rpc.fields import MAX_FIELDS, check_fields, checked_parser, layout_of
+from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
 from weightd.protocol import limits
 
 LAYOUT = layout_of(INFERENCE["ModelInferRequest"].DESCRIPTOR)

@@ -25,9 +25,9 @@ from tritonclient.utils import InferenceServerException
 
 from testkit import certificates
 from testkit.waiting import until
-from weightd.gateway.callers import Caller, Authenticator, token_digest
+from weightd.gateway.callers import Authenticator, Caller, token_digest
 from weightd.gateway.config import places
-from weightd.gateway.question import InferenceResult, InferenceRequest
+from weightd.gateway.question import InferenceRequest, InferenceResult
 from weightd.gateway.rpc import calls, frames, front, reflection
 from weightd.protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
@@ -448,7 +448,10 @@ def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(cap
         first, other = (stack.enter_context(connected(server.target, *options)) for _ in range(2))
         # As streams: so much of the answer as fits into the window of HTTP/2 is taken, and no more is read.
         unread = [first.unary_stream(METHOD("ModelInfer"))(LARGE) for _ in range(2)]
-        until(lambda: server.service.admission.reserved_bytes >= 12_000_000 and not server.service.admission.in_flight, "two answers")
+        until(
+            lambda: server.service.admission.reserved_bytes >= 12_000_000 and not server.service.admission.in_flight,
+            "two answers",
+        )
         infer = other.unary_unary(METHOD("ModelInfer"), response_deserializer=len)
         assert code_of(partial(infer, LARGE, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
         infer(SMALL, timeout=LIMIT_S)

@@ -23,7 +23,13 @@ from weightd.gateway.rpc import requests
 from weightd.gateway.rpc.calls import RpcContext
 from weightd.gateway.rpc.fields import MAX_FIELDS
 from weightd.gateway.rpc.parameters import MAX_PARAMETERS
-from weightd.gateway.rpc.requests import MAX_HEADER_BYTES, MAX_UNUSUAL_BYTES, InferRequest, ShmResolver, parse_infer_request
+from weightd.gateway.rpc.requests import (
+    MAX_HEADER_BYTES,
+    MAX_UNUSUAL_BYTES,
+    InferRequest,
+    ShmResolver,
+    parse_infer_request,
+)
 from weightd.gateway.seats import AdmissionControl
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
@@ -41,7 +47,9 @@ def made(content: bytes, call: RpcContext = CALL) -> InferRequest:
     async def make() -> InferRequest:
         helpers = Helpers()
         try:
-            return await parse_infer_request(content, call, ShmResolver(RegisteredRegions(enabled=False), room, helpers))
+            return await parse_infer_request(
+                content, call, ShmResolver(RegisteredRegions(enabled=False), room, helpers)
+            )
         finally:
             await helpers.close()
 

@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
 
 def test_what_is_declared_is_read(parser: argparse.ArgumentParser) -> None:
     thing = read_parser(parser)
-    assert thing._replace(options=(), commands=()) == ProgramCommand("thing", "", "Does thing.", "100% done", (), (), ())
+    assert thing._replace(options=(), commands=()) == ProgramCommand(
+        "thing", "", "Does thing.", "100% done", (), (), ()
+    )
     assert [option.flags for option in thing.options] == [("-h", "--help"), ("--size",)]
     assert thing.options[0].metavar == ""
     assert thing.options[1] == Argument(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.protocol.messages.metrics import Histogram
-from weightd.shared.overview.differences import quantile, rate, count_difference
+from weightd.shared.overview.differences import count_difference, quantile, rate
 
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.1)
 

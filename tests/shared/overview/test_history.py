@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from testkit import looks
 from testkit.looks import MB
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse
-from weightd.shared.overview.history import SPARKLINE_POINTS, RATE_WINDOW_S, History
-from weightd.shared.overview.rows import ModelRow, RatePoint, Overview
+from weightd.shared.overview.history import RATE_WINDOW_S, SPARKLINE_POINTS, History
+from weightd.shared.overview.rows import ModelRow, Overview, RatePoint
 
 
 def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:
@@ -166,7 +166,13 @@ def test_what_a_group_has_is_told_with_its_first_model() -> None:
 def test_a_status_is_wanted_now_and_then_and_soon_when_something_has_changed() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("m", workers=2)))
-    assert [history.should_request_status(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [True, False, False, True, False]
+    assert [history.should_request_status(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     history.on_metrics(looks.metrics(2.0, looks.counted("m", workers=1)))
     assert [history.should_request_status(now) for now in (16.9, 17.0, 17.1, 26.0)] == [False, True, False, False]
     history.on_metrics(looks.metrics(0.5, looks.counted("m", workers=1)))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Dict, List, Mapping, Optional
 from testkit.fakeengine import Answer
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.ranks import RankRendezvous, RankEngine
+from weightd.worker.engines.ranks import RankEngine, RankRendezvous
 
 NOWHERE = RankRendezvous(0, 2, "cpu")
 

@@ -49,7 +49,9 @@ class HttpGateway:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         table = config.gateway
-        service = DaemonClient(table.daemon, table.timeout, AdmissionControl(table.max_in_flight, table.max_memory_bytes))
+        service = DaemonClient(
+            table.daemon, table.timeout, AdmissionControl(table.max_in_flight, table.max_memory_bytes)
+        )
         shared = RegisteredRegions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
         self.gateway = Gateway(table, make_authenticator(config), service, shared, Helpers())
         self._rest = HttpServer(self.gateway)

@@ -34,7 +34,11 @@ async def main() -> None:
     client = InferenceGRPCClient(grpc)
     for name, binary in (("typed", False), ("raw", True)):
         results[name] = _values(await client.infer(_request(model, x, binary=binary)))
-    results["grpc"] = [await client.is_server_live(), await client.is_server_ready(), await client.is_model_ready(model)]
+    results["grpc"] = [
+        await client.is_server_live(),
+        await client.is_server_ready(),
+        await client.is_model_ready(model),
+    ]
     await client.close()
     print(json.dumps(results))
 

@@ -100,7 +100,12 @@ class LoadResult(NamedTuple):
 
 
 def ask(
-    hands: ProcessContext, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays], seconds: float, min_count: int = 3
+    hands: ProcessContext,
+    model: str,
+    inputs: Sequence[Arrays],
+    answers: Sequence[Arrays],
+    seconds: float,
+    min_count: int = 3,
 ) -> LoadResult:
     """Ask one request at a time for so long, and so many at least; each must have its answer bit by bit."""
     took: List[float] = []
@@ -121,13 +126,17 @@ def ask(
     return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
 
 
-def at_once(hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
+def at_once(
+    hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING
+) -> List[str]:
     """Send all of these at once, and return what each has ended in: OK, or the code of its error with the text."""
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     return [_end_of(each, with_text=True) for each in pending]
 
 
-def hold(hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
+def hold(
+    hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING
+) -> List[str]:
     """As `at_once`; it tells when all are sent, and the daemon has taken them in."""
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     # Messages of one connection are handled in their order.
@@ -153,7 +162,9 @@ def time_of(hands: ProcessContext, model: str, inputs: Arrays, count: int) -> Li
     return took
 
 
-def ask_until_stopped(hands: ProcessContext, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]) -> LoadResult:
+def ask_until_stopped(
+    hands: ProcessContext, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]
+) -> LoadResult:
     """As `ask`, until it is told to end; it tells when its first answer has come."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
@@ -266,7 +277,9 @@ def _read_up_to(peer: socket.socket, last: bytes, hands: ProcessContext) -> None
             tail = tail[-len(last) :] + part
 
 
-def hold_connections(hands: ProcessContext, addresses: Sequence[Any], count: int, greetings: Sequence[bytes] = (b"",)) -> Dict[str, int]:
+def hold_connections(
+    hands: ProcessContext, addresses: Sequence[Any], count: int, greetings: Sequence[bytes] = (b"",)
+) -> Dict[str, int]:
     """Open so many connections to these sockets, say one of these on each, and hold all until told to end."""
     _allow_descriptors(count + 100)
     outcomes: Counter[str] = Counter()
@@ -389,7 +402,9 @@ def send_millions_of_frames(hands: ProcessContext, address: str) -> Dict[str, in
     return dict(outcomes)
 
 
-def request_and_cancel(hands: ProcessContext, address: str, model: str, inputs: Arrays, connections: int = 4) -> Dict[str, int]:
+def request_and_cancel(
+    hands: ProcessContext, address: str, model: str, inputs: Arrays, connections: int = 4
+) -> Dict[str, int]:
     """Send requests, each with its cancellation, over some connections as fast as they go, until told to stop.
 
     The address is that of the Unix socket or of a ZeroMQ listener. Answers are read and dropped. Return how many
@@ -690,7 +705,9 @@ def _pass_and_close(path: str, passed: socket.socket, is_closed: threading.Event
     pass_descriptor(path, passed.fileno(), close)
 
 
-def hoard(hands: ProcessContext, path: str, model: str, connections: int = 2000, questions: int = 300) -> Dict[str, int]:
+def hoard(
+    hands: ProcessContext, path: str, model: str, connections: int = 2000, questions: int = 300
+) -> Dict[str, int]:
     """Ask over many connections to the Unix socket at `path`, read no answer, and end the half that sends.
 
     Return how many connections were made, and the bytes of answers that nobody has read, when told to stop.
@@ -852,7 +869,9 @@ def _send_and_read_nothing(hands: ProcessContext, path: str, gust: bytes, connec
     return dict(outcomes)
 
 
-def frame_innocent(hands: ProcessContext, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]) -> Dict[str, int]:
+def frame_innocent(
+    hands: ProcessContext, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]
+) -> Dict[str, int]:
     """Send contents in shared memory that kill workers by their last element, and restore that when the error comes.
 
     Then the memory has a content that others send. Return how many requests ended how.

@@ -81,7 +81,9 @@ class Manager:
         deadline = time.monotonic() + _LIMIT_S
 
         def index() -> int:
-            return next((i for i, each in enumerate(self.notifications) if i >= beyond and each.startswith(assignment)), -1)
+            return next(
+                (i for i, each in enumerate(self.notifications) if i >= beyond and each.startswith(assignment)), -1
+            )
 
         with self._news:
             self._news.wait_for(lambda: index() >= 0, deadline - time.monotonic())

@@ -7,14 +7,14 @@ from typing import Any, List, Optional, Sequence, Union
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import (
     FROM_CHILD,
+    BatchMismatch,
     ChildMessage,
+    ContinueSelfTest,
     Failed,
     Forked,
-    ContinueSelfTest,
-    TryingSelfTest,
-    Result,
     PredictCancelled,
-    BatchMismatch,
+    Result,
+    TryingSelfTest,
 )
 from weightd.protocol.messages.ranks import Done
 

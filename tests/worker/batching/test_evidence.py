@@ -15,7 +15,7 @@ from testkit.fakeengine import FakeEngine
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases, RowSupport
+from weightd.protocol.messages.findings import RowSupport, SelfTestCases
 from weightd.shared.rowtest import comparison
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, search
@@ -160,7 +160,10 @@ def test_special_values_that_the_model_refuses_or_that_take_too_long_are_run_alo
             raise InvalidArgument("it is not finite")
         return x
 
-    assert found(fake(finite), known=canary.run(fake(finite), cases.of(SIGNATURE, 1))).unequal_specials == ("nan", "infinity")
+    assert found(fake(finite), known=canary.run(fake(finite), cases.of(SIGNATURE, 1))).unequal_specials == (
+        "nan",
+        "infinity",
+    )
     monkeypatch.setattr(comparison, "SPECIAL_S", 0.0)
     rows = found(fake(lambda x: x))
     assert (rows.is_equal, rows.unequal_specials) == (True, SPECIAL)
@@ -229,9 +232,9 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = canary.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
-    assert evidence.find_row_support(engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample) == RowSupport(
-        ("x", "z"), ("y",), is_equal=True, compared_rows=2
-    )
+    assert evidence.find_row_support(
+        engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample
+    ) == RowSupport(("x", "z"), ("y",), is_equal=True, compared_rows=2)
     assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
     # Each is between half and one and a half of what it is like, and 1, 100 or 0.01 times as large.
     ordinary = engine.received_inputs[: -16 - 1]
@@ -291,7 +294,12 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     known = canary.run(engine, ({"x": (1, 9)},), sample)
     rows = evidence.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
     assert rows == RowSupport(
-        ("x",), ("y",), is_equal=True, compared_rows=8, row_kind="permuted", unequal_specials=SPECIAL if dtype == "f4" else ()
+        ("x",),
+        ("y",),
+        is_equal=True,
+        compared_rows=8,
+        row_kind="permuted",
+        unequal_specials=SPECIAL if dtype == "f4" else (),
     )
     assert {tuple(sorted(row)) for row in table.seen} == {tuple(sorted(sample["x"][0]))}
     assert len(set(table.seen)) > 100
@@ -312,7 +320,9 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     engine = fake(columns, signature)
     known = canary.run(engine, ({"x": (3, 2)},), sample)
     rows = evidence.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
-    assert rows == RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL)
+    assert rows == RowSupport(
+        ("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL
+    )
 
 
 def test_a_difference_between_rows_of_indices_is_found() -> None:

@@ -203,7 +203,9 @@ class SentMessages:
 SEARCH = Build(())
 
 
-def found(engine: FakeEngine, order: Build = SEARCH, told: Optional[SentMessages] = None, **more: Any) -> canary.SelfTest:
+def found(
+    engine: FakeEngine, order: Build = SEARCH, told: Optional[SentMessages] = None, **more: Any
+) -> canary.SelfTest:
     return search.find_selftest(engine, order, lambda: engine.build("again"), told or SentMessages(), **more)
 
 
@@ -290,7 +292,9 @@ def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -
         unfit = (*told.unfit, *told.tried[-1])
     assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
     told = SentMessages(deadly)
-    assert found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told).cases == (x(32, 4),)
+    assert found(
+        FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told
+    ).cases == (x(32, 4),)
     assert told.tried == [(x(32, 4),), ()]
 
 
@@ -351,7 +355,9 @@ def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> Non
 
 def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
     told = SentMessages()
-    assert found(FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), told).cases == (x(7, 4),)
+    assert found(
+        FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), told
+    ).cases == (x(7, 4),)
     assert told.tried == [(x(7, 4),), ()]
     wrong: Sequence[Tuple[SelfTestCase, str]] = (
         ({"z": (1, 4)}, "canary: expected inputs x, got z"),

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict
 import pytest
 
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 KINDS: Dict[str, Dict[str, Any]] = {"alone": {}}

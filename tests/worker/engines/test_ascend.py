@@ -23,16 +23,16 @@ from weightd.protocol.messages.children import (
     Allowed,
     Attach,
     Attached,
-    ProcessFailed,
     Build,
     Built,
     Failed,
     Hello,
+    ProcessFailed,
     Result,
     Traits,
 )
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory, SelfTestCases
 from weightd.worker import exits
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.mindspore_lite.gears import parse_gears
@@ -397,7 +397,11 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Ca
     assert (built.handle, built.shared_bytes, built.note) == ("", 0, "sharing is off")
     # A handle would be somebody else's.
     attached = card.attach("w", dataclasses.replace(built, handle="7"))
-    assert (attached.selftest_digest, attached.shared_bytes, attached.note) == (built.selftest_digest, 0, "sharing is off")
+    assert (attached.selftest_digest, attached.shared_bytes, attached.note) == (
+        built.selftest_digest,
+        0,
+        "sharing is off",
+    )
     assert isinstance(attached.device, DeviceMemory)
     kinds = [each.kind for each in card.host.card_state(0).allocations if "weights" in each.kind]
     assert kinds == ["private weights", "private weights"]
@@ -492,7 +496,11 @@ def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
 def test_other_datatypes_are_served_as_the_card_has_them(card: Card, tmp_path: Path, dtype: str, datatype: str) -> None:
     path = models.mlp(tmp_path / "other.mindir", dtype=dtype)
     built = card.private(path)
-    assert (built.inputs[0].datatype, built.outputs[0].datatype, built.selftest_digest != "") == (datatype, datatype, True)
+    assert (built.inputs[0].datatype, built.outputs[0].datatype, built.selftest_digest != "") == (
+        datatype,
+        datatype,
+        True,
+    )
     card.check("w", np.abs(rows(3) * 4).astype(dtype.lower()), path)
 
 

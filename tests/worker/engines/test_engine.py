@@ -18,7 +18,7 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCases
 from weightd.worker.canary import canary
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 from weightd.worker.engines.errors import BuildError, EngineMissing
 from weightd.worker.engines.sharing import SHARING_IS_OFF
 from weightd.worker.pagesharing.chunks import LARGE_BLOCK_BYTES, MIN_BLOCK_BYTES

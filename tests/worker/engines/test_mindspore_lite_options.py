@@ -14,8 +14,8 @@ import pytest
 
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, BuildSettings
-from weightd.worker.engines.errors import BuildError, EngineMissing, AttachRefused
+from weightd.worker.engines.engine import BuildSettings, Engine
+from weightd.worker.engines.errors import AttachRefused, BuildError, EngineMissing
 from weightd.worker.engines.mindspore_lite import acl, ascend, cardsharing
 from weightd.worker.engines.sharing import SHARING_IS_OFF
 

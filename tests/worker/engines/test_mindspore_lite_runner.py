@@ -13,7 +13,7 @@ import pytest
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Arrays, Engine, BuildSettings
+from weightd.worker.engines.engine import Arrays, BuildSettings, Engine
 from weightd.worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
 from weightd.worker.pagesharing import chunks
 from weightd.worker.pagesharing.libc import libc
@@ -181,7 +181,11 @@ def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path
     engine: Any = fresh("wide")
     x = ones(3, 1024)
     before = engine.predict({"x": x})["y"].tobytes()
-    pools = {each for each in chunks.find_extents(libc(), engine._pages._before) if (each[1] - each[0]) % chunks.POOL_BYTES == 0}
+    pools = {
+        each
+        for each in chunks.find_extents(libc(), engine._pages._before)
+        if (each[1] - each[0]) % chunks.POOL_BYTES == 0
+    }
     # Its own way to memory: without libnuma it has malloc's.
     assert pools or "/libnuma." not in Path("/proc/self/maps").read_text()
     assert engine.sharing.export(str(tmp_path / "store")).bytes >= 2 * x.shape[1] ** 2 * x.itemsize

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from testkit import freshanswers
 from testkit.examples import examples
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Attach, Attached, ProcessFailed, Build, Built, Failed, Hello
+from weightd.protocol.messages.children import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
 from weightd.worker import pagesharing
 from weightd.worker.canary import canary
 from weightd.worker.canary.proof import AnswerVerifier
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 from weightd.worker.engines.errors import ModelCorrupted
 from weightd.worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
 from weightd.worker.engines.sharing import SharedWeights
@@ -91,7 +91,9 @@ def test_rows_that_grow_one_by_one_cause_few_builds(now: int, further: int) -> N
         (((2, 3), (7,)), ((5, 4), (7,)), ((8, 4), (7,))),  # only the rows are rounded up
     ],
 )
-def test_a_new_model_covers_both_shapes_unless_that_is_far_larger(first: InputShapes, form: InputShapes, expected: InputShapes) -> None:
+def test_a_new_model_covers_both_shapes_unless_that_is_far_larger(
+    first: InputShapes, form: InputShapes, expected: InputShapes
+) -> None:
     declared = [tuple(-1 if dim != 7 else 7 for dim in shape) for shape in form]
     assert grow_shapes(first, form, declared) == expected
 
@@ -274,7 +276,14 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
     built, _ = daemon.hear("h", Built)
     daemon.tell(
         "w",
-        Attach(built.handle, built.selftest_cases, rows, row_support=built.row_support, by_shape=built.rebuilds_per_shape, first_shapes=built.first_shapes),
+        Attach(
+            built.handle,
+            built.selftest_cases,
+            rows,
+            row_support=built.row_support,
+            by_shape=built.rebuilds_per_shape,
+            first_shapes=built.first_shapes,
+        ),
     )
     attached, _ = daemon.hear("w", Attached)
     assert attached.selftest_digest == built.selftest_digest != ""

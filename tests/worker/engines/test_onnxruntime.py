@@ -13,7 +13,7 @@ from testkit import cases
 from weightd.protocol.errors import InvalidArgument
 from weightd.worker.canary import canary
 from weightd.worker.engines import onnxfile
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 from weightd.worker.engines.errors import BuildError, ModelCorrupted
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 from weightd.worker.heap import private_bytes

@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Predict, ContinueSelfTest, TryingSelfTest, Result
+from weightd.protocol.messages.children import (
+    FROM_CHILD,
+    ContinueSelfTest,
+    Fork,
+    Forked,
+    Predict,
+    Result,
+    TryingSelfTest,
+)
 from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.shared.stream import Stream

@@ -61,7 +61,10 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
     for number, name in enumerate(("w1", "w2")):
         forking.lane(name).tell(Attach(built.handle, built.selftest_cases))
         attached = forking.lane(name).hear(Attached)
-        assert (attached.selftest_digest, attached.shared_bytes > 0.9 * built.shared_bytes) == (built.selftest_digest, True)
+        assert (attached.selftest_digest, attached.shared_bytes > 0.9 * built.shared_bytes) == (
+            built.selftest_digest,
+            True,
+        )
         answer = forking.lane(name).ask(number, x=x)
         assert np.array_equal(answer, x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):

@@ -14,7 +14,6 @@ import pytest
 from weightd.protocol.messages.children import (
     Attach,
     Attached,
-    Reconnected,
     Build,
     Built,
     Fork,
@@ -23,13 +22,14 @@ from weightd.protocol.messages.children import (
     Ping,
     Pong,
     Predict,
+    Reconnected,
     Stop,
 )
 from weightd.protocol.messages.data import RequestDescription
 from weightd.worker import exits
 
 if TYPE_CHECKING:
-    from tests.worker.forking.conftest import Forking, ForkChannel
+    from tests.worker.forking.conftest import ForkChannel, Forking
 
 Model = Callable[[str], Path]
 Start = Callable[..., ContextManager["Forking"]]

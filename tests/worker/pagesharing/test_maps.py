@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightd.worker.pagesharing import PageSharingUnavailable, maps
 from weightd.worker.pagesharing.libc import PAGE
-from weightd.worker.pagesharing.maps import Pagemap, AddressRange
+from weightd.worker.pagesharing.maps import AddressRange, Pagemap
 from weightd.worker.pagesharing.memory import ProcessMemoryReader
 
 
@@ -23,7 +23,10 @@ from weightd.worker.pagesharing.memory import ProcessMemoryReader
         (b"1000-2000 rw-p 00000000 00:00 0                  [anon:x y]", AddressRange(0x1000, 0x2000, True)),
         (b"1000-2000 rw-p 00000000 00:00 0                  [heap]", AddressRange(0x1000, 0x2000, False)),
         (b"1000-2000 rw-p 00003000 fe:00 77                 /a file (deleted)", AddressRange(0x1000, 0x2000, False)),
-        (b"1000-2000 rw-p 00003000 00:0f 77                 /anon_hugepage (deleted)", AddressRange(0x1000, 0x2000, False)),
+        (
+            b"1000-2000 rw-p 00003000 00:0f 77                 /anon_hugepage (deleted)",
+            AddressRange(0x1000, 0x2000, False),
+        ),
         (b"1000-2000 rw-s 00000000 00:00 0 ", None),
         (b"1000-2000 r--p 00000000 00:00 0 ", None),
         (b"1000-2000 rwxp 00000000 00:00 0 ", None),

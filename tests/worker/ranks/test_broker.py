@@ -10,7 +10,7 @@ import pytest
 from testkit.script import Script
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Reconnected, Build, Hello, Ping, Pong, Stop
+from weightd.protocol.messages.children import Build, Hello, Ping, Pong, Reconnected, Stop
 from weightd.protocol.messages.ranks import JoinGroup
 from weightd.protocol.version import VERSION
 from weightd.worker import exits

@@ -13,9 +13,9 @@ import pytest
 
 from ascendsim import Host, environment, ranks
 from weightd.protocol.codec import decode
-from weightd.protocol.messages.children import FROM_CHILD, ProcessFailed, Failed, Hello, Predict, Result
+from weightd.protocol.messages.children import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd.protocol.tensors import frame_of, spec_of
 from weightd.shared.meeting import RendezvousInfo
 from weightd.worker import exits
@@ -130,7 +130,11 @@ def test_from_hello_to_stop(group: Group) -> None:
     assert (quiet.selftest_digest, quiet.row_support) == ("", None)
     assert len(proven.selftest_digest) == 64
     assert proven.row_support is not None
-    assert (proven.row_support.inputs, len(proven.row_support.outputs), proven.row_support.is_equal) == (("x",), 1, False)
+    assert (proven.row_support.inputs, len(proven.row_support.outputs), proven.row_support.is_equal) == (
+        ("x",),
+        1,
+        False,
+    )
     for rows in (1, 3, 2):
         group.ask(X[:rows])
         done, y = group.answers()

@@ -16,23 +16,23 @@ from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     Attach,
-    Reconnected,
-    ProcessFailed,
+    BeginBatch,
+    CancelPredict,
     Failed,
     Hello,
     MapRegion,
     Ping,
     Pong,
     Predict,
+    ProcessFailed,
+    Reconnected,
     Result,
-    TrimStore,
-    CancelPredict,
     Stop,
-    BeginBatch,
+    TrimStore,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory, RowSupport
-from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.findings import DeviceMemory, RowSupport, SelfTestCases
+from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd.protocol.tensors import frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
@@ -41,7 +41,7 @@ from weightd.shared.meeting import RendezvousInfo
 from weightd.worker import exits
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory, ModelCorrupted
+from weightd.worker.engines.errors import BuildError, ModelCorrupted, OutOfDeviceMemory
 from weightd.worker.engines.ranks import RankRejected
 from weightd.worker.ranks import session
 from weightd.worker.ranks.session import RankInputs, RankSession
@@ -146,7 +146,9 @@ def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: 
     assert engine.done == ["enter", "load /m/rank1 {}", "predict", "leave"]
     assert np.array_equal(engine.received_inputs[0]["x"], X)
     assert only(JoinedGroup, script) == JoinedGroup(*SIGNATURE, CARD)
-    assert only(SelfTestDone, script) == SelfTestDone(canary.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
+    assert only(SelfTestDone, script) == SelfTestDone(
+        canary.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,11 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     ("error", "told", "expected"),
     [
         (BuildError("the others have not come"), ProcessFailed("the others have not come"), exits.CANNOT_BUILD),
-        (OutOfDeviceMemory("the card is full"), ProcessFailed("the card is full", is_out_of_memory=True), exits.CANNOT_BUILD),
+        (
+            OutOfDeviceMemory("the card is full"),
+            ProcessFailed("the card is full", is_out_of_memory=True),
+            exits.CANNOT_BUILD,
+        ),
         (ModelCorrupted("Launch kernel failed"), ProcessFailed("Launch kernel failed"), exits.CANNOT_BUILD),
         (MemoryError("x"), ProcessFailed("MemoryError: x", is_transient=True), exits.FAILED),
     ],

@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", required=True, help="the daemon's socket for its children")
     parser.add_argument("--name", required=True, help="this process's name and routing id")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
-    parser.add_argument("--role", choices=sorted(SCORES_ABOVE_DAEMON), default="worker", help="what the daemon has it for")
+    parser.add_argument(
+        "--role", choices=sorted(SCORES_ABOVE_DAEMON), default="worker", help="what the daemon has it for"
+    )
     parser.add_argument(
         "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
     )

@@ -31,7 +31,7 @@ from weightd.worker import exits, pagesharing
 from weightd.worker.concurrent import ConcurrentSession
 from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines import ENGINES, RANK_ENGINES
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore import read_signature
 from weightd.worker.engines.mindspore_lite.group import ModelGroup
@@ -72,7 +72,10 @@ def attach_to_parent(role: str, parent_pid: int, process_state: ProcessState) ->
 
 
 def run(
-    arguments: argparse.Namespace, process_state: ProcessState, origin: str = "spawned", inherited_model: Optional[InheritedModel] = None
+    arguments: argparse.Namespace,
+    process_state: ProcessState,
+    origin: str = "spawned",
+    inherited_model: Optional[InheritedModel] = None,
 ) -> int:
     """Live until the daemon stops it; return the exit status.
 
@@ -93,7 +96,9 @@ def run(
         socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        return _run_session(WorkerConnection(socket, arguments.address), arguments, process_state, origin, inherited_model)
+        return _run_session(
+            WorkerConnection(socket, arguments.address), arguments, process_state, origin, inherited_model
+        )
     finally:
         context.destroy(linger=_LINGER_MS)
 
@@ -112,7 +117,11 @@ def _set_cpu_affinity(cores: str) -> None:
 
 
 def make_child_main(
-    parent_pid: int, process_state: ProcessState, title: Title, argv: Sequence[str], inherited_model: Optional[InheritedModel]
+    parent_pid: int,
+    process_state: ProcessState,
+    title: Title,
+    argv: Sequence[str],
+    inherited_model: Optional[InheritedModel],
 ) -> Callable[[], int]:
     """Return the life of a process that is forked; `words` are its arguments, but for its parent.
 
@@ -156,7 +165,11 @@ def _run_session(
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
     try:
-        sha256 = pinned_digest(Path(arguments.model), arguments.pinned) if inherited_model is None else inherited_model.sha256
+        sha256 = (
+            pinned_digest(Path(arguments.model), arguments.pinned)
+            if inherited_model is None
+            else inherited_model.sha256
+        )
     except ModelFileError as error:
         return _report_failure(connection, error, exits.CANNOT_BUILD)
     is_template = arguments.template and arguments.sharing == "on"
@@ -179,7 +192,9 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
         _enter_work_dir(arguments)
         if arguments.role == "broker":
             engine_type.load_broker(_to_rank_rendezvous(rendezvous, arguments))
-            return broker.run(connection, functools.partial(engine_type.serve_broker, _to_rank_rendezvous(rendezvous, arguments)))
+            return broker.run(
+                connection, functools.partial(engine_type.serve_broker, _to_rank_rendezvous(rendezvous, arguments))
+            )
         file_signature = read_signature(arguments.model)
         engine = engine_type(_to_rank_rendezvous(rendezvous, arguments))
         sha256 = pinned_digest(Path(arguments.model), arguments.pinned)
@@ -189,7 +204,11 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
     rank_inputs = RankInputs(
-        arguments.model, file_signature, words_of.parse_options(arguments.options), arguments.sample, tolerance=arguments.tolerance
+        arguments.model,
+        file_signature,
+        words_of.parse_options(arguments.options),
+        arguments.sample,
+        tolerance=arguments.tolerance,
     )
     return RankSession(connection, engine, rendezvous, rank_inputs).run(sha256)
 
@@ -199,7 +218,9 @@ def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arg
     try:
         members = GroupMembers.from_json(arguments.members)
         group = ModelGroup(
-            arguments.device, members.sharing, [(each.model, words_of.parse_options(each.options)) for each in members.models]
+            arguments.device,
+            members.sharing,
+            [(each.model, words_of.parse_options(each.options)) for each in members.models],
         )
         digests = [pinned_digest(Path(each.model), each.pinned_identity) for each in members.models]
     except (BuildError, ModelFileError) as error:
@@ -240,7 +261,9 @@ def _make_engine(arguments: argparse.Namespace) -> Engine:
     return ENGINES[arguments.engine](BuildSettings(arguments.threads, arguments.device, sharing, options))
 
 
-def _report_failure(connection: Union[WorkerConnection, ChannelConnection], error: Exception, status: int, prefix: str = "") -> int:
+def _report_failure(
+    connection: Union[WorkerConnection, ChannelConnection], error: Exception, status: int, prefix: str = ""
+) -> int:
     connection.send(encode(ProcessFailed(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
     connection.receive()  # whatever it is: the daemon has read the cause
     return status

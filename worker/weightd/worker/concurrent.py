@@ -14,7 +14,7 @@ import functools
 import time
 from typing import Any, List, Union, cast
 
-from weightd.protocol.messages.children import Reconnected, Failed, Predict, Stop, BeginBatch, UnmapRegion
+from weightd.protocol.messages.children import BeginBatch, Failed, Predict, Reconnected, Stop, UnmapRegion
 from weightd.worker import exits
 from weightd.worker.connection import WorkerConnection
 from weightd.worker.crew import PredictThreads, UnlockedEngine
@@ -31,7 +31,12 @@ class ConcurrentSession(WorkerSession):
     """Serves one engine over one connection: as many predicts at once as the engine runs. The same arguments."""
 
     def __init__(
-        self, connection: Union[WorkerConnection, ChannelConnection], engine: Engine, files: ChildFiles, *more: Any, **settings: Any
+        self,
+        connection: Union[WorkerConnection, ChannelConnection],
+        engine: Engine,
+        files: ChildFiles,
+        *more: Any,
+        **settings: Any,
     ) -> None:
         super().__init__(connection, engine, files, *more, **settings)
         self._threads = PredictThreads(engine.concurrency)
@@ -74,7 +79,9 @@ class ConcurrentSession(WorkerSession):
                 if isinstance(order, Predict):
                     self._threads.submit(functools.partial(self._predictor.predict, order, tensors))
                 elif isinstance(order, BeginBatch):
-                    self._threads.submit(functools.partial(self._predictor.predict_batch, tensors, order.rows, order.parties))
+                    self._threads.submit(
+                        functools.partial(self._predictor.predict_batch, tensors, order.rows, order.parties)
+                    )
                 else:
                     return order, tensors
 

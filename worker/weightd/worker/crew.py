@@ -110,7 +110,9 @@ class PredictThreads:
             del predict
             self._post(None, status, error)
 
-    def _post(self, result: Optional[Reply], exit_status: int = exits.OK, error: Optional[BaseException] = None) -> None:
+    def _post(
+        self, result: Optional[Reply], exit_status: int = exits.OK, error: Optional[BaseException] = None
+    ) -> None:
         self._events.append((result, exit_status, error))
         if not self._is_woken:
             self._is_woken = True

@@ -46,7 +46,11 @@ class MallocTuner:
 
     def limit_retained(self) -> None:
         """Give back what is kept if that is too much, as far as this can be told: what is left then is needed."""
-        if self._is_retaining and private_bytes() > self._baseline_bytes + MAX_RETAINED_BYTES and time.monotonic() >= self._next_release_at:
+        if (
+            self._is_retaining
+            and private_bytes() > self._baseline_bytes + MAX_RETAINED_BYTES
+            and time.monotonic() >= self._next_release_at
+        ):
             self.release_retained()
             self._baseline_bytes = max(self._baseline_bytes, private_bytes())
             self._next_release_at = time.monotonic() + _RELEASE_INTERVAL_S

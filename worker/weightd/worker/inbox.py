@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import ChildOrder, Predict, BeginBatch, UnmapRegion
+from weightd.protocol.messages.children import BeginBatch, ChildOrder, Predict, UnmapRegion
 
 Entry = Tuple[ChildOrder, Sequence[Any]]
 """An order, and what belongs to it: the tensors of a predict, or the predicts, each with its own, that are together."""

@@ -40,7 +40,10 @@ def unchanged_mappings(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
     for line in lines:
         words = line.split()
         if not words[0].endswith(":"):
-            address_range, is_candidate = words[0], "w" not in words[1] and len(words) > _PATH_FIELD and ".so" in words[_PATH_FIELD]
+            address_range, is_candidate = (
+                words[0],
+                "w" not in words[1] and len(words) > _PATH_FIELD and ".so" in words[_PATH_FIELD],
+            )
         elif words[0] == "Anonymous:" and is_candidate and words[1] == "0":
             begin, _, end = address_range.partition("-")
             yield int(begin, 16), int(end, 16)

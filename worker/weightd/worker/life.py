@@ -18,17 +18,17 @@ from weightd.protocol.codec import Decoder, clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
-    Reconnected,
-    ProcessFailed,
+    BeginBatch,
     Built,
+    CancelPredict,
+    ChildOrder,
     Hello,
     MapRegion,
-    ChildOrder,
     Predict,
-    CancelPredict,
     PredictCancelled,
+    ProcessFailed,
+    Reconnected,
     Stop,
-    BeginBatch,
     UnmapRegion,
 )
 from weightd.protocol.version import VERSION
@@ -181,14 +181,20 @@ class SessionBase(abc.ABC):
             self._handle_order(order)
         except WeightdError as error:
             no_room, transient = isinstance(error, OutOfDeviceMemory), is_transient(error)
-            return self._report_failure(str(error), exits.CANNOT_BUILD, is_out_of_memory=no_room, is_transient=transient)
+            return self._report_failure(
+                str(error), exits.CANNOT_BUILD, is_out_of_memory=no_room, is_transient=transient
+            )
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
             _log.exception("%s", type(order).__name__)
             cause = f"{type(error).__name__}: {error}"
-            return self._report_failure(cause, exits.FAILED, is_transient=is_transient(error) or mentions_transient(cause))
+            return self._report_failure(
+                cause, exits.FAILED, is_transient=is_transient(error) or mentions_transient(cause)
+            )
         return exits.OK
 
-    def _report_failure(self, cause: str, status: int, *, is_out_of_memory: bool = False, is_transient: bool = False) -> int:
+    def _report_failure(
+        self, cause: str, status: int, *, is_out_of_memory: bool = False, is_transient: bool = False
+    ) -> int:
         _log.error("%s", cause)
         self._send(ProcessFailed(clip(cause), is_out_of_memory, is_transient))
         return status

@@ -6,9 +6,16 @@ import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Reconnected, Hello, ChildOrder, Ping, Pong, Predict, TrimStore
+from weightd.protocol.messages.children import ChildOrder, Hello, Ping, Pong, Predict, Reconnected, TrimStore
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
-from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankMember, SelfTestResult, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.ranks import (
+    JoinedGroup,
+    JoinGroup,
+    RankMember,
+    RunSelfTest,
+    SelfTestDone,
+    SelfTestResult,
+)
 from weightd.shared import members as told
 from weightd.worker.canary import canary, sample
 from weightd.worker.canary import proof as proofs
@@ -18,7 +25,7 @@ from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.group import ModelGroup
 from weightd.worker.engines.sharing import NotShared
 from weightd.worker.lane import ChannelConnection
-from weightd.worker.life import SessionBase, check_signature, all_versions
+from weightd.worker.life import SessionBase, all_versions, check_signature
 from weightd.worker.predictor import PredictItem, Predictor
 from weightd.worker.regions import AttachedRegions
 
@@ -40,7 +47,10 @@ class MultiModelSession(SessionBase):
     """
 
     def __init__(
-        self, connection: Union[WorkerConnection, ChannelConnection], group: ModelGroup, members: Sequence[told.GroupMember]
+        self,
+        connection: Union[WorkerConnection, ChannelConnection],
+        group: ModelGroup,
+        members: Sequence[told.GroupMember],
     ) -> None:
         super().__init__(connection)
         self._group = group
@@ -66,11 +76,15 @@ class MultiModelSession(SessionBase):
         signatures = [each.signature for each in self._group.engines]
         for each in signatures:
             check_signature(each)
-        self._send(JoinedGroup((), (), self._group.engines[0].memory(), tuple(RankMember(*each) for each in signatures)))
+        self._send(
+            JoinedGroup((), (), self._group.engines[0].memory(), tuple(RankMember(*each) for each in signatures))
+        )
 
     def _run_selftests(self) -> None:
         """Run each canary before and after those of all others: what they share must change no answer."""
-        selftest_inputs = [_selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)]
+        selftest_inputs = [
+            _selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)
+        ]
         first_runs = [_run_selftest(engine, each) for engine, each in zip(self._group.engines, selftest_inputs)]
         results: List[SelfTestResult] = []
         for number, (engine, question, before) in enumerate(zip(self._group.engines, selftest_inputs, first_runs)):

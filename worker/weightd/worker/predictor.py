@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
-from weightd.protocol.messages.children import Failed, Predict, Result, BatchMismatch
+from weightd.protocol.messages.children import BatchMismatch, Failed, Predict, Result
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.findings import SelfTestCase
 from weightd.protocol.messages.regions import MappedRegions
@@ -22,7 +22,7 @@ from weightd.worker.batching.joint import MergedRequest, OutputSlice
 from weightd.worker.batching.trials import RowsDiffer, ShadowChecks
 from weightd.worker.canary.proof import AnswerVerifier
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import MaybeCorrupted, NotRun, ModelCorrupted
+from weightd.worker.engines.errors import MaybeCorrupted, ModelCorrupted, NotRun
 from weightd.worker.regions import AttachedRegions
 
 _log = logging.getLogger("weightd.worker")
@@ -109,7 +109,11 @@ class Predictor:
         form = (request_description, *outputs, *map(_layout_of, outputs.values()))
         if self.verifier is not None:
             outputs = self.verifier.verify(inputs, outputs)
-        arrays = _to_wire_arrays(outputs if request_description.outputs is None else {name: outputs[name] for name in request_description.outputs})
+        arrays = _to_wire_arrays(
+            outputs
+            if request_description.outputs is None
+            else {name: outputs[name] for name in request_description.outputs}
+        )
         description = describe_response(request_description.model_name, arrays)
         if request_description.outputs is None and all(arrays[name] is outputs[name] for name in outputs):
             self._last_layout, self._last_description = form, description
@@ -137,7 +141,9 @@ class Predictor:
         """
         self._special_kinds = [SpecialFloats(each) for each in special_kinds] if is_exact else []
         self._allowed_batch_sizes = sorted(allowed_batch_sizes)
-        self._shadow_checks = ShadowChecks(self._engine, max_rows, self._allowed_batch_sizes, case, compared_rows) if is_exact else None
+        self._shadow_checks = (
+            ShadowChecks(self._engine, max_rows, self._allowed_batch_sizes, case, compared_rows) if is_exact else None
+        )
 
     @property
     def is_shadow_check_due(self) -> bool:
@@ -168,7 +174,9 @@ class Predictor:
         """
         try:
             merged = self._merged_request(items, rows)
-            if len(items) > 1 and not (self._is_batching and (self._shadow_checks is None or self._shadow_checks.can_batch(merged))):
+            if len(items) > 1 and not (
+                self._is_batching and (self._shadow_checks is None or self._shadow_checks.can_batch(merged))
+            ):
                 return self._predict_each(items)
             inputs = merged.merge_inputs([self._input_bytes(order, frames) for order, frames in items])
             if len(items) > 1 and (self._unbatchable_parties or self._special_kinds):
@@ -207,11 +215,17 @@ class Predictor:
             kinds = ", ".join(each.value for each in self._special_kinds)
             self._on_rows_differ(RowsDiffer(f"many have values that are run alone ({kinds})", exceeding))
 
-    def _predict_apart(self, alone_indices: Sequence[int], items: Sequence[PredictItem], parties: Tuple[int, ...]) -> int:
+    def _predict_apart(
+        self, alone_indices: Sequence[int], items: Sequence[PredictItem], parties: Tuple[int, ...]
+    ) -> int:
         """Run some of the requests one by one, and the others together."""
         batched_indices = [index for index in range(len(items)) if index not in alone_indices]
         batched_parties = tuple([parties[index] for index in batched_indices]) if parties else ()
-        status = self.predict_batch([items[index] for index in batched_indices], 0, batched_parties) if batched_indices else exits.OK
+        status = (
+            self.predict_batch([items[index] for index in batched_indices], 0, batched_parties)
+            if batched_indices
+            else exits.OK
+        )
         return self._predict_each([items[index] for index in alone_indices]) if status == exits.OK else status
 
     def _run(
@@ -335,7 +349,9 @@ class Predictor:
             inputs.update(_to_arrays([spec for spec in specs if spec.name not in inputs], frames))
         return inputs
 
-    def _write_to_regions(self, regions: MappedRegions, frames: List[Any]) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
+    def _write_to_regions(
+        self, regions: MappedRegions, frames: List[Any]
+    ) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
         placed: List[int] = []
         for room in regions.outputs:

@@ -17,7 +17,7 @@ from typing import Any, Dict, Optional
 import numpy as np
 
 from weightd.protocol.errors import Internal
-from weightd.worker.userfault import UserFaults, ProtectedMapping
+from weightd.worker.userfault import ProtectedMapping, UserFaults
 
 _log = logging.getLogger("weightd.worker")
 

@@ -20,30 +20,30 @@ from weightd.protocol.messages.children import (
     Attached,
     Build,
     Built,
+    ChildOrder,
+    ContinueSelfTest,
     Fork,
     Forked,
     Hello,
-    ChildOrder,
     Ping,
     Pong,
     Predict,
-    ContinueSelfTest,
-    TryingSelfTest,
     TrimStore,
+    TryingSelfTest,
 )
-from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, RowSupport
+from weightd.protocol.messages.findings import RowSupport, SelfTestCase, SelfTestCases
 from weightd.worker import libraries, nativelog, weights
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, sample, search, shapes
 from weightd.worker.canary.proof import AnswerVerifier
 from weightd.worker.connection import WorkerConnection
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import BuildError, AttachRefused
+from weightd.worker.engines.errors import AttachRefused, BuildError
 from weightd.worker.engines.sharing import SharedWeights
 from weightd.worker.forking.forker import Forker, InheritedModel
 from weightd.worker.heap import MallocTuner, private_bytes
 from weightd.worker.lane import ChannelConnection
-from weightd.worker.life import SessionBase, check_signature, all_versions
+from weightd.worker.life import SessionBase, all_versions, check_signature
 from weightd.worker.predictor import Predictor
 from weightd.worker.worth import HOLDER_COST_BYTES, is_holder_worthwhile
 
@@ -206,7 +206,9 @@ class WorkerSession(SessionBase):
         self._load_sample()
         # Each known answer is that of a model that has computed no other shape.
         engine.should_rebuild_per_shape = engine.is_limited_by_first_shape
-        reference = search.find_selftest(engine, order, build, self._announce_selftest, sample=self._sample, tolerance=self._tolerance)
+        reference = search.find_selftest(
+            engine, order, build, self._announce_selftest, sample=self._sample, tolerance=self._tolerance
+        )
         first_case: SelfTestCase = {}
         if engine.is_limited_by_first_shape:
             engine.should_rebuild_per_shape, first_case = self._find_shapes(order, reference, build)
@@ -240,7 +242,11 @@ class WorkerSession(SessionBase):
                 reference.cases,
                 reference.digest,
                 shared_weights.shared_bytes,
-                clip("; ".join(filter(None, [shared_weights.note, _SHAPE_DEPENDENT if engine.should_rebuild_per_shape else ""]))),
+                clip(
+                    "; ".join(
+                        filter(None, [shared_weights.note, _SHAPE_DEPENDENT if engine.should_rebuild_per_shape else ""])
+                    )
+                ),
                 engine.memory(),
                 gears=engine.gears,
                 selftest_note=clip(reference.note),
@@ -252,7 +258,9 @@ class WorkerSession(SessionBase):
             )
         )
 
-    def _find_shapes(self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]) -> Tuple[bool, SelfTestCase]:
+    def _find_shapes(
+        self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]
+    ) -> Tuple[bool, SelfTestCase]:
         """Return whether answers depend on the shapes before, and which shape each worker computes first.
 
         They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
@@ -284,15 +292,24 @@ class WorkerSession(SessionBase):
     def _has_changed_answers(self, reference: canary.SelfTest, extra_run: Optional[canary.SelfTest]) -> bool:
         if canary.difference(reference, self._run_selftest(reference.cases)) > self._tolerance:
             return True
-        return extra_run is not None and canary.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
+        return (
+            extra_run is not None
+            and canary.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
+        )
 
-    def _run_extra_case(self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]) -> Optional[canary.SelfTest]:
+    def _run_extra_case(
+        self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]
+    ) -> Optional[canary.SelfTest]:
         """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
 
         It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
         """
         signature = self._engine.signature
-        case = shapes.midpoint_case(*cases) if len(cases) == _SEARCHED_CASE_COUNT else shapes.halve_case(signature, first_case)
+        case = (
+            shapes.midpoint_case(*cases)
+            if len(cases) == _SEARCHED_CASE_COUNT
+            else shapes.halve_case(signature, first_case)
+        )
         if case in (*cases, first_case, *self._failed_cases):
             return None
         self._announce_selftest((case,), self._failed_cases)
@@ -344,16 +361,25 @@ class WorkerSession(SessionBase):
             return {}
         return case
 
-    def _find_row_support(self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]) -> Optional[RowSupport]:
+    def _find_row_support(
+        self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]
+    ) -> Optional[RowSupport]:
         self._failed_cases = self._failed_cases or order.unfit_cases
         if self._engine.should_rebuild_per_shape and order.max_rows > 1:
             return RowSupport((), (), is_equal=False, note=_SHAPE_DEPENDENT)
         row_support = evidence.find_row_support(
-            self._engine, order, reference, rebuild, lambda trying: self._announce_selftest(trying, self._failed_cases), self._sample
+            self._engine,
+            order,
+            reference,
+            rebuild,
+            lambda trying: self._announce_selftest(trying, self._failed_cases),
+            self._sample,
         )
         if row_support is None or not row_support.is_equal or self._tolerance:
             return row_support
-        digest = evidence.rows_digest(self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind)
+        digest = evidence.rows_digest(
+            self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
+        )
         return dataclasses.replace(row_support, digest=digest)
 
     def _share_weights(self, reference: canary.SelfTest, bytes_before: int) -> SharedWeights:
@@ -371,7 +397,9 @@ class WorkerSession(SessionBase):
         built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.kind]
         if not is_holder_worthwhile(built_bytes, self._fork_targets.worker_count, holder_cost_bytes):
             text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
-            return SharedWeights("", 0, text % (built_bytes >> 20, self._fork_targets.worker_count, holder_cost_bytes >> 20))
+            return SharedWeights(
+                "", 0, text % (built_bytes >> 20, self._fork_targets.worker_count, holder_cost_bytes >> 20)
+            )
         if forker is None:
             return self._engine.sharing.export(self._files.store)
         self._template_model = InheritedModel(self._engine, self._sha256, built_bytes)
@@ -429,9 +457,20 @@ class WorkerSession(SessionBase):
         case = order.selftest_cases[0] if order.selftest_cases else None
         row_support = order.row_support
         # What the holder has compared is known here, too, if it is known that this is the same: `_differs`.
-        compared_rows = row_support.compared_rows if row_support is not None and (row_support.batch_digest or inherited_model is not None) else 0
+        compared_rows = (
+            row_support.compared_rows
+            if row_support is not None and (row_support.batch_digest or inherited_model is not None)
+            else 0
+        )
         special_kinds = () if row_support is None else row_support.unequal_specials
-        self._predictor.configure_batching(order.max_rows, order.row_counts, is_exact=order.exact, case=case, compared_rows=compared_rows, special_kinds=special_kinds)
+        self._predictor.configure_batching(
+            order.max_rows,
+            order.row_counts,
+            is_exact=order.exact,
+            case=case,
+            compared_rows=compared_rows,
+            special_kinds=special_kinds,
+        )
         has_row_difference = self._has_row_difference(order)
         digest = reference.digest
         # What the self-test took is the system's again before this process counts as ready. It is what a predict takes
@@ -491,7 +530,13 @@ class WorkerSession(SessionBase):
             self._engine.sharing.trim_store(self._handle)
 
     def _ping(self, order: Ping) -> None:
-        self._send(Pong(self._predictor.verifier.current_digest() if order.run_selftest and self._predictor.verifier is not None else ""))
+        self._send(
+            Pong(
+                self._predictor.verifier.current_digest()
+                if order.run_selftest and self._predictor.verifier is not None
+                else ""
+            )
+        )
 
 
 def _can_batch(row_support: RowSupport, is_exact: bool) -> bool:

@@ -21,4 +21,8 @@ def is_holder_worthwhile(nbytes: int, process_count: int, holder_cost_bytes: int
         users: how many processes would share them; 0 if that is not asked.
         costs: what the holder costs, in bytes.
     """
-    return not process_count or nbytes * (process_count - 1) >= holder_cost_bytes or nbytes >= _LARGE_MODEL_FACTOR * holder_cost_bytes
+    return (
+        not process_count
+        or nbytes * (process_count - 1) >= holder_cost_bytes
+        or nbytes >= _LARGE_MODEL_FACTOR * holder_cost_bytes
+    )

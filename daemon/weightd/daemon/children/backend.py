@@ -21,7 +21,7 @@ from weightd.daemon.children.forkservers import FORK_TIMEOUT_S, ForkServer, Fork
 from weightd.daemon.children.lanes import WorkerChannels
 from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
 from weightd.daemon.children.launchers.direct import DirectLauncher
-from weightd.daemon.children.launchers.launcher import SurvivingProcess, Launcher
+from weightd.daemon.children.launchers.launcher import Launcher, SurvivingProcess
 from weightd.daemon.children.meter import CopyProgress
 from weightd.daemon.children.nursery import ForkCoordinator
 from weightd.daemon.children.owner import ProcessEventHandler
@@ -41,24 +41,32 @@ from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.processes import ChildProcess
 from weightd.daemon.host.shortage import with_limit_hint
-from weightd.daemon.host.sockets import RECEIVE_BATCH_SIZE, ReceivedMessage, bind_router, peer_pid, receive_batch, send, watch_socket
+from weightd.daemon.host.sockets import (
+    RECEIVE_BATCH_SIZE,
+    ReceivedMessage,
+    bind_router,
+    peer_pid,
+    receive_batch,
+    send,
+    watch_socket,
+)
 from weightd.daemon.requests.regions import SharedRegion
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     FROM_CHILD,
-    Reconnected,
-    ProcessFailed,
+    BeginBatch,
+    CancelPredict,
     ChildMessage,
+    ChildOrder,
     Fork,
     Forked,
     Hello,
-    ChildOrder,
     Predict,
-    CancelPredict,
+    ProcessFailed,
+    Reconnected,
     Stop,
-    BeginBatch,
 )
 from weightd.shared.transient import is_transient
 
@@ -108,7 +116,9 @@ class ProcessSupervisor:
         self._directory = config.private_dir
         self._socket_paths = config.children_socket, config.channel_socket
         self._launcher = launcher or DirectLauncher()
-        self._snapshot_service = SnapshotService(self._directory, self._process_table, DeviceProbe(self._process_table, devices), self._defer)
+        self._snapshot_service = SnapshotService(
+            self._directory, self._process_table, DeviceProbe(self._process_table, devices), self._defer
+        )
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._loop = loop
         self._on_change = on_change
@@ -124,12 +134,18 @@ class ProcessSupervisor:
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
         self._held_orders: dict[str, list[ChildOrder]] = {}
         # A child that finds the socket finds the lane.
-        self._channels = WorkerChannels(config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error)
+        self._channels = WorkerChannels(
+            config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error
+        )
         self._address = config.children_address
         self._socket = bind_router(context, self._address)
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
-        self._fork_servers = ForkServers(self._directory, self._address, self._start_fork_server, self._process_table.kill)
-        self._fork_coordinator = ForkCoordinator(self._launcher, loop, self.send_order, self._on_child_forked, self._kill_unwanted, self._process_table.kill)
+        self._fork_servers = ForkServers(
+            self._directory, self._address, self._start_fork_server, self._process_table.kill
+        )
+        self._fork_coordinator = ForkCoordinator(
+            self._launcher, loop, self.send_order, self._on_child_forked, self._kill_unwanted, self._process_table.kill
+        )
 
     @property
     def processes(self) -> Mapping[str, ChildProcess]:
@@ -166,7 +182,9 @@ class ProcessSupervisor:
 
     # --- what the daemon before this one has left -----------------------------------------------------------------
 
-    def resume(self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None) -> bool:
+    def resume(
+        self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None
+    ) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded."""
         files = self.files[generation.label] = self._files_of(generation)
         self.on_exported(generation)
@@ -213,7 +231,14 @@ class ProcessSupervisor:
 
     # --- snapshots and generations --------------------------------------------------------------------------------
 
-    def take_snapshot(self, event_handler: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected_sha256: str = "") -> None:
+    def take_snapshot(
+        self,
+        event_handler: ProcessEventHandler,
+        model: str,
+        config: ModelConfig,
+        source: ModelSource,
+        expected_sha256: str = "",
+    ) -> None:
         """Take the snapshot of a model's source; `expected`: the sha256 that it has to have, "" for any."""
         self._snapshot_service.take_snapshot(event_handler, model, config, source, expected_sha256)
 
@@ -245,7 +270,13 @@ class ProcessSupervisor:
     # --- children -------------------------------------------------------------------------------------------------
 
     def spawn(
-        self, event_handler: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
+        self,
+        event_handler: ProcessEventHandler,
+        generation: GenerationBase,
+        program: WorkerProgram,
+        name: str,
+        role: Role,
+        template: str = "",
     ) -> None:
         """Start a holder or a worker: forked of `template`, if that is one, else of a fork server, if that can be."""
         self._event_handlers[name] = event_handler
@@ -271,7 +302,9 @@ class ProcessSupervisor:
             self._channel_only.add(name)
         server = None if program.spawn_reason else self._fork_servers.find(program)
         if template:
-            self._fork_coordinator.fork(ForkRequest(process_spec, template, clock.now() + FORK_TIMEOUT_S, self._fail_fork))
+            self._fork_coordinator.fork(
+                ForkRequest(process_spec, template, clock.now() + FORK_TIMEOUT_S, self._fail_fork)
+            )
         elif server is not None and server.name:
             due = self._fork_servers.fork_deadline(server.name, has_channel=self._channels.is_open(server.name))
             self._fork_coordinator.fork(ForkRequest(process_spec, server.name, due, self._start))
@@ -342,20 +375,30 @@ class ProcessSupervisor:
     def _watch(self, name: str, process: ChildProcess) -> None:
         self._process_table.add(name, process, functools.partial(self._on_exit, name))
 
-    def _find_missing_file(self, generation: GenerationBase, program: WorkerProgram, role: Role) -> tuple[MissingFile, str]:
+    def _find_missing_file(
+        self, generation: GenerationBase, program: WorkerProgram, role: Role
+    ) -> tuple[MissingFile, str]:
         """Return which files are missing that a child needs, and that for people."""
         for path in filter(None, (program.model, program.weights, program.sample)):
             if not os.path.lexists(path):
                 return MissingFile.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
         store = self.files[generation.label].store
-        if role is Role.WORKER and self._store_integrity.find(generation.label) is not None and not os.path.lexists(store):
+        if (
+            role is Role.WORKER
+            and self._store_integrity.find(generation.label) is not None
+            and not os.path.lexists(store)
+        ):
             return MissingFile.STORE, f"the shared weights in the cache folder are gone: {store}"
         return MissingFile.NONE, ""
 
-    def _fail_start(self, name: str, cause: str, *, transient: bool = False, missing_file: MissingFile = MissingFile.NONE) -> None:
+    def _fail_start(
+        self, name: str, cause: str, *, transient: bool = False, missing_file: MissingFile = MissingFile.NONE
+    ) -> None:
         """There will be no such child; `transient`: the cause may go away by itself."""
         event_handler = self._drop_child(name)
-        exit_cause = ExitCause(None, with_limit_hint(cause), has_transient_start_failure=transient, missing_file=missing_file)
+        exit_cause = ExitCause(
+            None, with_limit_hint(cause), has_transient_start_failure=transient, missing_file=missing_file
+        )
         self._defer(functools.partial(event_handler.on_exit, name, exit_cause))
 
     def _fail_fork(self, process_spec: ProcessSpec, why: str) -> None:
@@ -381,7 +424,9 @@ class ProcessSupervisor:
         self._channel_only.add(name)
         with contextlib.suppress(PathInUse):  # then it cannot be started, which says why
             make_directory(self._directory, mode=0o700)
-        self._process_table.add(name, self._launcher.start(process_spec), functools.partial(self._on_fork_server_exit, name))
+        self._process_table.add(
+            name, self._launcher.start(process_spec), functools.partial(self._on_fork_server_exit, name)
+        )
 
     def _on_fork_server_exit(self, name: str) -> None:
         self._channels.read_all(name)

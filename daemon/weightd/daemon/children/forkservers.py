@@ -66,7 +66,11 @@ class ForkServers:
     """
 
     def __init__(
-        self, directory: Path, address: str, start_process: Callable[[ProcessSpec], object], kill_process: Callable[[str], object]
+        self,
+        directory: Path,
+        address: str,
+        start_process: Callable[[ProcessSpec], object],
+        kill_process: Callable[[str], object],
     ) -> None:
         self._directory = directory
         self._address = address
@@ -110,7 +114,11 @@ class ForkServers:
         """
         server = self._find_by_name(name)
         deadline = clock.now() + FORK_TIMEOUT_S
-        return deadline if server is None or has_channel or server.has_forked else max(deadline, server.started_at + START_TIMEOUT_S)
+        return (
+            deadline
+            if server is None or has_channel or server.has_forked
+            else max(deadline, server.started_at + START_TIMEOUT_S)
+        )
 
     def on_child_forked(self, name: str) -> None:
         """It has made a child."""

@@ -54,7 +54,9 @@ def run(
     process_table.add(name, process, functools.partial(_on_exit, process_table, name, reader, on_result))
 
 
-def _on_exit(process_table: ProcessTable, name: str, reader: int, on_result: Callable[[OneshotResult, ExitCause], None]) -> None:
+def _on_exit(
+    process_table: ProcessTable, name: str, reader: int, on_result: Callable[[OneshotResult, ExitCause], None]
+) -> None:
     exit_cause = process_table.reap(name)
     result: OneshotResult = {}
     # Nothing, and no end of it: it has left somebody behind who still could say something.

@@ -170,7 +170,9 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
 def _rank_arguments(program: WorkerProgram, files: GenerationFiles) -> list[str]:
     argv: list[str] = []
     if program.rendezvous is not None:
-        rendezvous = program.rendezvous._replace(table=str(files.rank_table)) if program.rank_table else program.rendezvous
+        rendezvous = (
+            program.rendezvous._replace(table=str(files.rank_table)) if program.rank_table else program.rendezvous
+        )
         argv += ["--ranks", rendezvous.json()]
     if program.members_json:
         argv += ["--members", program.members_json]

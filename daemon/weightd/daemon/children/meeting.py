@@ -79,7 +79,9 @@ def generate_rank_table(devices: Sequence[str], ips: Mapping[str, str], port: in
     return ranktable.generate(entries)
 
 
-def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Rendezvous) -> WorkerProgram:
+def rank_program(
+    config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Rendezvous
+) -> WorkerProgram:
     """Return what the process of a rank runs; None: the broker's."""
     if config.ranks is None:
         raise ValueError("expected a model with ranks")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from weightd.daemon.children.forks import PendingForks, ForkRequest
+from weightd.daemon.children.forks import ForkRequest, PendingForks
 from weightd.daemon.children.launch import ProcessSpec
 from weightd.daemon.children.launchers.launcher import Launcher
 from weightd.daemon.host.loop import EventLoop

@@ -14,7 +14,7 @@ from weightd.daemon.children.meter import CopyProgress
 from weightd.daemon.children.owner import ProcessEventHandler, SliceSnapshot, Snapshot, digest_of
 from weightd.daemon.children.probing import DeviceProbe
 from weightd.daemon.children.running import ProcessTable
-from weightd.daemon.children.snapshotter import SingleFile, SnapshotResult, SnapshotRequest, changed_message
+from weightd.daemon.children.snapshotter import SingleFile, SnapshotRequest, SnapshotResult, changed_message
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK_PLACEHOLDER
@@ -66,7 +66,11 @@ class SnapshotService:
     """
 
     def __init__(
-        self, directory: Path, process_table: ProcessTable, device_probe: DeviceProbe, defer: Callable[[Callable[[float], None]], None]
+        self,
+        directory: Path,
+        process_table: ProcessTable,
+        device_probe: DeviceProbe,
+        defer: Callable[[Callable[[float], None]], None],
     ) -> None:
         self._directory = directory
         self._process_table = process_table
@@ -75,7 +79,14 @@ class SnapshotService:
         # What was taken last of each file, by its path.
         self._last_results: dict[str, SnapshotResult] = {}
 
-    def take_snapshot(self, event_handler: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected_sha256: str = "") -> None:
+    def take_snapshot(
+        self,
+        event_handler: ProcessEventHandler,
+        model: str,
+        config: ModelConfig,
+        source: ModelSource,
+        expected_sha256: str = "",
+    ) -> None:
         """Start the process that takes the snapshot; `expected`: the sha256 that it has to have, "" for any."""
         if expected_sha256 and source.weights:
             text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
@@ -83,21 +94,38 @@ class SnapshotService:
             return
         files = self._files(model, source)
         requests = [
-            SnapshotRequest(path, str(directory), self._last_results.get(path), expected_sha256 if config.ranks is None else "", source.grant)
+            SnapshotRequest(
+                path,
+                str(directory),
+                self._last_results.get(path),
+                expected_sha256 if config.ranks is None else "",
+                source.grant,
+            )
             for path, directory in _models_to_copy(config, source, files)
         ]
         extra_files = [
             SingleFile(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
             for path, copy in _extra_files_to_copy(config, source, files)
         ]
-        on_result = functools.partial(self._on_result, event_handler, _Order(model, config, source, files, expected_sha256))
+        on_result = functools.partial(
+            self._on_result, event_handler, _Order(model, config, source, files, expected_sha256)
+        )
         try:
             files.create()
             stdin_data = snapshotter.SnapshotOrder(requests, str(files.copy_progress), extra_files).json()
-            helpers.run(self._process_table, files.directory.name, snapshotter.command(), files.log, on_result, stdin_data=stdin_data)
+            helpers.run(
+                self._process_table,
+                files.directory.name,
+                snapshotter.command(),
+                files.log,
+                on_result,
+                stdin_data=stdin_data,
+            )
         except (PathInUse, OSError) as error:
             cause = with_limit_hint(f"cannot take a snapshot: {error}")
-            self._defer(functools.partial(event_handler.on_snapshot_failed, source, cause, is_transient=is_transient(error)))
+            self._defer(
+                functools.partial(event_handler.on_snapshot_failed, source, cause, is_transient=is_transient(error))
+            )
 
     def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
@@ -118,7 +146,9 @@ class SnapshotService:
     def _files(self, model: str, source: ModelSource) -> SnapshotFiles:
         return SnapshotFiles(self._directory / snapshot_directory_name(model, source.number))
 
-    def _on_result(self, event_handler: ProcessEventHandler, order: _Order, reply: OneshotResult, exit_cause: ExitCause) -> None:
+    def _on_result(
+        self, event_handler: ProcessEventHandler, order: _Order, reply: OneshotResult, exit_cause: ExitCause
+    ) -> None:
         _, config, source, files, expected_sha256 = order
         models = _models_to_copy(config, source, files)
         try:
@@ -128,14 +158,20 @@ class SnapshotService:
             results = []
         if exit_cause.status != 0 or not results:
             files.remove()
-            cause = with_limit_hint(reply["error"]) if reply.get("error") else exit_cause.detail or f"the snapshot {exit_cause.description}"
+            cause = (
+                with_limit_hint(reply["error"])
+                if reply.get("error")
+                else exit_cause.detail or f"the snapshot {exit_cause.description}"
+            )
             if reply.get("changed") is True:
                 cause = f"{cause}; {_REMEDY}"
             transient = reply.get("transient") is True or exit_cause.is_transient
             order.write_audit(audit.FAILED, cause)
             event_handler.on_snapshot_failed(source, cause, clock.now(), is_transient=transient)
             return
-        self._last_results.update((path, each) for (path, _), each in zip(models, results, strict=True) if each.source_identity)
+        self._last_results.update(
+            (path, each) for (path, _), each in zip(models, results, strict=True) if each.source_identity
+        )
         snapshot = _build_snapshot(config, source, files, results)
         if expected_sha256 and snapshot.sha256 != expected_sha256:
             files.remove()
@@ -144,14 +180,21 @@ class SnapshotService:
             event_handler.on_snapshot_failed(source, cause, clock.now())
             return
         order.write_audit(audit.OK, sha256=snapshot.sha256)
-        self._device_probe.probe(config.python, config.devices, files.log, lambda: event_handler.on_snapshot_taken(source, snapshot, clock.now()))
+        self._device_probe.probe(
+            config.python,
+            config.devices,
+            files.log,
+            lambda: event_handler.on_snapshot_taken(source, snapshot, clock.now()),
+        )
 
 
 def _models_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return what is copied with all that belongs to it, and to where: the model file, or the slice of each rank."""
     if config.ranks is None:
         return [(source.path, files.model_dir)]
-    return [(source.path.replace(RANK_PLACEHOLDER, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)]
+    return [
+        (source.path.replace(RANK_PLACEHOLDER, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)
+    ]
 
 
 def _extra_files_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
@@ -164,7 +207,9 @@ def _extra_files_to_copy(config: ModelConfig, source: ModelSource, files: Snapsh
     return [(path, copy) for path, copy in pairs if path]
 
 
-def _build_snapshot(config: ModelConfig, source: ModelSource, files: SnapshotFiles, results: Sequence[SnapshotResult]) -> Snapshot:
+def _build_snapshot(
+    config: ModelConfig, source: ModelSource, files: SnapshotFiles, results: Sequence[SnapshotResult]
+) -> Snapshot:
     copies = {copy for _, copy in _extra_files_to_copy(config, source, files)}
     weights, sample = (str(copy) if copy in copies else "" for copy in (files.weights, files.sample))
     path, sha256, nbytes, identity, _ = results[0]
@@ -173,6 +218,8 @@ def _build_snapshot(config: ModelConfig, source: ModelSource, files: SnapshotFil
         return Snapshot(path, weights, sha256, nbytes, sample, identity)
     infos = [str(files.group_info(rank)) if ranks.group_info_file else "" for rank in range(ranks.size)]
     slices = tuple(SliceSnapshot(*each[:4], group_info=info) for each, info in zip(results, infos, strict=True))
-    rank_tables = tuple(str(files.rank_table(group)) for group in range(len(ranks.groups)) if files.rank_table(group) in copies)
+    rank_tables = tuple(
+        str(files.rank_table(group)) for group in range(len(ranks.groups)) if files.rank_table(group) in copies
+    )
     nbytes = sum(each.nbytes for each in results)
     return Snapshot(path, weights, digest_of(slices), nbytes, sample, identity, slices, rank_tables)

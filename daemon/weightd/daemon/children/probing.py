@@ -75,7 +75,9 @@ class DeviceProbe:
     def _is_unprobed(self, name: str) -> bool:
         return not is_cpu(name) and self._devices[name].capacity is None and name not in self._failed_devices
 
-    def _on_result(self, device: DeviceMemoryInfo, probe_next: Callable[[], None], result: OneshotResult, exit_cause: ExitCause) -> None:
+    def _on_result(
+        self, device: DeviceMemoryInfo, probe_next: Callable[[], None], result: OneshotResult, exit_cause: ExitCause
+    ) -> None:
         free = result.get("free_bytes")
         if isinstance(free, int):
             device.capacity = device.reported_bytes = free

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from weightd.daemon.host import cgroup, processes
-from weightd.daemon.host.ends import ExitClassifier, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitClassifier
 from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.processes import ChildProcess
 

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO, NamedTuple
 from weightd.daemon.children.meter import CopyProgressFile
 from weightd.shared import signals
 from weightd.shared.modelfile import (
-    OpenModel,
     ModelFileError,
+    OpenModel,
     check_locations,
     combine_digests,
     files_identity,
@@ -190,7 +190,9 @@ def take_snapshot(
         if copy.suffix == ".mindir":
             check_locations(copy)
         nbytes = sum(file.nbytes for file in copies)
-        return SnapshotResult(str(copy), combine_digests(copies, digests), nbytes, files_identity(copies), source_identity)
+        return SnapshotResult(
+            str(copy), combine_digests(copies, digests), nbytes, files_identity(copies), source_identity
+        )
 
 
 def _is_settled(model: OpenModel) -> bool:
@@ -241,7 +243,9 @@ def _copy_file(source: BinaryIO, target: Path, progress: CopyProgressFile) -> st
     """
     target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     with source, FileIO(source.fileno(), closefd=False) as reader, FileIO(target, "x+") as writer:
-        sha256 = _hash_file(writer, progress) if _clone_file(reader, writer) else _copy_and_hash(reader, writer, progress)
+        sha256 = (
+            _hash_file(writer, progress) if _clone_file(reader, writer) else _copy_and_hash(reader, writer, progress)
+        )
         os.fchmod(writer.fileno(), 0o400)
         return sha256
 
@@ -292,7 +296,9 @@ def _copy_and_hash(reader: FileIO, writer: FileIO, progress: CopyProgressFile) -
     return state.hexdigest()
 
 
-def run_requests(requests: Sequence[SnapshotRequest], files: Sequence[SingleFile] = (), progress: CopyProgressFile | None = None) -> dict[str, Any]:
+def run_requests(
+    requests: Sequence[SnapshotRequest], files: Sequence[SingleFile] = (), progress: CopyProgressFile | None = None
+) -> dict[str, Any]:
     """Take the snapshots, and copy the files; return what is answered."""
     progress = progress or CopyProgressFile()
     results: list[SnapshotResult] = []

@@ -8,7 +8,7 @@ from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
 from weightd.daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.tenants.accounts import UsageTable, QuotaExceeded
+from weightd.daemon.tenants.accounts import QuotaExceeded, UsageTable
 from weightd.daemon.tenants.directory import TenantResolver
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol.errors import PermissionDenied, RequestError, Unauthenticated
@@ -132,7 +132,9 @@ class Authorizer:
         """
         tenant, identity = connection.tenant, connection.identity
         # A gate's word is not enough: strangers speak to it.
-        if not (identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))):
+        if not (
+            identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))
+        ):
             raise PermissionDenied(
                 f'only a tenant that may "operate", the user that weightd runs as, and root, may {action}, and only on '
                 "the daemon's unix socket"
@@ -164,7 +166,9 @@ class Authorizer:
         return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
 
     def revocation_filter(
-        self, find_connection: Callable[[bytes], ClientConnection | None], previous_tenants: Mapping[bytes, Tenant | None]
+        self,
+        find_connection: Callable[[bytes], ClientConnection | None],
+        previous_tenants: Mapping[bytes, Tenant | None],
     ) -> Callable[[Request], bool]:
         """Return what tells of a request that waits whether its client may not ask for that any more.
 

@@ -61,7 +61,9 @@ def is_operator(uid: int) -> bool:
 def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> ClientIdentity:
     """Return who is behind the gate of a listener, by the gate's word."""
     return ClientIdentity(
-        _client_origin(peer.user, peer.pid or 0, connection), credential=PeerCredential(peer.uid, peer.gids, peer.public_key), listener=listener
+        _client_origin(peer.user, peer.pid or 0, connection),
+        credential=PeerCredential(peer.uid, peer.gids, peer.public_key),
+        listener=listener,
     )
 
 
@@ -93,22 +95,22 @@ class ClientConnection:
     """
 
     __slots__ = (
-        "incoming_bytes",
         "backlog",
-        "is_dropping",
+        "connected_at",
         "has_sent_message",
         "identity",
-        "key",
+        "incoming_bytes",
         "is_closing",
-        "origin",
+        "is_dropping",
+        "is_queued",
+        "key",
         "limit_account",
-        "rejection",
+        "origin",
         "pending_requests",
-        "connected_at",
+        "rejection",
         "stream",
         "tenant",
         "unread_bytes",
-        "is_queued",
     )
 
     def __init__(self, key: bytes, stream: Stream, identity: ClientIdentity, since: float, owner: str = "") -> None:

@@ -63,7 +63,9 @@ _LISTEN_BACKLOG = 128
 # A read takes at most so many bytes, unless a large frame is under way.
 _READ_CHUNK_BYTES = 64 * 1024
 
-_UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors that this user has sent are not closed yet: its connections end"
+_UNCLOSED_DESCRIPTORS_TEXT = (
+    f"{MAX_PENDING} descriptors that this user has sent are not closed yet: its connections end"
+)
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -158,16 +160,24 @@ class ClientConnections:
                 connection.setblocking(False)
                 connection.send(_refusal_message(reason))
         self._unread_connections.shut_down(limit_account, connection, lambda: None)
-        self.log.log(_log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.party, reason)
+        self.log.log(
+            _log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.party, reason
+        )
         return False
 
     def adopt(self, connection: socket.socket, identity: ClientIdentity) -> None:
         """Let somebody in; the socket is this object's from now on."""
         key = next(self._keys).to_bytes(8, "big")
         max_frame_bytes = min(self._memory_budget.max_bytes, limits.MAX_FRAME_BYTES)
-        incoming = FrameReader(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), max_messages=_MAX_MESSAGES_PER_TURN)
+        incoming = FrameReader(
+            max_frame_bytes=max_frame_bytes,
+            admit=functools.partial(self._admit_message, key),
+            max_messages=_MAX_MESSAGES_PER_TURN,
+        )
         stream = Stream(connection, incoming, accepts_descriptors=identity.is_direct)
-        client = self._by_key[key] = ClientConnection(key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity))
+        client = self._by_key[key] = ClientConnection(
+            key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity)
+        )
         if identity.is_direct and self._admission.add_connection(client.limit_account) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
         excess = self._callbacks.assign_tenant(client)
@@ -239,7 +249,9 @@ class ClientConnections:
             return
         while stream.descriptors:
             self.fd_closer.close(limit_account, stream.descriptors.popleft())
-        self._unread_connections.shut_down(limit_account, stream.connection, functools.partial(self._admission.remove_connection, limit_account))
+        self._unread_connections.shut_down(
+            limit_account, stream.connection, functools.partial(self._admission.remove_connection, limit_account)
+        )
 
     # --- from a client --------------------------------------------------------------------------------------------
 
@@ -355,7 +367,9 @@ class ClientConnections:
         if connection.tenant is None:
             # It is refused, whatever it says.
             return False
-        if nbytes > self._memory_budget.max_bytes or (not self._memory_budget.can_reserve(nbytes) and not self._callbacks.free_memory(key, nbytes)):
+        if nbytes > self._memory_budget.max_bytes or (
+            not self._memory_budget.can_reserve(nbytes) and not self._callbacks.free_memory(key, nbytes)
+        ):
             return False
         self._memory_budget.reserve(key, nbytes)
         connection.incoming_bytes = nbytes

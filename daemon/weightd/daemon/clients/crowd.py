@@ -58,4 +58,6 @@ class ClientConnectionLimiter:
         """Somebody has gone, and so many are there still."""
         if self._is_full and connection_count < REOPEN_FRACTION * max_client_descriptors():
             self._is_full = False
-            self._log.log(_log, logging.WARNING, "", "%d clients are connected: others are let in again", connection_count)
+            self._log.log(
+                _log, logging.WARNING, "", "%d clients are connected: others are let in again", connection_count
+            )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from weightd.daemon.clients.access import RIGHT_REVOKED, Authorizer, check_infer
 from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
-from weightd.daemon.clients.connections import ConnectionCallbacks, ClientConnections
+from weightd.daemon.clients.connections import ClientConnections, ConnectionCallbacks
 from weightd.daemon.clients.regions import RegionRegistry
 from weightd.daemon.clients.room import MemoryBudget
 from weightd.daemon.clients.upkeep import HeapTrimmer
@@ -159,13 +159,24 @@ class RequestRouter:
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._max_description_items)
-        self.memory_budget = MemoryBudget(max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now()))
-        self.regions = RegionRegistry(max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed))
+        self.memory_budget = MemoryBudget(
+            max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now())
+        )
+        self.regions = RegionRegistry(
+            max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed)
+        )
         self._heap_trimmer = HeapTrimmer(self.memory_budget)
         callbacks = ConnectionCallbacks(
-            self._free_memory, self._authorizer.limit_account_of, self._authorizer.assign_tenant, self._on_message, self._on_disconnecting, self._on_disconnected
+            self._free_memory,
+            self._authorizer.limit_account_of,
+            self._authorizer.assign_tenant,
+            self._on_message,
+            self._on_disconnecting,
+            self._on_disconnected,
         )
-        self._connections = ClientConnections(loop, self.memory_budget, ConnectionAdmission(user_limits), callbacks, log)
+        self._connections = ClientConnections(
+            loop, self.memory_budget, ConnectionAdmission(user_limits), callbacks, log
+        )
         self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
         self._audit_refusals = audit.RefusalLog()
         # What was begun for a client, by the client and the id of its message.
@@ -208,11 +219,17 @@ class RequestRouter:
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
         for model in self._model_registry.all_models():
             model.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), clock.now())
-            model.reject_metadata_requests(functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED))
+            model.reject_metadata_requests(
+                functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED)
+            )
 
     def _is_model_hidden(self, model: str, client: bytes) -> bool:
         connection = self._connections.get(client)
-        return connection is None or connection.tenant is None or not self._authorizer.resolve_viewer(connection).tenant.can_see(model)
+        return (
+            connection is None
+            or connection.tenant is None
+            or not self._authorizer.resolve_viewer(connection).tenant.can_see(model)
+        )
 
     def close(self) -> None:
         """Let all clients go."""
@@ -298,7 +315,9 @@ class RequestRouter:
         self._on_operation_end(client, request_id, error)
         self.reply_error(client, request_id, error)
 
-    def reply_error(self, client: bytes, request_id: str, error: RequestError, *, may_still_write: bool = False) -> None:
+    def reply_error(
+        self, client: bytes, request_id: str, error: RequestError, *, may_still_write: bool = False
+    ) -> None:
         """Send an error."""
         retry_after_us = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
         self._send(client, Error(request_id, error.code, clip(str(error)), retry_after_us, may_still_write or None))
@@ -323,7 +342,9 @@ class RequestRouter:
             return
         try:
             if len(frames) < len(lengths):
-                self.reply_error(connection.key, heading(frames).id, _too_long_error(received, self.memory_budget.max_bytes))
+                self.reply_error(
+                    connection.key, heading(frames).id, _too_long_error(received, self.memory_budget.max_bytes)
+                )
                 return
             message = self._decoder.decode(frames, tenant)
         except RemoteProtocolError as error:
@@ -426,10 +447,14 @@ class RequestRouter:
             raise
         self._send(connection.key, Registered(message.id, region))
 
-    def _on_unregister(self, connection: ClientConnection, message: Unregister, frames: Sequence[Any], now: float) -> None:
+    def _on_unregister(
+        self, connection: ClientConnection, message: Unregister, frames: Sequence[Any], now: float
+    ) -> None:
         self.regions.unregister(connection.key, message.region)
 
-    def _on_model_metadata(self, connection: ClientConnection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
+    def _on_model_metadata(
+        self, connection: ClientConnection, message: ModelMetadata, frames: Sequence[Any], now: float
+    ) -> None:
         model = self._find_model(message.model_name, self._charge_viewer(connection, message.tenant, now).tenant)
         model.request_metadata(MetadataRequest(connection.key, message.id, connection.user))
 
@@ -448,15 +473,21 @@ class RequestRouter:
         else:
             models = list(self._visible_models(viewer).values())
         reasons = (
-            ["weightd is stopping"] if self._daemon.is_stopping else [why for each in models if (why := each.unready_reason(now))]
+            ["weightd is stopping"]
+            if self._daemon.is_stopping
+            else [why for each in models if (why := each.unready_reason(now))]
         )
         self._send(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _on_status(self, connection: ClientConnection, message: Status, frames: Sequence[Any], now: float) -> None:
-        self._daemon.report_status(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
+        self._daemon.report_status(
+            _metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now)
+        )
 
     def _on_metrics(self, connection: ClientConnection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        self._daemon.report_metrics(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
+        self._daemon.report_metrics(
+            _metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now)
+        )
 
     def _on_events(self, connection: ClientConnection, message: Events, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_status(connection, "events")
@@ -629,7 +660,9 @@ def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry
     tenant = "" if connection.tenant is None else connection.tenant.name
     if isinstance(message, Update):
         action = "rollback" if message.rollback else "update"
-        return audit.AuditEntry(action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights)
+        return audit.AuditEntry(
+            action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights
+        )
     name = message.description.model_name if isinstance(message, Infer) else getattr(message, "model_name", "")
     return audit.AuditEntry(_MESSAGE_TYPES[message.__class__], connection.identity.audit_name, tenant, name)
 

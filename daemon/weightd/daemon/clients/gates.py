@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd.daemon.gate import link
-from weightd.daemon.gate.link import PeerIdentity, ProxyLogLine, ProxyConfig
+from weightd.daemon.gate.link import PeerIdentity, ProxyConfig, ProxyLogLine
 from weightd.daemon.gate.zygote import Zygote, launch
 from weightd.daemon.host import clock, spawning
 from weightd.daemon.host.accepting import refuse_descriptors
@@ -173,7 +173,9 @@ class ZmqProxies:
             # One that is being started has the others yet; what it lets in, the daemon knows better.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them
-                    is_all = post.stream.send([link.encode_allowed_peers(post.config.allowed_keys, post.config.tenant_members)])
+                    is_all = post.stream.send(
+                        [link.encode_allowed_peers(post.config.allowed_keys, post.config.tenant_members)]
+                    )
                     self._flush_if_unsent(is_all, post.stream)
 
     def close(self) -> None:
@@ -206,7 +208,9 @@ class ZmqProxies:
         self._proxy_by_number[number] = listener.proxy
         with proxy_end:
             try:
-                is_all = zygote.request_fork(listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()])
+                is_all = zygote.request_fork(
+                    listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()]
+                )
             except OSError as error:
                 # It has just died: the end of the link is heard in a moment.
                 _log.debug("the gate of listener %s cannot be asked for: %s", listener.proxy.name, error.strerror)
@@ -308,7 +312,11 @@ class ZmqProxies:
                 _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
                 continue
             del self._proxy_by_number[news.number]
-            how = describe_status(news.status) if news.pid else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
+            how = (
+                describe_status(news.status)
+                if news.pid
+                else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
+            )
             _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:

@@ -72,7 +72,9 @@ class RegionRegistry:
         self._count_by_user[user] += 1
         number = next(self._region_numbers)
         region = secrets.token_hex(limits.MAX_REGION_ID_BYTES // 2)
-        shared_region = SharedRegion(number, descriptors.popleft(), nbytes, functools.partial(self._on_region_unused, user, nbytes, number))
+        shared_region = SharedRegion(
+            number, descriptors.popleft(), nbytes, functools.partial(self._on_region_unused, user, nbytes, number)
+        )
         self._by_client.setdefault(client, {})[region] = shared_region
         return region
 
@@ -112,7 +114,9 @@ class RegionRegistry:
             raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {output_tensors}")
         return TensorLocations(
             {
-                each.tensor_index: _locate_tensor(client_regions, each, inputs[each.tensor_index].nbytes, f"inputs[{index}]")
+                each.tensor_index: _locate_tensor(
+                    client_regions, each, inputs[each.tensor_index].nbytes, f"inputs[{index}]"
+                )
                 for index, each in enumerate(regions.inputs)
             },
             {
@@ -161,7 +165,9 @@ def _memfd_bytes(descriptor: int) -> int:
         raise InvalidArgument(f"register: {error}") from None
 
 
-def _locate_tensor(client_regions: dict[str, SharedRegion], requested: InputLocation | OutputLocation, nbytes: int, where: str) -> TensorLocation:
+def _locate_tensor(
+    client_regions: dict[str, SharedRegion], requested: InputLocation | OutputLocation, nbytes: int, where: str
+) -> TensorLocation:
     shared_region = client_regions.get(requested.region)
     if shared_region is None:
         # Not which: it may be another's.

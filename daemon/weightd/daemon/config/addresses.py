@@ -72,6 +72,8 @@ def zmq_addresses(listen_addresses: Sequence[str]) -> list[str]:
 def daemon_socket_addresses(listen_addresses: Sequence[str]) -> list[str]:
     """Return what `daemon.socket` may be where these are open: a unix socket lies beside it."""
     from_unix_sockets = [
-        _IPC + each.removeprefix(_UNIX).removesuffix(paths.UNIX_SUFFIX) for each in listen_addresses if each.startswith(_UNIX)
+        _IPC + each.removeprefix(_UNIX).removesuffix(paths.UNIX_SUFFIX)
+        for each in listen_addresses
+        if each.startswith(_UNIX)
     ]
     return from_unix_sockets or zmq_addresses(listen_addresses)

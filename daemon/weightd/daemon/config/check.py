@@ -17,7 +17,7 @@ from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd.daemon.host.ends import describe_status
 from weightd.daemon.host.shortage import with_limit_hint
 from weightd.protocol.version import VERSION
-from weightd.shared.modelfile import OpenModel, ModelFileError
+from weightd.shared.modelfile import ModelFileError, OpenModel
 
 _INTERPRETER_TIMEOUT_S = 60.0
 
@@ -69,7 +69,9 @@ def find_problems(
             of_files = _file_problems(model)
         else:
             of_files = slices.find_problems(name, model, model.ranks, visible_devices, port_owners)
-        of_others = _other_problems(model, probe_results, is_member=name in group_members, runs_interpreters=runs_interpreters)
+        of_others = _other_problems(
+            model, probe_results, is_member=name in group_members, runs_interpreters=runs_interpreters
+        )
         found[name] = [f"models.{name}.{problem}" for problem in (*of_files, *of_others)]
     return found
 

@@ -117,7 +117,11 @@ class DaemonConfig:
 
 
 def complete_daemon(
-    config: DaemonConfig, base: Path, listen_addresses: Sequence[str], problems: ErrorCollector, unit: UnitDefaults | None = None
+    config: DaemonConfig,
+    base: Path,
+    listen_addresses: Sequence[str],
+    problems: ErrorCollector,
+    unit: UnitDefaults | None = None,
 ) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
@@ -130,7 +134,9 @@ def complete_daemon(
     cache_dir = config.cache_dir or (unit.cache_dir if unit else default_cache_dir())
     cache_dir = str((base / cache_dir).absolute())
     allowed_sockets = addresses.daemon_socket_addresses(listen_addresses)
-    default_socket = allowed_sockets[0] if allowed_sockets else unit.socket if unit else paths.socket_address(runtime_dir)
+    default_socket = (
+        allowed_sockets[0] if allowed_sockets else unit.socket if unit else paths.socket_address(runtime_dir)
+    )
     socket = config.socket or default_socket
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
     path_errors = addresses.check_socket_path(str(complete.channel_socket))

@@ -81,7 +81,9 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
         try:
             number = look_up_id(account)
         except (KeyError, ValueError, OSError):
-            raise FieldError(f"expected a {kind} of this host, by name or number, got {describe_value(account)}") from None
+            raise FieldError(
+                f"expected a {kind} of this host, by name or number, got {describe_value(account)}"
+            ) from None
     if number > _MAX_ID:
         raise FieldError(f"expected the number of a {kind}, 0 to {_MAX_ID}, got {describe_value(account)}")
     if number == OVERFLOW_ID:
@@ -102,7 +104,9 @@ def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iter
                 yield name, FieldError(f"{describe_value(spelling)} is in tenant {label(other)} already{same}")
 
 
-def _look_up_all(names: Iterable[str], look_up_one: Callable[[str], T], key: str, problems: ErrorCollector) -> dict[T, str]:
+def _look_up_all(
+    names: Iterable[str], look_up_one: Callable[[str], T], key: str, problems: ErrorCollector
+) -> dict[T, str]:
     found: dict[T, str] = {}
     errors: list[FieldError] = []
     for index, each in enumerate(names):

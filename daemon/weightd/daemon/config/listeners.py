@@ -106,7 +106,9 @@ def read_listeners(
 
 def allowed_keys(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> tuple[str, ...] | None:
     """Return the public keys in Z85 that may connect to a listener with "curve"; None for any."""
-    admitted_tenants = {name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants}
+    admitted_tenants = {
+        name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants
+    }
     if DEFAULT_TENANT_NAME in admitted_tenants:
         return None
     return tuple(key for tenant in admitted_tenants.values() for key in tenant.public_keys)
@@ -134,9 +136,9 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
         if listener.key:
             yield FieldError('expected none without security = "curve"').at(".key")
         if is_tcp and not listener.insecure:
-            yield FieldError(f'missing: expected security = "curve" with a key, or insecure = true: {_INSECURE_TCP_TEXT}').at(
-                ".insecure"
-            )
+            yield FieldError(
+                f'missing: expected security = "curve" with a key, or insecure = true: {_INSECURE_TCP_TEXT}'
+            ).at(".insecure")
         if listener.insecure and not is_tcp:
             yield FieldError("expected false for ipc://: the kernel tells who connects there").at(".insecure")
 
@@ -144,7 +146,11 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
 def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
     for index, each in enumerate(listener.tenants):
         if each not in tenants:
-            yield FieldError(f"expected a tenant that has a table, got {describe_value(each)}").at(f"[{index}]").at(".tenants")
+            yield (
+                FieldError(f"expected a tenant that has a table, got {describe_value(each)}")
+                .at(f"[{index}]")
+                .at(".tenants")
+            )
 
 
 def _with_secret_key(listener: ListenerConfig, base: Path, problems: ErrorCollector) -> ListenerConfig:
@@ -159,7 +165,9 @@ def _with_secret_key(listener: ListenerConfig, base: Path, problems: ErrorCollec
     return dataclasses.replace(listener, key=str(path), secret=secret)
 
 
-def _check_all_listeners(listeners: Mapping[str, ListenerConfig], listen_addresses: Sequence[str]) -> Iterator[FieldError]:
+def _check_all_listeners(
+    listeners: Mapping[str, ListenerConfig], listen_addresses: Sequence[str]
+) -> Iterator[FieldError]:
     name_by_address: dict[str, str] = {}
     for name, listener in listeners.items():
         other = name_by_address.setdefault(addresses.normalize(listener.address), name)
@@ -173,7 +181,9 @@ def _check_all_listeners(listeners: Mapping[str, ListenerConfig], listen_address
             yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
 
 
-def _default_listeners(daemon: DaemonConfig, listen_addresses: Sequence[str], problems: ErrorCollector) -> Mapping[str, ListenerConfig]:
+def _default_listeners(
+    daemon: DaemonConfig, listen_addresses: Sequence[str], problems: ErrorCollector
+) -> Mapping[str, ListenerConfig]:
     passed_addresses = sorted(addresses.zmq_addresses(listen_addresses), key=lambda each: each != daemon.socket)
     if not listen_addresses:
         passed_addresses = [daemon.socket]

@@ -12,7 +12,13 @@ from weightd.daemon.config import rankrules
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.defaults import UnitDefaults
 from weightd.daemon.config.devices import DeviceConfig, read_devices
-from weightd.daemon.config.groups import GroupConfig, with_member_defaults, complete_groups, with_memberships, read_groups
+from weightd.daemon.config.groups import (
+    GroupConfig,
+    complete_groups,
+    read_groups,
+    with_member_defaults,
+    with_memberships,
+)
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOAD_KEYS, ModelConfig, complete_model
 from weightd.daemon.config.tenants import TenantConfig, read_tenants
@@ -125,7 +131,9 @@ def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
     return _check_text(read_text(path), path, (), unit)
 
 
-def _check_text(text: str, path: Path, listen_addresses: Sequence[str], unit: UnitDefaults | None = None) -> CheckedConfig:
+def _check_text(
+    text: str, path: Path, listen_addresses: Sequence[str], unit: UnitDefaults | None = None
+) -> CheckedConfig:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -183,7 +191,11 @@ def _parse_tables(
 
 
 def _read_models(
-    content: Any, devices: Mapping[str, DeviceConfig], group_members: Collection[str], base: Path, problems: ErrorCollector
+    content: Any,
+    devices: Mapping[str, DeviceConfig],
+    group_members: Collection[str],
+    base: Path,
+    problems: ErrorCollector,
 ) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
     """Return the models that are good, and those that are `loadable`; `members` are those of groups."""
     if type(content) is not dict or not content:

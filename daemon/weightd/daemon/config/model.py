@@ -136,7 +136,9 @@ class ModelConfig:
     ranks: RanksConfig | None = field(default=None, metadata=record(RanksConfig))
     """The processes that compute this model together, each with a slice of it."""
 
-    cores: tuple[str, ...] = field(default=(), metadata=derived(list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
+    cores: tuple[str, ...] = field(
+        default=(), metadata=derived(list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
+    )
     """The cores of each of its devices, if they are sets of cores."""
 
     group: Membership | None = field(default=None, metadata=derived(record(Membership)))

@@ -28,7 +28,9 @@ _MIN_CONNECT_TIMEOUT_S = 120
 EXEC_TIMEOUT_STEP_S = 68
 
 
-def with_rank_defaults(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector) -> ModelConfig:
+def with_rank_defaults(
+    config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
+) -> ModelConfig:
     """Return a model as given with what its table of ranks, if it has one, says for its other keys.
 
     The arguments are those of `complete_model`, which comes after this.
@@ -82,9 +84,9 @@ def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
 def _check_path(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if RANK_PLACEHOLDER not in config.path:
-        yield FieldError(f"expected {RANK_PLACEHOLDER} in it, which stands for 0, 1 and so on: each rank has a file of its own").at(
-            ".path"
-        )
+        yield FieldError(
+            f"expected {RANK_PLACEHOLDER} in it, which stands for 0, 1 and so on: each rank has a file of its own"
+        ).at(".path")
 
 
 def _check_engine(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
@@ -162,7 +164,9 @@ def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldEr
             ".ranks.exec_timeout"
         )
     elif config.predict_timeout >= effective_timeout_s:
-        rounded = f", which some cards take for {effective_timeout_s}" if effective_timeout_s != ranks.exec_timeout else ""
+        rounded = (
+            f", which some cards take for {effective_timeout_s}" if effective_timeout_s != ranks.exec_timeout else ""
+        )
         reason = "weightd has to see first that a rank hangs"
         text = f"expected less than ranks.exec_timeout, {ranks.exec_timeout}{rounded}: {reason}; got "
         yield FieldError(f"{text}{config.predict_timeout:g}").at(".predict_timeout")

@@ -152,7 +152,9 @@ class RanksConfig:
                     continue
                 other = groups.setdefault(device, index)
                 if other != index:
-                    yield FieldError(f"{device} has a rank of group {other} already").at(f"{self._devices_path(index)}[{rank}]")
+                    yield FieldError(f"{device} has a rank of group {other} already").at(
+                        f"{self._devices_path(index)}[{rank}]"
+                    )
                 elif device in group[:rank]:
                     yield FieldError(f"{device} is given twice").at(f"{self._devices_path(index)}[{rank}]")
 
@@ -200,7 +202,9 @@ class RanksConfig:
         return self.group_info_file.replace(RANK_PLACEHOLDER, str(rank))
 
 
-def complete_ranks(ranks: RanksConfig, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]) -> RanksConfig:
+def complete_ranks(
+    ranks: RanksConfig, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]
+) -> RanksConfig:
     """Return the table with its defaults filled in and its paths made absolute.
 
     Args:

@@ -21,7 +21,7 @@ from weightd.protocol.schema import FieldError
 from weightd.shared import mindir
 from weightd.shared.devices import card_of
 from weightd.shared.mindir import MindIr, MindIrTensor
-from weightd.shared.modelfile import OpenModel, ModelFileError
+from weightd.shared.modelfile import ModelFileError, OpenModel
 from weightd.shared.protobuf import Malformed
 from weightd.shared.regular import open_regular, read_regular
 
@@ -32,7 +32,9 @@ _ARRAY_SUFFIX = ".npy"
 PortOwners = dict[tuple[int, int], str]
 
 
-def find_problems(name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
+def find_problems(
+    name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners
+) -> Iterator[str]:
     """Yield what is wrong with the files of a model's ranks; each text names the key.
 
     Args:
@@ -90,9 +92,14 @@ def _compare_signatures(ranks: RanksConfig, signatures: Sequence[MindIr]) -> Ite
     """All ranks are given the same inputs, and each could be the one that answers."""
     first_signature = signatures[0]
     for rank, other in enumerate(signatures[1:], 1):
-        for what, one, another in (("inputs", first_signature.inputs, other.inputs), ("outputs", first_signature.outputs, other.outputs)):
+        for what, one, another in (
+            ("inputs", first_signature.inputs, other.inputs),
+            ("outputs", first_signature.outputs, other.outputs),
+        ):
             if one != another:
-                difference = f"expected the {what} of rank 0, {_describe_tensors(one)}, got {_describe_tensors(another)}"
+                difference = (
+                    f"expected the {what} of rank 0, {_describe_tensors(one)}, got {_describe_tensors(another)}"
+                )
                 yield f"path: rank {rank}: {ranks.paths[rank]}: {difference}"
 
 
@@ -180,7 +187,9 @@ def _check_config_file(model: ModelConfig) -> Iterator[str]:
 # --- Rank tables ------------------------------------------------------------------------------------------------------
 
 
-def _check_rank_tables(name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
+def _check_rank_tables(
+    name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners
+) -> Iterator[str]:
     for index, group in enumerate(ranks.groups):
         cards = {each: _physical_id_of(each, visible_devices) for each in group if card_of(each) is not None}
         for device, card in cards.items():

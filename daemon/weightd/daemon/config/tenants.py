@@ -15,7 +15,18 @@ from weightd.daemon.config import identities
 from weightd.daemon.config.identities import Identities
 from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, FieldType, Metadata, describe_value, integer, label, list_of, number, one_of, text
+from weightd.protocol.schema import (
+    FieldError,
+    FieldType,
+    Metadata,
+    describe_value,
+    integer,
+    label,
+    list_of,
+    number,
+    one_of,
+    text,
+)
 from weightd.shared import tables
 from weightd.shared.tables import ErrorCollector, derived
 from weightd.shared.userpaths import user_path
@@ -188,7 +199,11 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
         yield FieldError(f"expected at least {MIN_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
     for index, each in enumerate(tenant.acts_for):
         if is_exact_name(each) and each not in tenant_names:
-            yield FieldError(f"expected a tenant that has a table, got {describe_value(each)}").at(f"[{index}]").at(".acts_for")
+            yield (
+                FieldError(f"expected a tenant that has a table, got {describe_value(each)}")
+                .at(f"[{index}]")
+                .at(".acts_for")
+            )
 
 
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
@@ -219,7 +234,9 @@ def find_warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) 
             yield f'{where}.model_dirs: it may not update models: "{OPERATE}" is not in its `may`'
         if not tenant.may:
             yield f"{where}.may: it may do nothing"
-        if name != DEFAULT_TENANT_NAME and not (tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)):
+        if name != DEFAULT_TENANT_NAME and not (
+            tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)
+        ):
             yield f"{where}: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weightd.daemon.children.launchers.keeper.link import wait_until_exited
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.host.directories import PathInUse, make_directory, check_not_replaceable
+from weightd.daemon.host.directories import PathInUse, check_not_replaceable, make_directory
 from weightd.daemon.host.listening import reserve_socket_path
 
 # What a keeper takes to end every process; the kernel has their memory to give back.

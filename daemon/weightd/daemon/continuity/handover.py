@@ -45,7 +45,9 @@ def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRec
     """Replace what is at `path`. If that cannot be, nothing is left there: the next daemon will load anew."""
     new = path.with_suffix(".new")
     try:
-        new.write_text(json.dumps(plain(Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices)))), "utf-8")
+        new.write_text(
+            json.dumps(plain(Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices)))), "utf-8"
+        )
         new.replace(path)
     except (OSError, FieldError) as error:
         _log.warning("the next daemon will have to load every model: %s: %s", path, error)
@@ -80,7 +82,10 @@ def _check_protocol(values: Any) -> None:
     """Another version may have other fields: what they are is of no interest where the protocol is another one, too."""
     fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
     if fields.get("protocol") != CHILD_PROTOCOL_VERSION:
-        theirs, ours = f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}", f"{VERSION} {CHILD_PROTOCOL_VERSION}"
+        theirs, ours = (
+            f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}",
+            f"{VERSION} {CHILD_PROTOCOL_VERSION}",
+        )
         raise HandoverError(f"{theirs} with its workers, {ours}")
 
 

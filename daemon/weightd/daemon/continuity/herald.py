@@ -65,7 +65,11 @@ class SystemdNotifier:
         self._next_watchdog_at -= seconds
 
     def poll(
-        self, models: Iterable[ServedModel], now: float, note: str = "", load_progress: Callable[[GenerationBase], str] = lambda _: ""
+        self,
+        models: Iterable[ServedModel],
+        now: float,
+        note: str = "",
+        load_progress: Callable[[GenerationBase], str] = lambda _: "",
     ) -> list[str]:
         """Return what is to be told now: for people whether there is a `note`, and how far models are that load.
 
@@ -82,10 +86,17 @@ class SystemdNotifier:
             assignments.append("READY=1")
         if not self.is_ready and not stuck:
             assignments.append(f"EXTEND_TIMEOUT_USEC={int(1e6 * _EXTENSION_S)}")
-        if self.is_ready and now >= self._next_watchdog_at and all(self._is_alive(model, stuck, now) for model in required):
+        if (
+            self.is_ready
+            and now >= self._next_watchdog_at
+            and all(self._is_alive(model, stuck, now) for model in required)
+        ):
             self._next_watchdog_at = now + self._watchdog_interval_s
             assignments.append("WATCHDOG=1")
-        status = clip(to_one_line("; ".join([*([_CONFIG_NOTE] if note else []), *_describe_activity(models, load_progress)])), _MAX_STATUS_BYTES)
+        status = clip(
+            to_one_line("; ".join([*([_CONFIG_NOTE] if note else []), *_describe_activity(models, load_progress)])),
+            _MAX_STATUS_BYTES,
+        )
         if status != self._status:
             self._status = status
             assignments.append(f"STATUS={status}")
@@ -123,7 +134,9 @@ class SystemdNotifier:
 
 
 def _has_workers(model: ServedModel) -> bool:
-    return model.is_serving and any(each.serving is not None and each.serving.serving_processes for each in model.deployments)
+    return model.is_serving and any(
+        each.serving is not None and each.serving.serving_processes for each in model.deployments
+    )
 
 
 def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[GenerationBase], str]) -> Iterator[str]:

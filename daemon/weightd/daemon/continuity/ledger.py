@@ -76,7 +76,9 @@ class CounterStore:
         timer: call it when it is due.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, CounterEntry], call_soon: Callable[[Callable[[], object]], object]) -> None:
+    def __init__(
+        self, path: Path, entries: Mapping[str, CounterEntry], call_soon: Callable[[Callable[[], object]], object]
+    ) -> None:
         self.path = path
         self.timer = Timer(self._on_timer)
         self._entries = entries

@@ -64,7 +64,9 @@ def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
         return ReadConfig(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
     members = {name for group in config.groups.values() for name in group.models}
     model_problems = find_problems(config.models, members, runs_interpreters=False)
-    return ReadConfig(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in model_problems.items()})
+    return ReadConfig(
+        text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in model_problems.items()}
+    )
 
 
 class ConfigReader:
@@ -96,7 +98,9 @@ class ConfigReader:
             os.close(result_fd)
             os.close(log_fd)
             raise
-        self._process_table.add(_PROCESS_NAME, process, functools.partial(self._on_exit, path, result_fd, log_fd, on_result))
+        self._process_table.add(
+            _PROCESS_NAME, process, functools.partial(self._on_exit, path, result_fd, log_fd, on_result)
+        )
 
     def abort(self) -> None:
         """End a helper that takes too long; the result says so."""

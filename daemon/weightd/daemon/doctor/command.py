@@ -15,18 +15,18 @@ from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.slices import read_rank_table
 from weightd.daemon.doctor import render
 from weightd.daemon.doctor.facts import interpreter, nodes
-from weightd.daemon.doctor.facts.host import NpuInfo, HostFacts, read_host, count_card_processes
+from weightd.daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, read_host
 from weightd.daemon.doctor.facts.interpreter import InterpreterReport
 from weightd.daemon.doctor.facts.ranks import NetworkFacts
 from weightd.daemon.doctor.facts.ranks import read_network as network_of
-from weightd.daemon.doctor.facts.unit import ServiceUser, SystemdUnit, read_unit, service_user, current_user
+from weightd.daemon.doctor.facts.unit import ServiceUser, SystemdUnit, current_user, read_unit, service_user
 from weightd.daemon.doctor.trial.children import TestProcesses
 from weightd.daemon.doctor.trial.trial import run_selftest as share
 from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult, exit_status
+from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding, exit_status
 from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.engines.ranktable import RankTable
 from weightd.daemon.generations.plan import SelfTestSpec
@@ -57,7 +57,9 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     environment = os.environ if isinstance(unit, OSError) else unit.environment
     host = read_host(ascend_home=environment.get("ASCEND_HOME_PATH", ""))
     try:
-        report = interpreter.run_report(options.python, options.device, min(options.limit, _REPORT_TIMEOUT_S), environment)
+        report = interpreter.run_report(
+            options.python, options.device, min(options.limit, _REPORT_TIMEOUT_S), environment
+        )
     except OSError as error:
         report = InterpreterReport(exit_description=f"cannot be run: {error.strerror}")
     yield checks.check_interpreter(options.python, report)
@@ -138,10 +140,14 @@ def _read_service_user(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
 def _can_share(selftest_findings: list[Finding]) -> bool | None:
     """Whether a handle could be had, as far as that was tried."""
     verdicts = {each.name: each.result for each in selftest_findings}
-    return {CheckResult.PASS: True, CheckResult.FAIL: False}.get(verdicts.get(trial_checks.BUILD, CheckResult.NOT_TESTABLE))
+    return {CheckResult.PASS: True, CheckResult.FAIL: False}.get(
+        verdicts.get(trial_checks.BUILD, CheckResult.NOT_TESTABLE)
+    )
 
 
-def _test_sharing(options: argparse.Namespace, report: InterpreterReport, environment: Mapping[str, str]) -> list[Finding]:
+def _test_sharing(
+    options: argparse.Namespace, report: InterpreterReport, environment: Mapping[str, str]
+) -> list[Finding]:
     if not options.model:
         return trial_checks.not_requested()
     # Whatever else is wrong, the worker's own words for it are worth more than a guess.
@@ -159,7 +165,9 @@ def _test_sharing(options: argparse.Namespace, report: InterpreterReport, enviro
     )
     with TestProcesses(program, options.limit) as children:
         selftest_report = share(children, SelfTestSpec.from_config(options.canary))
-    return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(children.survivors)
+    return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(
+        children.survivors
+    )
 
 
 def _model_problem(model: Path) -> str:

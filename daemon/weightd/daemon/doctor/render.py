@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult, exit_status
+from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding, exit_status
 from weightd.protocol.version import VERSION
 
 _WIDTH = 120

@@ -112,7 +112,9 @@ class MindSporeLiteOptions(EngineOptions):
 
 
 # Measured with 2.0.0, which has several copies of the weights at the same time: 6.0 for 192 MiB of matrices.
-SPEC = EngineSpec("mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, can_run_on_cards=True, build_factor=6.5)
+SPEC = EngineSpec(
+    "mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, can_run_on_cards=True, build_factor=6.5
+)
 
 _Problem = tuple[str, str]
 

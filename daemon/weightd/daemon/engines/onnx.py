@@ -19,7 +19,13 @@ from weightd.shared.protobuf import Malformed, Span, fields
 _GRAPH = 7  # in a model
 _INITIALIZER, _INPUT, _OUTPUT, _SPARSE_INITIALIZER = 5, 11, 12, 15  # in a graph
 _NAME, _TYPE = 1, 2  # in an input or output
-_NON_TENSOR_TYPES: Mapping[int, str] = {4: "a sequence", 5: "a map", 7: "opaque", 8: "a sparse tensor", 9: "optional"}  # in a type
+_NON_TENSOR_TYPES: Mapping[int, str] = {
+    4: "a sequence",
+    5: "a map",
+    7: "opaque",
+    8: "a sparse tensor",
+    9: "optional",
+}  # in a type
 _TENSOR = 1  # the same
 _ELEM_TYPE, _SHAPE = 1, 2  # in the type of a tensor
 _DIM = 1  # in a shape
@@ -100,7 +106,9 @@ def _parse_tensor(file: BinaryIO, span: Span) -> _Tensor:
         for number, value in fields(file, *kind):
             unsupported_type = _NON_TENSOR_TYPES.get(number, unsupported_type)
             if number == _TENSOR and isinstance(value, tuple):
-                unsupported_type = _unsupported_datatype(next((each for key, each in fields(file, *value) if key == _ELEM_TYPE), 0))
+                unsupported_type = _unsupported_datatype(
+                    next((each for key, each in fields(file, *value) if key == _ELEM_TYPE), 0)
+                )
                 shapes = _submessages(file, value, _SHAPE)
                 sizes = (_read_dim(file, dim) for shape in shapes for dim in _submessages(file, shape, _DIM))
                 dims = tuple(itertools.islice(sizes, limits.MAX_RANK + 1))

@@ -68,7 +68,7 @@ class ClientSocket:
         is_open: whether the socket is.
     """
 
-    __slots__ = ("client", "fd", "pause_reasons", "is_open", "read_once")
+    __slots__ = ("client", "fd", "is_open", "pause_reasons", "read_once")
 
     # It waits for its turn; what was read has not left on the other side; it is encrypted or decrypted; the client is
     # on its way out.
@@ -120,19 +120,19 @@ class ProxyClient:
     """
 
     __slots__ = (
-        "fd_closer",
-        "connection",
-        "daemon_socket",
-        "has_sent_message",
-        "is_closed",
         "buffered_bytes",
         "client_socket",
-        "outgoing",
-        "protocol",
-        "pending_requests",
-        "encrypting_bytes",
         "connected_at",
+        "connection",
+        "daemon_socket",
         "daemon_stream",
+        "encrypting_bytes",
+        "fd_closer",
+        "has_sent_message",
+        "is_closed",
+        "outgoing",
+        "pending_requests",
+        "protocol",
         "user",
     )
 
@@ -188,7 +188,9 @@ class ProxyClient:
         try:
             if protocol.missing_bytes >= LARGE_BYTES:
                 target = protocol.read_buffer()
-                count = self.connection.recv_into(target) if fd_closer is None else self._receive_into(target, fd_closer)
+                count = (
+                    self.connection.recv_into(target) if fd_closer is None else self._receive_into(target, fd_closer)
+                )
                 if count:
                     return protocol.on_filled(count)
             else:

@@ -16,7 +16,7 @@ from typing import Any
 from nacl import bindings
 from nacl.exceptions import CryptoError
 
-from weightd.daemon.gate.zmtp import COMMAND, SOCKET_METADATA, MORE, MechanismError, check_metadata
+from weightd.daemon.gate.zmtp import COMMAND, MORE, SOCKET_METADATA, MechanismError, check_metadata
 from weightd.protocol.framing import allocate
 
 # The alphabets of base64.b85encode and of Z85, which differ in nothing else.
@@ -103,7 +103,10 @@ class CurveMechanism:
             raise MechanismError("expected an INITIATE command with a vouch")
         server = bindings.crypto_scalarmult_base(self._server_secret_key)
         # Who has the client's key says so of this connection and this server.
-        if bindings.crypto_box_open(vouch, b"VOUCH---" + salt, key, self._ephemeral_secret_key) != self._client_ephemeral_key + server:
+        if (
+            bindings.crypto_box_open(vouch, b"VOUCH---" + salt, key, self._ephemeral_secret_key)
+            != self._client_ephemeral_key + server
+        ):
             raise MechanismError("the vouch is for another connection or another server")
         encoded_key = base64.b85encode(key).translate(bytes.maketrans(_B85, _Z85)).decode()
         if not self._is_key_allowed(encoded_key):
@@ -112,7 +115,9 @@ class CurveMechanism:
         self._shared_key = bindings.crypto_box_beforenm(self._client_ephemeral_key, self._ephemeral_secret_key)
         self.peer_key, self.is_complete = encoded_key, True
         nonce = self._next_nonce()
-        return _READY + nonce + bindings.crypto_box_afternm(SOCKET_METADATA, b"CurveZMQREADY---" + nonce, self._shared_key)
+        return (
+            _READY + nonce + bindings.crypto_box_afternm(SOCKET_METADATA, b"CurveZMQREADY---" + nonce, self._shared_key)
+        )
 
     # --- frames -------------------------------------------------------------------------------------------------
 
@@ -125,7 +130,9 @@ class CurveMechanism:
         is_small = isinstance(content, bytes)
         box = memoryview(bytearray(content) if is_small else content)[_MESSAGE_BOX:]
         box_pointer = _from_buffer(box)
-        if _sodium.lib.crypto_secretbox_open_easy(box_pointer, box_pointer, len(box), b"CurveZMQMESSAGEC" + nonce, self._shared_key):
+        if _sodium.lib.crypto_secretbox_open_easy(
+            box_pointer, box_pointer, len(box), b"CurveZMQMESSAGEC" + nonce, self._shared_key
+        ):
             raise MechanismError("a MESSAGE command was not made with the keys of this connection")
         opened = box[_FLAGS_BYTES:-_MAC_BYTES]
         flags = box[0] & MORE | (COMMAND if box[0] & _ENCRYPTED_COMMAND_FLAG else 0)

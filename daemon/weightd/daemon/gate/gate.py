@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightd.daemon.gate import client as clients
 from weightd.daemon.gate import link, memory, zmtp
-from weightd.daemon.gate.client import ProxyClient, ClientSocket
+from weightd.daemon.gate.client import ClientSocket, ProxyClient
 from weightd.daemon.gate.link import ERROR, WARNING
 from weightd.daemon.gate.turns import FairQueue
 from weightd.daemon.host import clock
@@ -119,7 +119,9 @@ class ZmqProxy:
         self._crypto_thread = crypto_thread
         self._allowed_keys = _key_set(config.allowed_keys)
         self._new_mechanism = self._mechanism_factory()
-        self._admission = ConnectionAdmission(UserConnectionLimits(config.max_user_connections, config.max_user_connection_rate))
+        self._admission = ConnectionAdmission(
+            UserConnectionLimits(config.max_user_connections, config.max_user_connection_rate)
+        )
         self._peers = _new_peers() if listener.family != socket.AF_UNIX else None
         self._membership = _new_membership(config.tenant_members)
         self._connection_limiter: ConnectionLimiter[ProxyClient] = ConnectionLimiter()
@@ -179,7 +181,12 @@ class ZmqProxy:
                 return False
             user = self._users.get(name) or ProxyUser()
             client = ProxyClient(
-                connection, name, zmtp.ZmtpConnection(self._new_mechanism(), self._limits), now, self._read_client, self._fd_closer
+                connection,
+                name,
+                zmtp.ZmtpConnection(self._new_mechanism(), self._limits),
+                now,
+                self._read_client,
+                self._fd_closer,
             )
             try:
                 clients.configure_socket(connection, len(user.clients) + 1)
@@ -200,7 +207,9 @@ class ZmqProxy:
         self._loop.add(client.client_socket.fd, functools.partial(self._on_readable, client.client_socket))
         self._handshake_timer.set_no_later_than(now + HANDSHAKE_TIMEOUT_S)
         if len(user.handshakes) > MAX_USER_HANDSHAKES:
-            self._disconnect(next(iter(user.handshakes)), f"its user has more than {MAX_USER_HANDSHAKES} handshakes under way")
+            self._disconnect(
+                next(iter(user.handshakes)), f"its user has more than {MAX_USER_HANDSHAKES} handshakes under way"
+            )
         self._evict_excess()
 
     def _evict_excess(self) -> None:
@@ -228,7 +237,9 @@ class ZmqProxy:
         if self._membership is None:
             return EVERYONE
         with contextlib.suppress(OSError):  # it has gone
-            return clients.tenant_of(client.connection, client.protocol.mechanism.peer_key, self._membership) or NO_TENANT
+            return (
+                clients.tenant_of(client.connection, client.protocol.mechanism.peer_key, self._membership) or NO_TENANT
+            )
         return NO_TENANT
 
     def _reassign_accounts(self) -> None:
@@ -251,7 +262,9 @@ class ZmqProxy:
             return zmtp.NullMechanism
         from weightd.daemon.gate.curve import CurveMechanism, decode_secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
 
-        return functools.partial(CurveMechanism, decode_secret_key(self._config.secret_key), lambda key: key in self._allowed_keys)
+        return functools.partial(
+            CurveMechanism, decode_secret_key(self._config.secret_key), lambda key: key in self._allowed_keys
+        )
 
     # --- what is ready ------------------------------------------------------------------------------------------
 
@@ -459,11 +472,17 @@ class ZmqProxy:
             client.encrypting_bytes = 2 * answer_bytes
             self._pause_reading(client.daemon_socket, ClientSocket.WAITS_FOR_CRYPTO)
             frames = [message.frames for message in messages]
-            self._run_in_crypto_thread(client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client))
+            self._run_in_crypto_thread(
+                client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client)
+            )
         elif messages:
             self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
         self._update_buffered_bytes(client)
-        return bool(client.daemon_socket is None or client.daemon_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN or not incoming.is_backlogged)
+        return bool(
+            client.daemon_socket is None
+            or client.daemon_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN
+            or not incoming.is_backlogged
+        )
 
     def _on_encrypted(self, client: ProxyClient, chunks: list[Any] | None) -> None:
         """Large answers were encrypted."""
@@ -532,7 +551,12 @@ class ZmqProxy:
 
     def _shut_down_when_sent(self, client: ProxyClient) -> None:
         """Where all was sent to a client that leaves, tell it that this is the end."""
-        if client in self._close_deadlines and client.daemon_stream is None and not client.outgoing.nbytes and not client.encrypting_bytes:
+        if (
+            client in self._close_deadlines
+            and client.daemon_stream is None
+            and not client.outgoing.nbytes
+            and not client.encrypting_bytes
+        ):
             with contextlib.suppress(OSError):
                 client.connection.shutdown(socket.SHUT_WR)
             close_at = clock.now() + _CLOSE_DELAY_S
@@ -611,7 +635,9 @@ class ZmqProxy:
                 "user",
             )
 
-    def _run_in_crypto_thread(self, client: ProxyClient, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
+    def _run_in_crypto_thread(
+        self, client: ProxyClient, function: Callable[[], Any], on_done: Callable[[Any], object]
+    ) -> None:
         if self._crypto_thread is not None:
             self._crypto_thread.submit(client.user, function, on_done)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weightd.daemon.gate import confinement
 from weightd.daemon.gate.gate import ZmqProxy
 from weightd.daemon.gate.link import ProxyConfig, new_control_stream
-from weightd.daemon.gate.memory import raise_oom_score, mapped_bytes
+from weightd.daemon.gate.memory import mapped_bytes, raise_oom_score
 from weightd.daemon.gate.separate import CryptoThread
 from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.crowding import raise_descriptor_limit
@@ -37,7 +37,10 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
     if crypto_thread is not None:
         crypto_thread.start()
     # What a client announces is mapped, and then found to be too much.
-    confinement.limit_growth(initial_bytes + 2 * config.max_memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES, may_start_threads=fd_closer is not None)
+    confinement.limit_growth(
+        initial_bytes + 2 * config.max_memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES,
+        may_start_threads=fd_closer is not None,
+    )
     zmq_proxy.run()
     zmq_proxy.close()
 

@@ -146,12 +146,12 @@ class ZmtpConnection:
     """
 
     __slots__ = (
-        "_limits",
+        "_has_greeting",
         "_large_frame",
         "_large_frame_flags",
-        "_message_frames",
-        "_has_greeting",
+        "_limits",
         "_message_bytes",
+        "_message_frames",
         "_unparsed",
         "error",
         "held_bytes",
@@ -159,8 +159,8 @@ class ZmtpConnection:
         "mechanism",
         "missing_bytes",
         "pending_pong",
-        "replies",
         "pending_work",
+        "replies",
     )
 
     def __init__(self, mechanism: Mechanism, limits: ZmtpLimits) -> None:
@@ -232,7 +232,9 @@ class ZmtpConnection:
     def _update_held_bytes(self) -> None:
         if self.error:
             self._unparsed = b""
-        self.held_bytes = len(self._unparsed) + self._message_bytes + (0 if self._large_frame is None else len(self._large_frame))
+        self.held_bytes = (
+            len(self._unparsed) + self._message_bytes + (0 if self._large_frame is None else len(self._large_frame))
+        )
 
     def _parse(self, data: bytes, messages: list[MessageFrames]) -> int:
         """Take apart what is whole, in some bounds; return the position after that."""
@@ -253,7 +255,11 @@ class ZmtpConnection:
                 begin = position + 2
                 length = data[position + 1]
             end = begin + length
-            if begin > size or not self._check_frame_header(flags, length) or (end > size and length < _LARGE_FRAME_BYTES):
+            if (
+                begin > size
+                or not self._check_frame_header(flags, length)
+                or (end > size and length < _LARGE_FRAME_BYTES)
+            ):
                 return position
             if end > size:
                 self._begin_large_frame(flags, length, memoryview(data)[begin:])

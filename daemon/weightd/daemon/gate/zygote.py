@@ -207,7 +207,10 @@ class _Proxies:
 
     def _fork_proxy(self, number: int, config: link.ProxyConfig) -> None:
         received_fds = self._stream.descriptors
-        with socket.socket(fileno=received_fds.popleft()) as its_link, socket.socket(fileno=received_fds.popleft()) as listener:
+        with (
+            socket.socket(fileno=received_fds.popleft()) as its_link,
+            socket.socket(fileno=received_fds.popleft()) as listener,
+        ):
             parent = os.getpid()
             try:
                 pid = os.fork()
@@ -215,7 +218,9 @@ class _Proxies:
                 self._report(link.ProxyEvent(number, 0, error.errno or 0))
                 return
             if not pid:
-                _become_process(lambda: _run_proxy(parent, its_link, listener, config), its_link.fileno(), listener.fileno())
+                _become_process(
+                    lambda: _run_proxy(parent, its_link, listener, config), its_link.fileno(), listener.fileno()
+                )
         self._number_by_pid[pid] = number
         self._report(link.ProxyEvent(number, pid, None))
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightd.daemon.generations.actions import Action, Role, Send
-from weightd.daemon.generations.child import FOREVER, WorkerProcess, GenerationProcesses
+from weightd.daemon.generations.child import FOREVER, GenerationProcesses, WorkerProcess
 from weightd.daemon.generations.states import (
-    ATTACH_TRANSITIONS,
     ATTACH_CLOSED,
+    ATTACH_TRANSITIONS,
     AttachEvent,
     AttachState,
     ChildEvent,
@@ -103,7 +103,9 @@ class AttachControl:
 
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
         """Return whether an answer can be passed on: not if the memory it came from may be invalid by now."""
-        return self._machine.state is not AttachState.INVALID and (not self.required_holder or is_alive(self.required_holder))
+        return self._machine.state is not AttachState.INVALID and (
+            not self.required_holder or is_alive(self.required_holder)
+        )
 
     # --- what happens -------------------------------------------------------------------------------------------
 
@@ -188,7 +190,11 @@ class AttachControl:
 
     def stop_unattachable(self, deadline: float) -> None:
         """A process that can never attach only takes memory."""
-        unattachable_states = [ChildState.SPAWNED, ChildState.GREETED, *([ChildState.ADMITTED] if self.is_frozen else [])]
+        unattachable_states = [
+            ChildState.SPAWNED,
+            ChildState.GREETED,
+            *([ChildState.ADMITTED] if self.is_frozen else []),
+        ]
         for worker in self._processes.usable(Role.WORKER) if self.is_attach_closed else []:
             if worker.state in unattachable_states:
                 self._processes.stop(worker, deadline)

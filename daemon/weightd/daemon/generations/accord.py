@@ -8,7 +8,7 @@ from dataclasses import replace
 from weightd.daemon.generations.plan import CONCAT, RankGroupSpec
 from weightd.protocol.messages.children import Built, Hello
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestResult, RankSlice, SelfTestDone
+from weightd.protocol.messages.ranks import JoinedGroup, RankMember, RankSlice, SelfTestDone, SelfTestResult
 
 
 def rank_mismatch(hello: Hello, rank: int) -> str:
@@ -42,10 +42,14 @@ def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]
     """Return what a unit has loaded, by its members or as one model; nobody knows yet whether it computes rightly."""
     note = "the ranks have not run it yet"
     models: Sequence[JoinedGroup | RankMember] = [joined] if spec.is_sliced else joined.members
-    return tuple(Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, selftest_note=note) for each in models)
+    return tuple(
+        Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, selftest_note=note) for each in models
+    )
 
 
-def verified_models(built: tuple[Built, ...], selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) -> tuple[Built, ...]:
+def verified_models(
+    built: tuple[Built, ...], selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec
+) -> tuple[Built, ...]:
     """Return the same, whose canary all ranks have run."""
     selftest = selftests[max(spec.reply_rank, 0)]
     results: Sequence[SelfTestDone | SelfTestResult] = [selftest] if spec.is_sliced else selftest.members

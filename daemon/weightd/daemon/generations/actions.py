@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from weightd.protocol.messages.children import Allow, Attach, Build, ContinueSelfTest, TrimStore, Stop
+from weightd.protocol.messages.children import Allow, Attach, Build, ContinueSelfTest, Stop, TrimStore
 from weightd.protocol.messages.ranks import JoinGroup, RunSelfTest
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, Kill, Role, Send, Spawn
+from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Send, Spawn
 from weightd.daemon.generations.states import ALIVE, CHILD_TRANSITIONS, USABLE, ChildEvent, ChildState, Machine
 from weightd.protocol.messages.children import Hello, Stop
 from weightd.protocol.messages.findings import DeviceMemory
@@ -96,7 +96,9 @@ class GenerationProcesses:
         serial: how many workers have been started.
     """
 
-    def __init__(self, label: str, emit: Callable[[Action], None], log_extra: Callable[[str], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, label: str, emit: Callable[[Action], None], log_extra: Callable[[str], Mapping[str, Any]]
+    ) -> None:
         self.children: dict[str, WorkerProcess] = {}
         self.serving_processes: dict[str, None] = {}
         self.started_workers = 0
@@ -145,7 +147,9 @@ class GenerationProcesses:
         self.started_workers += role is Role.WORKER
         self._started_holders += role is Role.HOLDER
         holder = f"{self._label}.holder{self._started_holders if self._started_holders > 1 else ''}"
-        child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.started_workers}", role, device, deadline)
+        child = self.add(
+            holder if role is Role.HOLDER else f"{self._label}.w{self.started_workers}", role, device, deadline
+        )
         self._emit(Spawn(child.name, role, template))
 
     def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> WorkerProcess:

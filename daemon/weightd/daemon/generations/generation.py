@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from weightd.daemon.generations.actions import Role, Send
-from weightd.daemon.generations.child import WorkerProcess, LossReason
+from weightd.daemon.generations.child import LossReason, WorkerProcess
 from weightd.daemon.generations.life import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
 from weightd.daemon.generations.plan import SelfTestSpec
-from weightd.daemon.generations.progress import UnmergedParty, FailureReason, RetryHint
+from weightd.daemon.generations.progress import FailureReason, RetryHint, UnmergedParty
 from weightd.daemon.generations.states import (
     ACTIVE,
-    USABLE,
     LOADING,
+    USABLE,
     ChildEvent,
     ChildState,
     GenerationEvent,
@@ -27,7 +27,15 @@ from weightd.daemon.generations.tries import SelfTestSearch, describe_cases
 from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
-from weightd.protocol.messages.children import Allowed, Attached, ProcessFailed, Built, Hello, ContinueSelfTest, TryingSelfTest
+from weightd.protocol.messages.children import (
+    Allowed,
+    Attached,
+    Built,
+    ContinueSelfTest,
+    Hello,
+    ProcessFailed,
+    TryingSelfTest,
+)
 
 # What a child that hangs gets to write its stacks down.
 ABORT_TIMEOUT_S = 2.0
@@ -38,7 +46,9 @@ class Generation(GenerationBase):
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def on_snapshot_taken(self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(
+        self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
+    ) -> None:
         """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
         del slice_digests  # of what is cut
         if self.state is not GenerationState.SNAPSHOTTING:
@@ -85,7 +95,9 @@ class Generation(GenerationBase):
             self.on_process_failed(name, ProcessFailed(clip(reason)), now)
             return
         if built.is_template and not (self.spec.can_fork_from_holder and self.attach_control.is_open):
-            self.on_process_failed(name, ProcessFailed("it says that workers are to be forked of it, and was not asked for that"), now)
+            self.on_process_failed(
+                name, ProcessFailed("it says that workers are to be forked of it, and was not asked for that"), now
+            )
             return
         self.built = built
         self.selftest_search.on_built(built)
@@ -118,9 +130,13 @@ class Generation(GenerationBase):
         new_parties = {number: name for number, name in parties.items() if number not in self.unmerged_parties}
         if parties and len(self.unmerged_parties) + len(new_parties) <= limits.MAX_TENANTS:
             if new_parties:
-                self.unmerged_parties.update((number, UnmergedParty(name, note)) for number, name in new_parties.items())
+                self.unmerged_parties.update(
+                    (number, UnmergedParty(name, note)) for number, name in new_parties.items()
+                )
                 self.counters.on_batch_mismatch()
-                self._progress_logger.log(f"requests of {', '.join(new_parties.values())} are not put together any more: {note}")
+                self._progress_logger.log(
+                    f"requests of {', '.join(new_parties.values())} are not put together any more: {note}"
+                )
             return
         if built is not None and built.row_support is not None and built.row_support.is_equal:
             self.built = dataclasses.replace(built, rows=dataclasses.replace(built.row_support, equal=False, note=note))
@@ -146,7 +162,9 @@ class Generation(GenerationBase):
             return
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
             self.counters.on_selftest_failed()
-            self.on_process_failed(name, ProcessFailed("the canary's answer is not the holder's: the worker would answer wrongly"), now)
+            self.on_process_failed(
+                name, ProcessFailed("the canary's answer is not the holder's: the worker would answer wrongly"), now
+            )
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
         if self.spec.is_sharing:
@@ -166,7 +184,9 @@ class Generation(GenerationBase):
         child = self.children.get(name)
         if child is None or child.state not in USABLE:
             return
-        loss = LossReason(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
+        loss = LossReason(
+            failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient
+        )
         self._stop(child, now)
         self._on_loss(child, loss, now)
         self._reconcile(now)
@@ -252,14 +272,21 @@ class Generation(GenerationBase):
                 self._fail(self._failure_reason, now)
             elif self.attach_control.is_attach_closed:
                 reason = "every worker is lost, and nobody can attach any more"
-                self._fail(self._failure_reason.with_prefix(f"{reason}; ") if self._failure_reason.reason else FailureReason(reason), now)
+                self._fail(
+                    self._failure_reason.with_prefix(f"{reason}; ")
+                    if self._failure_reason.reason
+                    else FailureReason(reason),
+                    now,
+                )
         if self.state in ACTIVE and self.state is not GenerationState.SNAPSHOTTING:
             self.processes.fill_slots(self.spec.workers)
             self._spawn_missing(now)
             self._build_if_gathered(now)
             # One without anything to share leaves first, and its own copy with it.
             if self.built is not None and (self._is_sharing or not self.processes.has_holder):
-                self.attach_control.attach_next(self.selftest_search.attach_message(self.built), now, self._attach_timeout_s, self.attach_limit)
+                self.attach_control.attach_next(
+                    self.selftest_search.attach_message(self.built), now, self._attach_timeout_s, self.attach_limit
+                )
             if self.is_complete and self.processes.is_all_ready:
                 self.attach_control.trim_store(is_shared=self._is_sharing)
         elif self.state not in ACTIVE:
@@ -287,7 +314,9 @@ class Generation(GenerationBase):
         self._machine.advance(GenerationEvent.GATHERED)
         holder.advance(ChildEvent.BUILD, now + self.spec.load_timeout)
         self.attach_control.on_build_started()
-        self._actions.append(Send(holder.name, self.selftest_search.build_message(tuple(known_pids) if self.spec.is_sharing else ())))
+        self._actions.append(
+            Send(holder.name, self.selftest_search.build_message(tuple(known_pids) if self.spec.is_sharing else ()))
+        )
 
     def _wind_down(self, now: float) -> None:
         """Workers leave and are waited for; then the holder, whose memory they used."""
@@ -371,18 +400,27 @@ class Generation(GenerationBase):
             self._progress_logger.log(f"the next worker is started in {self._backoff.delay_s:.1f} s")
 
     def _on_holder_lost(self, holder: WorkerProcess, loss: LossReason, now: float) -> None:
-        tried_inputs, has_died_of_selftest = describe_cases(self.selftest_search.current_cases), self._has_died_of_selftest(holder, loss)
+        tried_inputs, has_died_of_selftest = (
+            describe_cases(self.selftest_search.current_cases),
+            self._has_died_of_selftest(holder, loss),
+        )
         if self.state is GenerationState.BUILDING and self.selftest_search.on_holder_lost(
             has_timed_out=loss.has_timed_out, is_external=loss.is_external
         ):
-            self._progress_logger.log(f"the holder is lost while it tries {tried_inputs} as a canary: {loss.reason}", holder.name)
+            self._progress_logger.log(
+                f"the holder is lost while it tries {tried_inputs} as a canary: {loss.reason}", holder.name
+            )
             self._machine.advance(GenerationEvent.RETRY)
         elif self.built is None or holder.hello is None:
-            retry_hint = RetryHint.MAY_SUCCEED if loss.is_signaled and not has_died_of_selftest else RetryHint.SAME_FAILURE
+            retry_hint = (
+                RetryHint.MAY_SUCCEED if loss.is_signaled and not has_died_of_selftest else RetryHint.SAME_FAILURE
+            )
             consequence = f"; it ran the configured canary, {tried_inputs}" if tried_inputs else ""
             retry_hint = RetryHint.WAIT_FOR_MEMORY if loss.is_out_of_memory else retry_hint
             is_transient = loss.is_transient or loss.is_out_of_memory
-            cause = FailureReason(loss.reason, holder.name, suffix=consequence, retry_hint=retry_hint, is_transient=is_transient)
+            cause = FailureReason(
+                loss.reason, holder.name, suffix=consequence, retry_hint=retry_hint, is_transient=is_transient
+            )
             self._fail(cause, now)
         elif holder.name == self.attach_control.required_holder:
             consequence = "; the shared weights are invalid without it"

@@ -9,7 +9,7 @@ from weightd.daemon.generations.plan import SelfTestSpec
 from weightd.daemon.generations.progress import FailureReason, GenerationView
 from weightd.daemon.generations.states import ChildState, GenerationEvent, GenerationState
 from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import ProcessFailed, Hello
+from weightd.protocol.messages.children import Hello, ProcessFailed
 from weightd.protocol.version import VERSION
 
 # An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's
@@ -35,7 +35,9 @@ class GenerationBase(GenerationView, abc.ABC):
         self._machine.advance(GenerationEvent.RESUME)
 
     @abc.abstractmethod
-    def on_snapshot_taken(self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(
+        self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
+    ) -> None:
         """The snapshot exists: start the processes.
 
         Args:
@@ -104,7 +106,9 @@ def hello_mismatch(hello: Hello, sha256: str) -> str:
     """Return why a child that said this must not load what has this digest, or ""."""
     worker_version = hello.versions.get("weightd", "unknown")
     if worker_version != VERSION:
-        return f"its interpreter has weightd {worker_version}, the daemon is {VERSION}: install the same version in both"
+        return (
+            f"its interpreter has weightd {worker_version}, the daemon is {VERSION}: install the same version in both"
+        )
     if hello.sha256 != sha256:
         return f"it would load a model of sha256 {hello.sha256:.12}, pinned is {sha256:.12}"
     return ""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from weightd.daemon.generations.access import AttachControl
 from weightd.daemon.generations.actions import Action
-from weightd.daemon.generations.child import FOREVER, WorkerProcess, DeviceUsage, GenerationProcesses
-from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.child import FOREVER, DeviceUsage, GenerationProcesses, WorkerProcess
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource
 from weightd.daemon.generations.restarts import RestartBackoff
 from weightd.daemon.generations.states import (
     ACTIVE,
@@ -196,7 +196,9 @@ class GenerationView:
         self._actions: list[Action] = []
         self._progress_logger = ProgressLogger(label, number)
         self.processes = self._processes_type(label, self._actions.append, self.log_extra)
-        self.attach_control = AttachControl(label, self.processes, self._actions.append, self._progress_logger.log, self.log_extra())
+        self.attach_control = AttachControl(
+            label, self.processes, self._actions.append, self._progress_logger.log, self.log_extra()
+        )
         self.children = self.processes.children
         self.serving_processes = self.processes.serving_processes
         self._machine = Machine(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, label, self.log_extra())
@@ -262,7 +264,9 @@ class GenerationView:
         if self.state is not GenerationState.SERVING or not self.attach_control.is_attach_closed:
             return False
         workers_by_device = self.processes.workers_by_device()
-        return self.attach_control.is_frozen or any(workers_by_device[device] < self.spec.workers for device in self._devices)
+        return self.attach_control.is_frozen or any(
+            workers_by_device[device] < self.spec.workers for device in self._devices
+        )
 
     @property
     def slots(self) -> Mapping[str, tuple[str, ...]]:
@@ -289,7 +293,11 @@ class GenerationView:
             self.state in (GenerationState.ATTACHING, GenerationState.RESUMING, GenerationState.SERVING)
             and ready_count < wanted_count
         ):
-            return f"serving {ready_count}/{wanted_count}, backing off" if self._is_backing_off else f"attaching {ready_count}/{wanted_count}"
+            return (
+                f"serving {ready_count}/{wanted_count}, backing off"
+                if self._is_backing_off
+                else f"attaching {ready_count}/{wanted_count}"
+            )
         return self.state.display_name
 
     @property
@@ -330,7 +338,12 @@ class GenerationView:
     @property
     def _missing_devices(self) -> Sequence[str]:
         """Where a worker is to be started: the device of each, in turn."""
-        if self.state not in ACTIVE or self.state is GenerationState.SNAPSHOTTING or self._has_given_up or self.attach_control.is_attach_closed:
+        if (
+            self.state not in ACTIVE
+            or self.state is GenerationState.SNAPSHOTTING
+            or self._has_given_up
+            or self.attach_control.is_attach_closed
+        ):
             return ()
         if self.spec.can_fork_from_holder and self.built is None:
             return ()

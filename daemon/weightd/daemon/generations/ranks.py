@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.daemon.generations.actions import RemoveSlot, AddSlot, Role, Spawn
-from weightd.daemon.generations.child import WorkerProcess, GenerationProcesses
+from weightd.daemon.generations.actions import AddSlot, RemoveSlot, Role, Spawn
+from weightd.daemon.generations.child import GenerationProcesses, WorkerProcess
 from weightd.daemon.generations.states import ChildState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource
 from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.generations.states import RESUMABLE, ChildEvent, ChildState
 from weightd.daemon.generations.unit import RankGroup
@@ -43,7 +43,9 @@ def record_generation(generation: GenerationBase, seal: SealRecord | None, port:
     )
 
 
-def resume_generation(label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> Generation:
+def resume_generation(
+    label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float
+) -> Generation:
     """Return a generation that a daemon before this one has loaded; its workers serve once they are `back`."""
     generation = Generation(label, spec, record.device, source, record.number)
     generation.sha256, generation.built = record.sha256, record.built
@@ -63,7 +65,9 @@ def resume_generation(label: str, spec: GenerationSpec, source: ModelSource, rec
     return generation
 
 
-def resume_rank_group(label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> RankGroup:
+def resume_rank_group(
+    label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float
+) -> RankGroup:
     """Return a unit that a daemon before this one has loaded; it serves once all ranks are `back`, at the same step."""
     generation = RankGroup(label, spec, record.device, source, record.number)
     generation.sha256, generation.models, generation.built = record.sha256, record.models, record.built

@@ -194,9 +194,7 @@ CHILD_TRANSITIONS: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
     (ChildState.AWAITED, ChildEvent.RECONNECTED): ChildState.READY,
     **{(state, ChildEvent.STOP): ChildState.STOPPING for state in ChildState if state in USABLE},
     **{
-        (state, ChildEvent.ABORT): ChildState.ABORTED
-        for state in ChildState
-        if state in USABLE | {ChildState.STOPPING}
+        (state, ChildEvent.ABORT): ChildState.ABORTED for state in ChildState if state in USABLE | {ChildState.STOPPING}
     },
     **{(state, ChildEvent.KILL): ChildState.KILLED for state in ChildState if state in ALIVE - {ChildState.KILLED}},
     **{(state, ChildEvent.EXIT): ChildState.GONE for state in ChildState if state in ALIVE},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 
 # What libraries say of a peer that has not come: MindSpore's, HCCL's of a link and of a collective, and MindSpore's of
 # every predict after one that has failed.

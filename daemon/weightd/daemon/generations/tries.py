@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightd.daemon.generations.plan import NO_ROW_TEST, SelfTestSpec, RowTestSpec
+from weightd.daemon.generations.plan import NO_ROW_TEST, RowTestSpec, SelfTestSpec
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Attach, Build, Built, TryingSelfTest
 from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
@@ -55,7 +55,14 @@ class SelfTestSearch:
 
     def attach_message(self, built: Built) -> Attach:
         """Return what a worker is told, after the holder has `built`."""
-        return Attach(built.handle, built.selftest_cases, *self._row_test, built.row_support, built.rebuilds_per_shape, built.first_shapes)
+        return Attach(
+            built.handle,
+            built.selftest_cases,
+            *self._row_test,
+            built.row_support,
+            built.rebuilds_per_shape,
+            built.first_shapes,
+        )
 
     def on_trying_selftest(self, message: TryingSelfTest) -> None:
         """The holder has said what it tries."""
@@ -90,6 +97,8 @@ class SelfTestSearch:
         if not self.spec.should_search:
             self.spec = replace(self.spec, unfit=failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
             return self._deaths < MAX_HOLDER_DEATHS
-        should_stop = has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_SELFTEST_UNFIT_CASES
+        should_stop = (
+            has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_SELFTEST_UNFIT_CASES
+        )
         self.spec = SelfTestSpec(not should_stop, (), failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
         return True

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from weightd.daemon.generations import accord, symptoms
 from weightd.daemon.generations.actions import Role, Send
-from weightd.daemon.generations.child import FOREVER, WorkerProcess, LossReason
+from weightd.daemon.generations.child import FOREVER, LossReason, WorkerProcess
 from weightd.daemon.generations.life import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
-from weightd.daemon.generations.plan import SelfTestSpec, RankGroupSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource, RankGroupSpec, SelfTestSpec
 from weightd.daemon.generations.progress import FailureReason, RetryHint
 from weightd.daemon.generations.ranks import RankProcesses, broker_name, rank_name
 from weightd.daemon.generations.states import ACTIVE, USABLE, ChildEvent, ChildState, GenerationEvent, GenerationState
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
-from weightd.protocol.messages.children import ProcessFailed, Built, Hello
-from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RunSelfTest, SelfTestDone
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
+from weightd.protocol.messages.children import Built, Hello, ProcessFailed
+from weightd.protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd.shared.devices import CPU
 
 
@@ -66,9 +66,13 @@ class RankGroup(GenerationBase):
         super().on_resumed()
         expected = {*self._rank_names, *([broker_name(self.label)] if self.group_spec.has_broker else [])}
         if {*self.children} != expected:
-            self._end_group(FailureReason(f"expected {', '.join(sorted(expected))}, got {', '.join(sorted(self.children))}"))
+            self._end_group(
+                FailureReason(f"expected {', '.join(sorted(expected))}, got {', '.join(sorted(self.children))}")
+            )
 
-    def on_snapshot_taken(self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(
+        self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
+    ) -> None:
         """The snapshot exists: start all processes, the broker first. `digests` are those of the ranks' slices."""
         del selftest  # it is configured, with the right answer
         if self.state is not GenerationState.SNAPSHOTTING:
@@ -162,7 +166,12 @@ class RankGroup(GenerationBase):
         """A process says that it cannot do what it is for."""
         child = self._find_unkilled(name)
         if child is not None:
-            loss = LossReason(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
+            loss = LossReason(
+                failure.reason,
+                child.state,
+                is_out_of_memory=failure.is_out_of_memory,
+                is_transient=failure.is_transient,
+            )
             self._on_loss(child, loss, is_consequential=symptoms.is_peer_failure_text(failure.reason))
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
@@ -191,10 +200,19 @@ class RankGroup(GenerationBase):
         if was in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_port_taken = was is ChildState.HOLDING and symptoms.is_port_taken(exit_cause, has_connected=have_met)
             is_transient = exit_cause.is_transient
-            loss = LossReason(str(exit_cause), was, has_answered=has_answered, is_signaled=exit_cause.is_killed, is_out_of_memory=is_port_taken, is_transient=is_transient)
+            loss = LossReason(
+                str(exit_cause),
+                was,
+                has_answered=has_answered,
+                is_signaled=exit_cause.is_killed,
+                is_out_of_memory=is_port_taken,
+                is_transient=is_transient,
+            )
             self._on_loss(child, loss, is_consequential=is_consequential)
         elif was is ChildState.KILLED:
-            self._on_killed_exit(child, exit_cause, is_independent=symptoms.is_independent_exit(exit_cause) and not is_consequential)
+            self._on_killed_exit(
+                child, exit_cause, is_independent=symptoms.is_independent_exit(exit_cause) and not is_consequential
+            )
         elif exit_cause.status != 0:
             # The others may wait for it in what they still compute.
             self.processes.kill_all()
@@ -278,11 +296,15 @@ class RankGroup(GenerationBase):
         if child.role is Role.BROKER:
             return hello_mismatch(hello, hello.sha256)
         rank = self._rank_names.index(child.name)
-        return hello_mismatch(hello, self._slice_digests[rank]) or (accord.rank_mismatch(hello, rank) if self.group_spec.is_sliced else "")
+        return hello_mismatch(hello, self._slice_digests[rank]) or (
+            accord.rank_mismatch(hello, rank) if self.group_spec.is_sliced else ""
+        )
 
     def _join_group(self, now: float) -> None:
         """All are up: where they say the same of the model, they are let in, all at once."""
-        slices = {each.name: each.hello.slice for each in self.processes.usable_ranks if each.hello and each.hello.slice}
+        slices = {
+            each.name: each.hello.slice for each in self.processes.usable_ranks if each.hello and each.hello.slice
+        }
         mismatch = accord.signature_mismatch(slices) if self.group_spec.is_sliced else ""
         if mismatch:
             self._end_group(FailureReason(mismatch))
@@ -340,7 +362,9 @@ class RankGroup(GenerationBase):
             self.deaths += 1
             self.counters.on_death()
         retry_hint = self._retry_hint(loss, is_consequential=is_consequential)
-        cause = FailureReason(loss.reason, child.name, retry_hint=retry_hint, is_transient=loss.is_transient or loss.is_out_of_memory)
+        cause = FailureReason(
+            loss.reason, child.name, retry_hint=retry_hint, is_transient=loss.is_transient or loss.is_out_of_memory
+        )
         if self.state in ACTIVE:
             self._is_consequential = is_consequential
             self._end_group(cause)
@@ -351,15 +375,23 @@ class RankGroup(GenerationBase):
     def _retry_hint(self, loss: LossReason, *, is_consequential: bool) -> RetryHint:
         if loss.is_out_of_memory:
             return RetryHint.WAIT_FOR_MEMORY
-        return RetryHint.MAY_SUCCEED if loss.is_signaled or (is_consequential and not loss.has_timed_out) else RetryHint.SAME_FAILURE
+        return (
+            RetryHint.MAY_SUCCEED
+            if loss.is_signaled or (is_consequential and not loss.has_timed_out)
+            else RetryHint.SAME_FAILURE
+        )
 
     def _on_killed_exit(self, child: WorkerProcess, exit_cause: ExitCause, *, is_independent: bool) -> None:
         """One that was killed has ended; it may have done so before, and have been what the others have died of."""
         if self._failure_reason.child == child.name:
-            self._failure_reason = replace(self._failure_reason, words=exit_cause.detail or self._failure_reason.log_tail)
+            self._failure_reason = replace(
+                self._failure_reason, words=exit_cause.detail or self._failure_reason.log_tail
+            )
         elif self._is_consequential and is_independent:
             # By another signal than the one that the daemon has sent.
-            self._failure_reason = replace(self._failure_reason, why=str(replace(exit_cause, by=ExitInitiator.UNKNOWN)), child=child.name, words="")
+            self._failure_reason = replace(
+                self._failure_reason, why=str(replace(exit_cause, by=ExitInitiator.UNKNOWN)), child=child.name, words=""
+            )
             self._is_consequential = False
             self._progress_logger.log(f"the first that was lost is {self._failure_reason}", child.name)
 

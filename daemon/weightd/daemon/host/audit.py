@@ -79,6 +79,8 @@ class RefusalLog:
     def write(self, entry: AuditEntry, result: str, detail: str, now: float) -> None:
         """Write the entry, or count it. Users of no tenant count as one, and so do hosts: there may be many."""
         has_own_limit = entry.tenant and not entry.user.startswith("host ")
-        left_out = self._rate_limited_log.record(f"{result} {entry.user} of {entry.tenant}" if has_own_limit else "", now)
+        left_out = self._rate_limited_log.record(
+            f"{result} {entry.user} of {entry.tenant}" if has_own_limit else "", now
+        )
         if left_out is not None:
             write(entry, result, detail, left_out=str(left_out) if left_out else "")

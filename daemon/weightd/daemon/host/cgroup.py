@@ -67,7 +67,11 @@ def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
     group = _find_group(proc, "memory")
     if group is None:
         return None
-    return _v2_memory(_with_memory_controller(group.self_and_ancestors)) if group.is_v2 else _v1_memory(group.self_and_ancestors)
+    return (
+        _v2_memory(_with_memory_controller(group.self_and_ancestors))
+        if group.is_v2
+        else _v1_memory(group.self_and_ancestors)
+    )
 
 
 def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
@@ -81,7 +85,9 @@ def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
     group = _find_group(proc, "memory")
     if group is None:
         return None
-    free = (_free_in_group(directory, _V2_FILES if group.is_v2 else _V1_FILES) for directory in group.self_and_ancestors)
+    free = (
+        _free_in_group(directory, _V2_FILES if group.is_v2 else _V1_FILES) for directory in group.self_and_ancestors
+    )
     return min((each for each in free if each is not None), default=None)
 
 
@@ -148,7 +154,8 @@ def locate(membership: str, mountinfo: str, controller: str = "memory") -> Contr
         return None
     path, unified = found
     groups = [
-        ControlGroup(Path(point), below, unified) for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
+        ControlGroup(Path(point), below, unified)
+        for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
     ]
     # Of several, the one that shows most of what is above.
     return max(groups, key=lambda group: len(group.relative_path.parts), default=None)

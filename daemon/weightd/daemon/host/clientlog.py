@@ -59,7 +59,11 @@ class ClientLog:
             self._logged_kinds.clear()
             self._line_counts.clear()
         key = client, kind or text
-        if key in self._logged_kinds or self._line_counts[client] >= _MAX_LINES_PER_CLIENT or self._line_counts.total() >= _MAX_LINES:
+        if (
+            key in self._logged_kinds
+            or self._line_counts[client] >= _MAX_LINES_PER_CLIENT
+            or self._line_counts.total() >= _MAX_LINES
+        ):
             is_counted = key in self._suppressed_counts or len(self._suppressed_counts) < _MAX_COUNTED_KINDS
             self._suppressed_counts[key if is_counted else ("", "")] += 1
             return

@@ -76,7 +76,9 @@ class EventLog(logging.Handler):
         if record.name == _ROUTINE_LOGGER and record.levelno < logging.WARNING:
             return
         model, generation, child = subject_of(record)
-        event = Event(self._next_number, record.created, _severity(record.levelno), _text(record), model, generation, child)
+        event = Event(
+            self._next_number, record.created, _severity(record.levelno), _text(record), model, generation, child
+        )
         self._next_number += 1
         client = client_of(record)
         source = (False, model) if client is None else (True, client)

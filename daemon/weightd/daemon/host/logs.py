@@ -10,7 +10,7 @@ from types import TracebackType
 
 from weightd.daemon.host import journal
 from weightd.daemon.host.shortage import with_limit_hint
-from weightd.shared.journal import to_one_line, add_priority, priority_of, is_connected_to_journal
+from weightd.shared.journal import add_priority, is_connected_to_journal, priority_of, to_one_line
 
 _log = logging.getLogger("weightd")
 
@@ -35,7 +35,10 @@ def set_up(level: int) -> None:
 def print_error(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
     line = to_one_line(f"weightd: {text}")
-    print(add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line, file=sys.stderr)
+    print(
+        add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line,
+        file=sys.stderr,
+    )
 
 
 class LineFormatter(logging.Formatter):

@@ -144,7 +144,9 @@ def spawn(
 def _spawn(link: socket.socket, order: _Order) -> int:
     received = array.array("i")
     # Not `recv_fds`: Python 3.11 ignores its flags.
-    _, messages, _, _ = link.recvmsg(1, socket.CMSG_LEN(order.descriptor_count * received.itemsize), socket.MSG_CMSG_CLOEXEC)
+    _, messages, _, _ = link.recvmsg(
+        1, socket.CMSG_LEN(order.descriptor_count * received.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for _, _, content in messages:
         received.frombytes(content)
     try:

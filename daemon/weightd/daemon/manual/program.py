@@ -8,7 +8,7 @@ from weightd.daemon import exits
 from weightd.daemon.command import parser
 from weightd.protocol.version import VERSION
 from weightd.shared.manual import commands, completion
-from weightd.shared.manual.page import write_sections, table
+from weightd.shared.manual.page import table, write_sections
 from weightd.shared.manual.roff import ManPage
 
 # What the shell offers for a metavar.

@@ -21,14 +21,14 @@ class ModelCounters:
 
     __slots__ = (
         "_unreplaced",
-        "selftest_failures",
-        "compute",
-        "unexpected_exits",
         "batch_mismatches",
+        "compute",
         "queue",
         "requests",
         "restarts",
         "rows",
+        "selftest_failures",
+        "unexpected_exits",
     )
 
     def __init__(self) -> None:

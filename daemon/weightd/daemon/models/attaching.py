@@ -36,7 +36,9 @@ class LoadLimiter:
     """
 
     def __init__(
-        self, free_bytes: Callable[[], int] = memory.free_bytes, usable_cores: Callable[[], int] = cores.usable_core_count
+        self,
+        free_bytes: Callable[[], int] = memory.free_bytes,
+        usable_cores: Callable[[], int] = cores.usable_core_count,
     ) -> None:
         self._free_bytes = free_bytes
         self._usable_cores = usable_cores
@@ -56,7 +58,11 @@ class LoadLimiter:
 
     def _attach_limit(self, limited: _LimitedGeneration) -> int:
         """What others build is taken for not begun: free memory tells less of them than they will need, never more."""
-        other_builds = [(each.building_count, each.build_bytes()) for each in self._generations if each is not limited and each.building_count]
+        other_builds = [
+            (each.building_count, each.build_bytes())
+            for each in self._generations
+            if each is not limited and each.building_count
+        ]
         cores_left = self._usable_cores() - sum(count for count, _ in other_builds)
         # Nor have its own that attach taken all they need.
         bytes_left = self._free_bytes() - sum(count * need for count, need in other_builds)

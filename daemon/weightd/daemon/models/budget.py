@@ -39,7 +39,11 @@ class ResourceRequest:
     @property
     def total_bytes(self) -> int:
         """The bytes altogether, of one card."""
-        return self.copy_count * card_bytes(self.weight_bytes) + self.process_count * self.process_bytes + self.buffer_bytes
+        return (
+            self.copy_count * card_bytes(self.weight_bytes)
+            + self.process_count * self.process_bytes
+            + self.buffer_bytes
+        )
 
     def for_rank(self, rank: int) -> ResourceRequest:
         """Return what that takes on the card of this rank."""
@@ -138,7 +142,9 @@ class DeviceBudget:
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
         """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
         other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
-        return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(label, request, other_requests)
+        return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(
+            label, request, other_requests
+        )
 
     def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
@@ -177,7 +183,9 @@ class DeviceBudget:
         for tell in list(self.waiting.values()):
             tell()
 
-    def _process_limit_reason(self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]) -> str:
+    def _process_limit_reason(
+        self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]
+    ) -> str:
         used = sum(had.process_count for had in other_requests.values())
         if self.max_processes is None or used + request.process_count <= self.max_processes:
             return ""
@@ -186,7 +194,9 @@ class DeviceBudget:
         text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count} ({process_kinds})"
         return f"{text}{_format_reservations(reserved_by_label)}"
 
-    def _memory_limit_reason(self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]) -> str:
+    def _memory_limit_reason(
+        self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]
+    ) -> str:
         used = sum(had.total_bytes for had in other_requests.values())
         if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
             return ""
@@ -208,7 +218,9 @@ def _format_copies(request: ResourceRequest) -> str:
 
 def _format_processes(request: ResourceRequest) -> str:
     if request.buffer_bytes:
-        return f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
+        return (
+            f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
+        )
     return f"{request.process_count} processes of {_format_mib(request.process_bytes)}"
 
 

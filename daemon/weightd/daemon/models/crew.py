@@ -9,7 +9,7 @@ from typing import Any
 
 from weightd.daemon.children.owner import ProcessEventHandler
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, DeleteFiles, Kill, TakeSnapshot, Send, Spawn
+from weightd.daemon.generations.actions import Action, AddSlot, DeleteFiles, Kill, RemoveSlot, Send, Spawn, TakeSnapshot
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.plan import ModelSource
@@ -27,18 +27,18 @@ from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import (
     Allowed,
     Attached,
-    Reconnected,
-    ProcessFailed,
+    BatchMismatch,
     Built,
     ChildMessage,
     Failed,
     Forked,
     Hello,
     Pong,
-    TryingSelfTest,
-    Result,
     PredictCancelled,
-    BatchMismatch,
+    ProcessFailed,
+    Reconnected,
+    Result,
+    TryingSelfTest,
 )
 from weightd.protocol.messages.ranks import Done
 
@@ -84,7 +84,12 @@ class ProcessEvents:
         return bool(self._by_process)
 
     def resume(
-        self, label: str, deployment: Deployment, sources: Mapping[int, ModelSource], record: GenerationRecord, now: float
+        self,
+        label: str,
+        deployment: Deployment,
+        sources: Mapping[int, ModelSource],
+        record: GenerationRecord,
+        now: float,
     ) -> GenerationBase | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
         spec = deployment.spec if record.is_sharing else deployment.spec.without_sharing()
@@ -92,7 +97,9 @@ class ProcessEvents:
         generation: GenerationBase = resume_function(label, spec, sources[record.source], record, now)
         if not self._process_manager.resume(self._event_handler, generation, record.store_fingerprint):
             _log.error(
-                "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.log_extra()
+                "%s: loaded anew: the page store was changed while no daemon was there",
+                label,
+                extra=generation.log_extra(),
             )
             return None
         self._by_process.update((child, (deployment, generation)) for child in generation.children)
@@ -111,15 +118,21 @@ class ProcessEvents:
         deployment, generation = entry
         match message:
             case Result() if self._can_trust_answers(generation):
-                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_result(child, message, frames, now), now)
+                self._end_if_out_of_step(
+                    child, deployment, generation, self._dispatcher.on_result(child, message, frames, now), now
+                )
             case Done() if self._can_trust_answers(generation) and isinstance(generation, RankGroup):
-                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_done(child, message.request, now), now)
+                self._end_if_out_of_step(
+                    child, deployment, generation, self._dispatcher.on_done(child, message.request, now), now
+                )
             case Failed() if self._can_trust_answers(generation):
                 self._on_batch_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.verify_store(deployment, generation, now)
             case PredictCancelled():
-                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_cancelled(child, message.request, now), now)
+                self._end_if_out_of_step(
+                    child, deployment, generation, self._dispatcher.on_cancelled(child, message.request, now), now
+                )
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
@@ -165,7 +178,9 @@ class ProcessEvents:
                 self._watch_if_ready(child, generation, now)
                 deployment.on_device_memory(generation, message.device)
             case BatchMismatch():
-                generation.on_batch_mismatch(message.note, {each: self._dispatcher.party_names.name_of(each) for each in message.parties})
+                generation.on_batch_mismatch(
+                    message.note, {each: self._dispatcher.party_names.name_of(each) for each in message.parties}
+                )
                 self._update_batching_policy(generation)
             case _:
                 units.on_message(child, deployment, generation, self._dispatcher, message, now)
@@ -250,8 +265,12 @@ class ProcessEvents:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
         if not isinstance(generation, Generation):
             return  # a unit has none
-        if generation.attach_control.can_trust_answers(self._process_manager.is_alive) and not self._process_manager.is_store_intact(generation):
-            generation.on_store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
+        if generation.attach_control.can_trust_answers(
+            self._process_manager.is_alive
+        ) and not self._process_manager.is_store_intact(generation):
+            generation.on_store_lost(
+                "the page store was changed or truncated by somebody: its pages are not trusted", now
+            )
             self._reconcile_deployment(deployment, now)
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -272,13 +291,17 @@ class ProcessEvents:
 
     def _can_trust_answers(self, generation: GenerationBase) -> bool:
         """Whether what the generation's workers say can be passed on."""
-        return generation.attach_control.can_trust_answers(self._process_manager.is_alive) and self._process_manager.is_store_intact(generation)
+        return generation.attach_control.can_trust_answers(
+            self._process_manager.is_alive
+        ) and self._process_manager.is_store_intact(generation)
 
     def _reconcile_deployment(self, deployment: Deployment, now: float) -> None:
         deployment.reconcile(now)
         self._reconcile(now)
 
-    def _on_batch_failed(self, child: str, deployment: Deployment, generation: GenerationBase, failed: Failed, now: float) -> None:
+    def _on_batch_failed(
+        self, child: str, deployment: Deployment, generation: GenerationBase, failed: Failed, now: float
+    ) -> None:
         reason = self._dispatcher.on_batch_failed(child, failed, now)
         if failed.is_exiting:
             generation.on_leaving(child, now, failed.error)
@@ -286,7 +309,9 @@ class ProcessEvents:
         else:
             self._end_if_out_of_step(child, deployment, generation, reason, now)
 
-    def _end_if_out_of_step(self, child: str, deployment: Deployment, generation: GenerationBase, reason: str, now: float) -> None:
+    def _end_if_out_of_step(
+        self, child: str, deployment: Deployment, generation: GenerationBase, reason: str, now: float
+    ) -> None:
         """End who computes together and is not in step any more, for this reason; "": they are."""
         if reason:
             generation.on_process_failed(child, ProcessFailed(clip(reason)), now)
@@ -295,7 +320,12 @@ class ProcessEvents:
     def _on_pong(self, child: str, generation: GenerationBase, pong: Pong, now: float) -> None:
         self._dispatcher.fault_isolator.watchdog.on_pong(child, now)
         built = generation.built
-        if built is not None and pong.selftest_digest and built.selftest_digest and pong.selftest_digest != built.selftest_digest:
+        if (
+            built is not None
+            and pong.selftest_digest
+            and built.selftest_digest
+            and pong.selftest_digest != built.selftest_digest
+        ):
             generation.counters.on_selftest_failed()
             self.end_process(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 

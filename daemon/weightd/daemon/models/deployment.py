@@ -14,12 +14,12 @@ from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.policies import ReplacementPolicy
 from weightd.daemon.generations.actions import Action, AddSlot, DeleteFiles
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import SelfTestSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource, SelfTestSpec
 from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.restarts import RestartBackoff
 from weightd.daemon.generations.states import ACTIVE, GenerationState
-from weightd.daemon.models.budget import ResourceRequest, Placement
-from weightd.daemon.models.stage import LOADING_STATES, DeploymentView, DeploymentState, DeploymentEvent, RolloutPolicy
+from weightd.daemon.models.budget import Placement, ResourceRequest
+from weightd.daemon.models.stage import LOADING_STATES, DeploymentEvent, DeploymentState, DeploymentView, RolloutPolicy
 from weightd.protocol.messages.findings import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
@@ -93,7 +93,9 @@ class Deployment(DeploymentView):
         self._backoff = RestartBackoff()
         self._load(source)
 
-    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float, selftest: SelfTestSpec | None = None) -> None:
+    def on_snapshot_taken(
+        self, source: ModelSource, snapshot: Snapshot, now: float, selftest: SelfTestSpec | None = None
+    ) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
         `canary` is what an earlier generation of the source has found out of it.
@@ -220,7 +222,9 @@ class Deployment(DeploymentView):
             vacate_reason = reason or "policy replace"
             reason = self.placement.rejection_reason(coming.label, need, excluding=[old.label])
             if not reason:
-                _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, vacate_reason, extra=old.log_extra())
+                _log.info(
+                    "%s leaves before %s is loaded: %s", old.label, coming.label, vacate_reason, extra=old.log_extra()
+                )
                 if self.is_updating:
                     # Should that fail, what serves now comes again.
                     self._wanted_source = old.source
@@ -374,7 +378,9 @@ class Deployment(DeploymentView):
     def _fail(self, last: GenerationBase) -> None:
         self._machine.advance(DeploymentEvent.FAIL)
         self._is_failing = True
-        consequence = "" if last.is_transient else f"; nothing is loaded on {self.placement.name} before a reload or an update"
+        consequence = (
+            "" if last.is_transient else f"; nothing is loaded on {self.placement.name} before a reload or an update"
+        )
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 
     def _log_failure(self, generation: GenerationBase) -> None:

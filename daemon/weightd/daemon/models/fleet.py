@@ -167,7 +167,9 @@ class ModelRegistry:
         self._discard_successor(model, now)
         model.note = ""
         if model.config != config and model.reconfigure(config):
-            _log.info("%s: the changed configuration is in force, nothing had to be loaded", name, extra=subject_extra(name))
+            _log.info(
+                "%s: the changed configuration is in force, nothing had to be loaded", name, extra=subject_extra(name)
+            )
         elif model.config != config:
             self.changing.append(model)
             model.successor = self._make_named(name, config)

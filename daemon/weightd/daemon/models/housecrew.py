@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from weightd.daemon.children.launch import WorkerProgram
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.actions import Action, RemoveSlot, AddSlot, DeleteFiles, TakeSnapshot, Spawn
+from weightd.daemon.generations.actions import Action, AddSlot, DeleteFiles, RemoveSlot, Spawn, TakeSnapshot
 from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.host.ends import ExitCause, MissingFile
 from weightd.daemon.models import units
@@ -15,7 +15,15 @@ from weightd.daemon.models.crew import ProcessEvents
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.turns import SharedProcessScheduler
-from weightd.protocol.messages.children import ProcessFailed, ChildMessage, Failed, Hello, Pong, Result, PredictCancelled
+from weightd.protocol.messages.children import (
+    ChildMessage,
+    Failed,
+    Hello,
+    Pong,
+    PredictCancelled,
+    ProcessFailed,
+    Result,
+)
 
 
 class SharedProcess(Protocol):
@@ -168,6 +176,8 @@ class SharedProcessEvents(ProcessEvents):
         scheduler = self._shared_process.schedulers.get(generation.label)
         active_slot = None if scheduler is None else scheduler.active_slot
         for desk in self._shared_process.dispatchers:
-            if active_slot is not None and any(desk.scheduler.slots.slot_of(each) is active_slot for each in generation.children):
+            if active_slot is not None and any(
+                desk.scheduler.slots.slot_of(each) is active_slot for each in generation.children
+            ):
                 return desk
         return self._shared_process.dispatchers[0]

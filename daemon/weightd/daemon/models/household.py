@@ -15,7 +15,7 @@ from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import ReplacementPolicy
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import RankGroupSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource, RankGroupSpec
 from weightd.daemon.generations.states import ACTIVE, advance
 from weightd.daemon.generations.unit import RankGroup
 from weightd.daemon.host.memory import MIB
@@ -25,7 +25,7 @@ from weightd.daemon.models.budget import DeviceBudget, Placement
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.housecrew import SharedProcessEvents
 from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.ports import ProcessManager, ClientNotifier
+from weightd.daemon.models.ports import ClientNotifier, ProcessManager
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import IdSequence
 from weightd.daemon.models.stage import RolloutPolicy
@@ -216,7 +216,9 @@ class GroupedModel(ServedModel):
             self._shared_process_events = shared_process.members[0].shared_process_events
         else:
             event_arguments = self.config, shared_process.process_manager, self._versions.snapshots
-            self._shared_process_events = SharedProcessEvents(shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile)
+            self._shared_process_events = SharedProcessEvents(
+                shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile
+            )
         self._process_events = self._shared_process_events
         self.on_message, self.on_exit = self._shared_process_events.on_message, self._shared_process_events.on_exit
         shared_process.members.append(self)
@@ -366,4 +368,6 @@ class ModelFactory:
 
 def _generation_spec(config: ModelConfig, device: str, model_count: int) -> GenerationSpec:
     ranks = RankGroupSpec(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=model_count)
-    return GenerationSpec(1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks)
+    return GenerationSpec(
+        1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks
+    )

@@ -11,7 +11,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import ReplacementPolicy
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import RowTestSpec, ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource, RowTestSpec
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import record_generation as record_generation
 from weightd.daemon.generations.states import GenerationState, advance
@@ -23,7 +23,7 @@ from weightd.daemon.models.attaching import LoadLimiter
 from weightd.daemon.models.budget import DeviceBudget, Placement
 from weightd.daemon.models.crew import ProcessEvents
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.ports import ProcessManager, ClientNotifier
+from weightd.daemon.models.ports import ClientNotifier, ProcessManager
 from weightd.daemon.models.ranks import placements, rollout_policy
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.retries import NEVER, LoadBackoff
@@ -70,7 +70,9 @@ class ServedModel:
         self.successor: ServedModel | None = None
         self.config = config
         self.timer = Timer(self.tick)
-        self.dispatcher = Dispatcher(name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than)
+        self.dispatcher = Dispatcher(
+            name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than
+        )
         self.deployments = [
             Deployment(room, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
             for room, terms in placements(config, devices)
@@ -83,7 +85,9 @@ class ServedModel:
             functools.partial(process_manager.take_snapshot, self, name, config),
             functools.partial(process_manager.remove_snapshot, name),
         )
-        self._process_events = ProcessEvents(self, config, process_manager, self._versions.snapshots, self.dispatcher, self._reconcile)
+        self._process_events = ProcessEvents(
+            self, config, process_manager, self._versions.snapshots, self.dispatcher, self._reconcile
+        )
         # What its children say, and their ends, are the crew's business.
         self.on_message = self._process_events.on_message
         self.on_exit = self._process_events.on_exit
@@ -220,7 +224,9 @@ class ServedModel:
             cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
         self.dispatcher.fault_isolator.continue_fingerprint(now)
-        self._process_events.run_watchdog([(each, each.serving) for each in self.deployments if each.serving is not None], now)
+        self._process_events.run_watchdog(
+            [(each, each.serving) for each in self.deployments if each.serving is not None], now
+        )
         due_deployments = [deployment for deployment in self.deployments if now >= deployment.next_tick_at]
         for deployment in due_deployments:
             deployment.tick(now)
@@ -240,7 +246,9 @@ class ServedModel:
             replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
                 that is given up.
         """
-        self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE)
+        self._phase = advance(
+            MODEL_PHASE_TRANSITIONS, self._phase, ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE
+        )
         if not is_replaced:
             self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
         self._versions.snapshots.cancel_pending()
@@ -255,7 +263,9 @@ class ServedModel:
             return False
         self.config = config
         self.dispatcher.reconfigure(config)
-        self._process_events.reconfigure(config, [each.serving for each in self.deployments if each.serving is not None])
+        self._process_events.reconfigure(
+            config, [each.serving for each in self.deployments if each.serving is not None]
+        )
         self._process_manager.mark_changed()
         return True
 
@@ -266,7 +276,11 @@ class ServedModel:
 
     def set_predecessor(self, old: ServedModel) -> None:
         """It is to take the place of another model, and its room, where there is none for both."""
-        if old.config.ranks is None or self.config.ranks is None or self.config.policy == ReplacementPolicy.OVERLAP.value:
+        if (
+            old.config.ranks is None
+            or self.config.ranks is None
+            or self.config.policy == ReplacementPolicy.OVERLAP.value
+        ):
             return
         predecessor = ReplacedDeployment(lambda: [each.label for each in old.generations], old.vacate)
         for deployment in self.deployments:
@@ -331,7 +345,9 @@ class ServedModel:
 
         Or if that cannot be loaded for which it has made way.
         """
-        is_reconnecting = any(generation.is_reconnecting for each in self.deployments for generation in each.generations)
+        is_reconnecting = any(
+            generation.is_reconnecting for each in self.deployments for generation in each.generations
+        )
         return self.is_serving or is_reconnecting or any(each.is_vacated for each in self.deployments)
 
     @property
@@ -385,7 +401,9 @@ class ServedModel:
 
     def retry_delay_s(self, now: float) -> float | None:
         """Return the seconds until what has failed is loaded again by itself; None if it is not."""
-        return max(0.0, self._load_backoff.due_at - now) if self.may_retry and self._load_backoff.due_at != NEVER else None
+        return (
+            max(0.0, self._load_backoff.due_at - now) if self.may_retry and self._load_backoff.due_at != NEVER else None
+        )
 
     @property
     def deaths(self) -> int:
@@ -407,7 +425,9 @@ class ServedModel:
     def _make_generation(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
         number = self._ids.next_generation()
         generation_type = Generation if spec.rank_group is None else RankGroup
-        generation: GenerationBase = generation_type(f"{self.name}.{number}", spec, placement.name, source, number=number)
+        generation: GenerationBase = generation_type(
+            f"{self.name}.{number}", spec, placement.name, source, number=number
+        )
         self._configure_generation(generation)
         return generation
 

@@ -117,11 +117,17 @@ class LoadEstimate:
             return None
         last_copy_s = None if self._last_speed is None else self._last_speed.copy_time_s(self._total_bytes)
         copy_s = self._copy_s if self._copied_bytes else last_copy_s
-        return LoadSpeed(self._total_bytes, min(now - self._load_started_at, _MAX_DURATION_S), None if copy_s is None else min(copy_s, _MAX_DURATION_S))
+        return LoadSpeed(
+            self._total_bytes,
+            min(now - self._load_started_at, _MAX_DURATION_S),
+            None if copy_s is None else min(copy_s, _MAX_DURATION_S),
+        )
 
     def progress(self, now: float) -> LoadProgress:
         """Return how far it is."""
-        fraction_copied = self._copied_bytes / self._total_bytes if self._copied_bytes and self._copy_s is None else None
+        fraction_copied = (
+            self._copied_bytes / self._total_bytes if self._copied_bytes and self._copy_s is None else None
+        )
         expected_load_s = None if self._last_speed is None else self._last_speed.load_time_s(self._total_bytes)
         copy_s = self._copy_time_s(now)
         if expected_load_s is None or copy_s is None:
@@ -131,7 +137,11 @@ class LoadEstimate:
         if self._copy_s is None:
             part, left = min(now - self._started_at, copy_s), total_s - (now - self._started_at)
         else:
-            part, left = copy_s + expected_load_s * _asymptotic_fraction(elapsed_s / expected_load_s if expected_load_s else 1.0), expected_load_s - elapsed_s
+            part, left = (
+                copy_s
+                + expected_load_s * _asymptotic_fraction(elapsed_s / expected_load_s if expected_load_s else 1.0),
+                expected_load_s - elapsed_s,
+            )
         self._reported_fraction = max(self._reported_fraction, min(_MAX_PROGRESS, part / total_s if total_s else 0.0))
         is_known = 0 < left <= _MAX_DURATION_S and (self._copy_s is None or self._load_started_at is not None)
         return LoadProgress(self._reported_fraction, left if is_known else None, fraction_copied)
@@ -149,4 +159,8 @@ class LoadEstimate:
 
 def _asymptotic_fraction(elapsed_ratio: float) -> float:
     """The share that is done after so many times of what the last one took: less than 1, whatever it is."""
-    return elapsed_ratio if elapsed_ratio < _LINEAR_UNTIL else 1 - (1 - _LINEAR_UNTIL) ** 2 / (elapsed_ratio - _LINEAR_UNTIL + 1 - _LINEAR_UNTIL)
+    return (
+        elapsed_ratio
+        if elapsed_ratio < _LINEAR_UNTIL
+        else 1 - (1 - _LINEAR_UNTIL) ** 2 / (elapsed_ratio - _LINEAR_UNTIL + 1 - _LINEAR_UNTIL)
+    )

@@ -21,7 +21,14 @@ from weightd.protocol.messages.children import ChildOrder
 class ProcessManager(Protocol):
     """What a model wants of its children. None of these calls the model back before it has returned."""
 
-    def take_snapshot(self, event_handler: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected_sha256: str = "") -> None:
+    def take_snapshot(
+        self,
+        event_handler: ProcessEventHandler,
+        model: str,
+        config: ModelConfig,
+        source: ModelSource,
+        expected_sha256: str = "",
+    ) -> None:
         """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`.
 
         `expected`: the sha256 that it has to have, "" for any.
@@ -31,11 +38,19 @@ class ProcessManager(Protocol):
         """Remove the snapshot, or stop taking it."""
 
     def spawn(
-        self, event_handler: ProcessEventHandler, generation: GenerationBase, program: WorkerProgram, name: str, role: Role, template: str = ""
+        self,
+        event_handler: ProcessEventHandler,
+        generation: GenerationBase,
+        program: WorkerProgram,
+        name: str,
+        role: Role,
+        template: str = "",
     ) -> None:
         """Start a child, forked of `template` if that is one; answer by `heard` and, in the end, `exited`."""
 
-    def resume(self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None) -> bool:
+    def resume(
+        self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None
+    ) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
 
         Return False if its page store is not what it was.

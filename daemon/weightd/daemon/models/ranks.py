@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from weightd.daemon.children.launch import WorkerProgram, worker_program
-from weightd.daemon.children.meeting import Rendezvous, free_port, rank_program, generate_rank_table
+from weightd.daemon.children.meeting import Rendezvous, free_port, generate_rank_table, rank_program
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import ReplacementPolicy
@@ -14,7 +14,7 @@ from weightd.daemon.config.ranks import RanksConfig
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import WorkerProcess
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import CONCAT, RankGroupSpec, GenerationSpec
+from weightd.daemon.generations.plan import CONCAT, GenerationSpec, RankGroupSpec
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import DeviceBudget, Placement
 from weightd.daemon.models.cards import CardGroup
@@ -25,8 +25,14 @@ from weightd.shared.devices import CPU
 def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:
     """Return where the model has a copy of the weights each, and what is configured of it."""
     if config.ranks is None:
-        return [(devices[device], GenerationSpec.from_config(config, together)) for device, together in config.devices_by_weight_copy.items()]
-    return [(_placement(config.ranks, group, devices), _generation_spec(config, config.ranks, group)) for group in config.ranks.groups]
+        return [
+            (devices[device], GenerationSpec.from_config(config, together))
+            for device, together in config.devices_by_weight_copy.items()
+        ]
+    return [
+        (_placement(config.ranks, group, devices), _generation_spec(config, config.ranks, group))
+        for group in config.ranks.groups
+    ]
 
 
 def rollout_policy(config: ModelConfig) -> RolloutPolicy:
@@ -51,7 +57,9 @@ class RendezvousTable:
     def __init__(self) -> None:
         self._by_label: dict[str, Rendezvous] = {}
 
-    def program(self, config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, name: str, placement: Placement) -> WorkerProgram:
+    def program(
+        self, config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, name: str, placement: Placement
+    ) -> WorkerProgram:
         """Return what a child of the generation runs, whatever that is."""
         child, group_spec = generation.children[name], generation.spec.rank_group
         if group_spec is None:
@@ -80,7 +88,9 @@ def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, 
         CONCAT if reply_rank is None else reply_rank,
         has_broker=config.engine_spec.has_broker,
     )
-    return dataclasses.replace(GenerationSpec.from_config(config, ()), sharing=False, forks_built=False, ranks=group_spec)
+    return dataclasses.replace(
+        GenerationSpec.from_config(config, ()), sharing=False, forks_built=False, ranks=group_spec
+    )
 
 
 def _make_rendezvous(config: ModelConfig, group_spec: RankGroupSpec, snapshot: Snapshot, card_port: int) -> Rendezvous:
@@ -90,5 +100,7 @@ def _make_rendezvous(config: ModelConfig, group_spec: RankGroupSpec, snapshot: S
         return Rendezvous(port, rank_table_path=snapshot.rank_tables[ranks.groups.index(group_spec.devices)])
     return Rendezvous(
         port,
-        rank_table_text=generate_rank_table(group_spec.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
+        rank_table_text=generate_rank_table(group_spec.devices, ranks.device_ips, card_port)
+        if ranks is not None and ranks.is_table_generated
+        else "",
     )

@@ -76,7 +76,14 @@ class SourceRecord:
     def restored_snapshot(self) -> Snapshot:
         """The snapshot."""
         slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
-        fields = self.snapshot_path, self.snapshot_weights, self.sha256, self.nbytes, self.selftest_inputs, self.identity
+        fields = (
+            self.snapshot_path,
+            self.snapshot_weights,
+            self.sha256,
+            self.nbytes,
+            self.selftest_inputs,
+            self.identity,
+        )
         return Snapshot(*fields, slices, self.rank_tables)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.requests.rows.terms import NO_BATCHING, Dims, BatchingPolicy
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy, Dims
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.findings import RowSupport
 
@@ -46,13 +46,17 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
     if policy.can_merge:
         texts.append(f"requests share a predict of up to {policy.max_rows} rows")
     if policy.max_split_rows:
-        where = " of the canary's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
+        where = (
+            " of the canary's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
+        )
         texts.append(f"requests of more than {policy.max_split_rows} rows{where} run in parts")
     if texts:
         texts.append("tested bit-equal" if row_support.is_equal else "not tested to be exact")
     if config.batching.max_rows > 1:
         texts += [
-            f"none share a predict: input {name} has no rows" for name in _inputs_without_rows(generation)[:1] if row_support.inputs
+            f"none share a predict: input {name} has no rows"
+            for name in _inputs_without_rows(generation)[:1]
+            if row_support.inputs
         ]
     if row_support.note:
         texts.append(row_support.note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.generations.plan import SelfTestSpec, ModelSource
+from weightd.daemon.generations.plan import ModelSource, SelfTestSpec
 
 
 class Snapshots:

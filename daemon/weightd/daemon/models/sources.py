@@ -50,7 +50,11 @@ class ModelVersions:
     """
 
     def __init__(
-        self, path: str, ids: IdSequence, take_snapshot: Callable[[ModelSource, str], None], remove_snapshot: Callable[[ModelSource], None]
+        self,
+        path: str,
+        ids: IdSequence,
+        take_snapshot: Callable[[ModelSource, str], None],
+        remove_snapshot: Callable[[ModelSource], None],
     ) -> None:
         self.current = ModelSource(path, number=ids.next_source())
         self.previous: ModelSource | None = None
@@ -84,7 +88,9 @@ class ModelVersions:
         """
         oldest, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
         is_rollback = source == oldest
-        self.current, self.previous, self.rolled_back = (source, None, before) if is_rollback else (source, before, None)
+        self.current, self.previous, self.rolled_back = (
+            (source, None, before) if is_rollback else (source, before, None)
+        )
         for each in (oldest, before):
             if each is not None:
                 self.drop(each)

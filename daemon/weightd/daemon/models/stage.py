@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weightd.daemon.config.policies import ReplacementPolicy
 from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import ModelSource, GenerationSpec
+from weightd.daemon.generations.plan import GenerationSpec, ModelSource
 from weightd.daemon.generations.progress import RetryHint
 from weightd.daemon.generations.states import Machine
 from weightd.daemon.models.budget import Placement
@@ -40,7 +40,9 @@ class DeploymentEvent(enum.Enum):
     STOP = "stop"
 
 
-LOADING_STATES = frozenset({DeploymentState.INITIAL, DeploymentState.ESTABLISHED, DeploymentState.UPDATING, DeploymentState.REPAIRING})
+LOADING_STATES = frozenset(
+    {DeploymentState.INITIAL, DeploymentState.ESTABLISHED, DeploymentState.UPDATING, DeploymentState.REPAIRING}
+)
 
 DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], DeploymentState] = {
     (DeploymentState.INITIAL, DeploymentEvent.SERVE): DeploymentState.ESTABLISHED,
@@ -134,7 +136,11 @@ class DeploymentView:
     @property
     def may_recover(self) -> bool:
         """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
-        return self._failed_generation is None or self._failed_generation.retry_hint is RetryHint.MAY_SUCCEED or self._state is DeploymentState.STOPPING
+        return (
+            self._failed_generation is None
+            or self._failed_generation.retry_hint is RetryHint.MAY_SUCCEED
+            or self._state is DeploymentState.STOPPING
+        )
 
     @property
     def main_generation(self) -> GenerationBase:
@@ -147,7 +153,9 @@ class DeploymentView:
     @property
     def is_update_ready(self) -> bool:
         """Whether what `update` has loaded can take over."""
-        return self.is_updating and self.loading is not None and self.loading.is_complete and self.loading.has_all_workers
+        return (
+            self.is_updating and self.loading is not None and self.loading.is_complete and self.loading.has_all_workers
+        )
 
     @property
     def is_updating(self) -> bool:
@@ -178,7 +186,9 @@ class DeploymentView:
     @property
     def is_being_replaced(self) -> bool:
         """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
-        return self._state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
+        return (
+            self._state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
+        )
 
     @property
     def is_vacated(self) -> bool:

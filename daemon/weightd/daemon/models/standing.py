@@ -30,7 +30,10 @@ class ModelPhaseEvent(enum.Enum):
 
 MODEL_PHASE_TRANSITIONS: Mapping[tuple[ModelPhase, ModelPhaseEvent], ModelPhase] = {
     (ModelPhase.OPEN, ModelPhaseEvent.REPLACE): ModelPhase.REPLACED,
-    (ModelPhase.CLOSED, ModelPhaseEvent.REPLACE): ModelPhase.CLOSED,  # a stop while another model loads: nothing waits any more
+    (
+        ModelPhase.CLOSED,
+        ModelPhaseEvent.REPLACE,
+    ): ModelPhase.CLOSED,  # a stop while another model loads: nothing waits any more
     **{(phase, ModelPhaseEvent.CLOSE): ModelPhase.CLOSED for phase in ModelPhase},
 }
 
@@ -86,7 +89,11 @@ def unready_reason(name: str, deployments: Sequence[Deployment], watchdog: Watch
     serving = [each.serving for each in deployments if each.serving is not None]
     if not serving:
         unavailable, generation = find_unavailable(name, deployments), main_deployment(deployments).main_generation
-        return unavailable.message if unavailable is not None else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
+        return (
+            unavailable.message
+            if unavailable is not None
+            else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
+        )
     silence_s = watchdog.silence_s([process for each in serving for process in each.serving_processes], now)
     if silence_s is None:
         return ""

@@ -12,11 +12,18 @@ from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ranks import rank_number
 from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.lockstep import LockstepTracker
-from weightd.protocol.messages.children import ProcessFailed, ChildMessage
+from weightd.protocol.messages.children import ChildMessage, ProcessFailed
 from weightd.protocol.messages.ranks import JoinedGroup, SelfTestDone
 
 
-def on_message(child: str, deployment: Deployment, generation: GenerationBase, dispatcher: Dispatcher, message: ChildMessage, now: float) -> None:
+def on_message(
+    child: str,
+    deployment: Deployment,
+    generation: GenerationBase,
+    dispatcher: Dispatcher,
+    message: ChildMessage,
+    now: float,
+) -> None:
     """A child has said what only processes of units say, or one of a unit what none of these says."""
     message_name = type(message).__name__.lower()
     match generation, message:
@@ -41,7 +48,14 @@ def add_slot(generation: RankGroup, config: ModelConfig, dispatcher: Dispatcher,
         reply = None if generation.group_spec.reply_rank == CONCAT else processes[generation.group_spec.reply_rank]
         others = [each.name for each in generation.children.values() if each.role is Role.BROKER]
         lockstep = LockstepTracker(processes, reply, generation.step)
-        dispatcher.add_rank_slot(seat, lockstep, now, support_processes=others, device=generation.device, policy=rows.batching_policy(config, generation))
+        dispatcher.add_rank_slot(
+            seat,
+            lockstep,
+            now,
+            support_processes=others,
+            device=generation.device,
+            policy=rows.batching_policy(config, generation),
+        )
 
 
 def _rank_of_process(generation: RankGroup, child: str) -> int:

@@ -80,7 +80,9 @@ class Rollouts:
         if self._current is not None:
             raise Unavailable(f"{self._name} is being updated already")
         for each in self._deployments:
-            if not (each.has_failed or each.is_lost or each.is_being_replaced) and (each.serving is None or each.is_busy):
+            if not (each.has_failed or each.is_lost or each.is_being_replaced) and (
+                each.serving is None or each.is_busy
+            ):
                 raise Unavailable(f"{self._name} is loading on {each.placement.name}: try again once it serves")
         if rollback:
             source = self._rollback_target()
@@ -125,7 +127,12 @@ class Rollouts:
         self._update_sink.reply_updated(
             rollout.client,
             UpdateResponse(
-                rollout.request_id, self._name, generation_numbers, current.path, current.weights, configured_path=self._config.path
+                rollout.request_id,
+                self._name,
+                generation_numbers,
+                current.path,
+                current.weights,
+                configured_path=self._config.path,
             ),
         )
 
@@ -147,4 +154,6 @@ class Rollouts:
         if path and Path(path).suffix != suffix:
             raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")
         if path and self._config.ranks is not None and RANK_PLACEHOLDER not in path:
-            raise InvalidArgument(f"expected {RANK_PLACEHOLDER} in the path, for each rank has a file of its own, got {path!r}")
+            raise InvalidArgument(
+                f"expected {RANK_PLACEHOLDER} in the path, for each rank has a file of its own, got {path!r}"
+            )

@@ -33,7 +33,9 @@ class UsageReporter:
         timers: call it when something is due.
     """
 
-    def __init__(self, tenants: TenantResolver, usage_table: UsageTable, model_names: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self, tenants: TenantResolver, usage_table: UsageTable, model_names: Callable[[], Collection[str]]
+    ) -> None:
         self._tenants = tenants
         self._usage_table = usage_table
         self._model_names = model_names
@@ -97,7 +99,9 @@ class UsageIntervals:
     def lines(self, tenants: Iterable[str], seconds: float) -> Iterator[str]:
         """Yield a line for each tenant that has asked anything, or been given seconds; since so many of them."""
         previous, self._last_totals = self._last_totals, {name: self._totals_of(name) for name in tenants}
-        differences = {name: _totals_since(previous.get(name, _NO_TOTALS), now) for name, now in self._last_totals.items()}
+        differences = {
+            name: _totals_since(previous.get(name, _NO_TOTALS), now) for name, now in self._last_totals.items()
+        }
         all_seconds = sum(each.total.slot_seconds for each in differences.values())
         for name, each in differences.items():
             if not each.total.is_empty:
@@ -115,7 +119,9 @@ def _totals_since(before: TenantTotals, now: TenantTotals) -> TenantTotals:
     """What has been counted since; all of it, where it has begun anew."""
     if now.total.requests < before.total.requests:
         return now
-    models = {model: seconds - before.seconds_by_model.get(model, 0.0) for model, seconds in now.seconds_by_model.items()}
+    models = {
+        model: seconds - before.seconds_by_model.get(model, 0.0) for model, seconds in now.seconds_by_model.items()
+    }
     return TenantTotals(_usage_difference(now.total, before.total), models)
 
 

@@ -9,7 +9,7 @@ from weightd.daemon.generations.life import GenerationBase
 from weightd.daemon.generations.plan import ModelSource
 from weightd.daemon.generations.states import LOADING, GenerationState
 from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.pace import LoadEstimate, LoadSpeed, LoadSpeedRecord, LoadProgress
+from weightd.daemon.models.pace import LoadEstimate, LoadProgress, LoadSpeed, LoadSpeedRecord
 from weightd.shared import loading
 
 # Of models that are gone, too: one that comes again has a name that it had.

@@ -71,7 +71,9 @@ class MemoryReport(NamedTuple):
     footprints: Mapping[str, MemoryFootprint] = {}
 
 
-def memory_subjects(models: Iterable[ServedModel], processes: Mapping[str, MeasuredProcess], files: Mapping[str, MeasuredFiles]) -> MemorySubjects:
+def memory_subjects(
+    models: Iterable[ServedModel], processes: Mapping[str, MeasuredProcess], files: Mapping[str, MeasuredFiles]
+) -> MemorySubjects:
     """Return what is to be measured of models.
 
     Args:
@@ -80,11 +82,14 @@ def memory_subjects(models: Iterable[ServedModel], processes: Mapping[str, Measu
         files: of each generation, by its label.
     """
     return {
-        model.name: [_memory_subject(each, processes, files.get(each.label)) for each in model.generations] for model in models
+        model.name: [_memory_subject(each, processes, files.get(each.label)) for each in model.generations]
+        for model in models
     }
 
 
-def _memory_subject(generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None) -> MemorySubject:
+def _memory_subject(
+    generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None
+) -> MemorySubject:
     children = [child for child in generation.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
@@ -131,7 +136,9 @@ class MemorySampler:
 
     def _measure(self, daemon_pids: Sequence[int], subjects: MemorySubjects) -> None:
         try:
-            daemon_pss_bytes = [found.pss_bytes for pid in daemon_pids if (found := read_process_memory(pid)) is not None]
+            daemon_pss_bytes = [
+                found.pss_bytes for pid in daemon_pids if (found := read_process_memory(pid)) is not None
+            ]
             footprints = {name: measure_footprint(each) for name, each in subjects.items()}
             self._report = MemoryReport(sum(daemon_pss_bytes) if daemon_pss_bytes else None, footprints)
         finally:
@@ -152,7 +159,9 @@ def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
             copy_bytes += nbytes
             # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
             saved_bytes += max(0, each.shared_bytes - nbytes) if nbytes else 0
-    return MemoryFootprint(pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None)
+    return MemoryFootprint(
+        pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None
+    )
 
 
 def _start_thread(target: Callable[[], None]) -> None:

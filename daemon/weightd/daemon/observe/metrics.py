@@ -14,7 +14,7 @@ from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
 from weightd.daemon.meters.meters import CounterRegistry
 from weightd.daemon.meters.totals import DaemonCounters
 from weightd.daemon.models.model import ServedModel
-from weightd.daemon.observe.tenants import QueuedCounts, tenant_statuses, queued_counts
+from weightd.daemon.observe.tenants import QueuedCounts, queued_counts, tenant_statuses
 from weightd.daemon.tenants.accounts import UsageTable
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
@@ -72,7 +72,11 @@ class MetricsTime(NamedTuple):
 
 def build_metrics(request_id: str, metrics_time: MetricsTime, viewer: Viewer, inputs: MetricsInputs) -> MetricsResponse:
     """Return the answer: everything, or what is the viewer's own."""
-    return _all_metrics(request_id, metrics_time, inputs) if viewer.can_see_all else _tenant_metrics(request_id, metrics_time, viewer, inputs)
+    return (
+        _all_metrics(request_id, metrics_time, inputs)
+        if viewer.can_see_all
+        else _tenant_metrics(request_id, metrics_time, viewer, inputs)
+    )
 
 
 def _all_metrics(request_id: str, metrics_time: MetricsTime, inputs: MetricsInputs) -> MetricsResponse:
@@ -84,7 +88,9 @@ def _all_metrics(request_id: str, metrics_time: MetricsTime, inputs: MetricsInpu
         seconds_bounds=SECONDS_BOUNDS,
         rows_bounds=ROWS_BOUNDS,
         models=tuple(
-            _model_metrics(model, inputs.counter_registry, inputs.footprints.get(model.name, _UNKNOWN_FOOTPRINT), metrics_time)
+            _model_metrics(
+                model, inputs.counter_registry, inputs.footprints.get(model.name, _UNKNOWN_FOOTPRINT), metrics_time
+            )
             for model in inputs.models
         ),
         tenants=tenant_statuses(inputs.tenants, inputs.usage_table, queued_counts(inputs.models)),
@@ -96,8 +102,14 @@ def _all_metrics(request_id: str, metrics_time: MetricsTime, inputs: MetricsInpu
     )
 
 
-def _model_metrics(model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, metrics_time: MetricsTime) -> ModelMetrics:
-    counters, main_generation, dispatcher = counter_registry.counters_of(model.name), model.main_generation, model.dispatcher
+def _model_metrics(
+    model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, metrics_time: MetricsTime
+) -> ModelMetrics:
+    counters, main_generation, dispatcher = (
+        counter_registry.counters_of(model.name),
+        model.main_generation,
+        model.dispatcher,
+    )
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
@@ -128,7 +140,9 @@ def _model_metrics(model: ServedModel, counter_registry: CounterRegistry, footpr
 
 def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
     counts = Counter(
-        (role_of(generation, child), child.state.display_name) for generation in generations for child in generation.alive()
+        (role_of(generation, child), child.state.display_name)
+        for generation in generations
+        for child in generation.alive()
     )
     items = sorted(counts.items())[: limits.MAX_PROCESS_COUNTS]
     return tuple(ProcessCount(role, state, count) for (role, state), count in items)
@@ -136,7 +150,9 @@ def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount
 
 def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
     """Return what a process is for: a worker that takes no requests yet is a spare."""
-    is_spare = child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.serving_processes
+    is_spare = (
+        child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.serving_processes
+    )
     return "spare" if is_spare else child.role.value
 
 
@@ -144,7 +160,9 @@ def _is_ready(model: ServedModel, metrics_time: MetricsTime) -> bool:
     return metrics_time.state == "running" and not model.unready_reason(metrics_time.now)
 
 
-def _tenant_metrics(request_id: str, metrics_time: MetricsTime, viewer: Viewer, inputs: MetricsInputs) -> MetricsResponse:
+def _tenant_metrics(
+    request_id: str, metrics_time: MetricsTime, viewer: Viewer, inputs: MetricsInputs
+) -> MetricsResponse:
     """Nothing of anybody else: the models that there are for a tenant, and its account."""
     tenant = viewer.tenant
     visible_models = [model for model in inputs.models if tenant.can_see(model.name)]
@@ -165,7 +183,9 @@ def _tenant_metrics(request_id: str, metrics_time: MetricsTime, viewer: Viewer, 
     )
 
 
-def _tenant_model_metrics(model: ServedModel, tenant: Tenant, queued: QueuedCounts, metrics_time: MetricsTime) -> ModelMetrics:
+def _tenant_model_metrics(
+    model: ServedModel, tenant: Tenant, queued: QueuedCounts, metrics_time: MetricsTime
+) -> ModelMetrics:
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightd.daemon.models.model import ServedModel
-from weightd.daemon.observe.tenants import QueuedCounts, tenant_statuses, queued_counts
+from weightd.daemon.observe.tenants import QueuedCounts, queued_counts, tenant_statuses
 from weightd.daemon.tenants.accounts import UsageTable
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.messages.status import ModelStatus, StatusResponse

@@ -86,7 +86,9 @@ class Reports:
             return
         if pending.step():
             self._remove(pending)
-        self._paid_until[user] = max(started_at, self._paid_until.get(user, 0.0)) + (self._get_time() - started_at) / LOOP_SHARE
+        self._paid_until[user] = (
+            max(started_at, self._paid_until.get(user, 0.0)) + (self._get_time() - started_at) / LOOP_SHARE
+        )
         if self._pending:
             self._loop.call_soon(self.step)
 
@@ -100,7 +102,9 @@ class Reports:
         """Return which one gives way: the last one of the client that has most, of the user that has most."""
         by_client = Counter(each.requester.client for each in self._pending)
         by_user = self._counts_by_user
-        return max(reversed(self._pending), key=lambda each: (by_user[each.requester.user], by_client[each.requester.client]))
+        return max(
+            reversed(self._pending), key=lambda each: (by_user[each.requester.user], by_client[each.requester.client])
+        )
 
     def _retry_after_s(self, requester: MetadataRequest) -> float:
         """Return after how many seconds another question of a user is likely to be answered."""

@@ -25,7 +25,7 @@ from weightd.daemon.models.pace import LoadProgress
 from weightd.daemon.observe.loading import NO_PROGRESS
 from weightd.daemon.observe.metrics import role_of
 from weightd.daemon.observe.survey import MemoryScan
-from weightd.daemon.observe.tenants import tenant_statuses, queued_counts
+from weightd.daemon.observe.tenants import queued_counts, tenant_statuses
 from weightd.daemon.requests.tally import ExecutionCounters
 from weightd.daemon.tenants.accounts import UsageTable
 from weightd.daemon.tenants.tenant import Tenant
@@ -36,10 +36,10 @@ from weightd.protocol.messages.status import (
     DeviceStatus,
     ExecutionsStatus,
     ForkServerStatus,
-    ProxyStatus,
     GenerationStatus,
     ModelStatus,
     ProcessStatus,
+    ProxyStatus,
     RowsCount,
     StatusResponse,
 )
@@ -112,7 +112,9 @@ def build_status(memory_scan: MemoryScan, state: str, uptime_s: float, inputs: S
         buffered_bytes=inputs.buffered_bytes,
         max_memory_bytes=inputs.max_buffered_bytes,
         zmq_proxies=tuple(
-            ProxyStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, memory_scan.pss_bytes(each.pid))
+            ProxyStatus(
+                each.name, clip(each.address), each.pid, each.peers, each.restarts, memory_scan.pss_bytes(each.pid)
+            )
             for each in inputs.zmq_proxies
         ),
         fork_servers=tuple(_fork_server_status(each, memory_scan, inputs.processes) for each in inputs.fork_servers),
@@ -147,13 +149,21 @@ def _model_status(model: ServedModel, memory_scan: MemoryScan, inputs: StatusInp
 
 def _executions_status(execution_counters: ExecutionCounters) -> ExecutionsStatus:
     histogram = tuple(RowsCount(max_rows, count) for max_rows, count in execution_counters.batches_by_rows.items())
-    return ExecutionsStatus(execution_counters.executions, histogram, execution_counters.padded_rows, execution_counters.split_requests, execution_counters.retried_items)
+    return ExecutionsStatus(
+        execution_counters.executions,
+        histogram,
+        execution_counters.padded_rows,
+        execution_counters.split_requests,
+        execution_counters.retried_items,
+    )
 
 
 def _model_note(model: ServedModel) -> str:
     offenders = ", ".join(model.dispatcher.fault_isolator.offenses.confined_names(clock.now()))
     offense_text = f"workers were lost to requests of {offenders}" if offenders else ""
-    being_replaced = [each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced]
+    being_replaced = [
+        each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced
+    ]
     replacement_text = "; ".join(dict.fromkeys(f"cannot be loaded anew: {cause}" for cause in being_replaced if cause))
     return "; ".join(each for each in (model.note, replacement_text, offense_text) if each)
 
@@ -169,7 +179,9 @@ def _generation_status(
     children = [child for child in generation.alive() if child.name in processes]
     shared_bytes = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
     if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
-        copy_bytes = 0 if files is None else memory_scan.cache.get(files.store, functools.partial(resident_bytes, files.store))
+        copy_bytes = (
+            0 if files is None else memory_scan.cache.get(files.store, functools.partial(resident_bytes, files.store))
+        )
     else:
         copy_bytes = generation.built.shared_bytes if generation.built else 0
     return GenerationStatus(
@@ -183,7 +195,9 @@ def _generation_status(
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
         saved_bytes=None if copy_bytes is None else max(0, shared_bytes - copy_bytes) if copy_bytes else 0,
         selftest=clip(describe_selftest(_find_built(model, generation))),
-        processes=tuple(_process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children),
+        processes=tuple(
+            _process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children
+        ),
         note=clip(generation.built.note) if generation.built is not None else "",
         batching_note=clip(rows.describe_batching(model.config, generation)),
         load_fraction=progress.fraction_done,
@@ -207,7 +221,9 @@ def _find_built(model: ServedModel, generation: GenerationBase) -> Built | None:
     return generation.models[group.models.index(model.name)] if generation.models else None
 
 
-def _process_status(model: ServedModel, generation: GenerationBase, child: WorkerProcess, pid: int, memory_scan: MemoryScan) -> ProcessStatus:
+def _process_status(
+    model: ServedModel, generation: GenerationBase, child: WorkerProcess, pid: int, memory_scan: MemoryScan
+) -> ProcessStatus:
     latencies = model.dispatcher.latencies_by_process.get(child.name)
     hello = child.hello
     return ProcessStatus(
@@ -232,10 +248,14 @@ def _process_status(model: ServedModel, generation: GenerationBase, child: Worke
     )
 
 
-def _fork_server_status(server: ForkServer, memory_scan: MemoryScan, processes: Mapping[str, ChildProcess]) -> ForkServerStatus:
+def _fork_server_status(
+    server: ForkServer, memory_scan: MemoryScan, processes: Mapping[str, ChildProcess]
+) -> ForkServerStatus:
     process = processes.get(server.name)
     pid = process.pid if process is not None else 0
-    return ForkServerStatus(server.engine, clip(server.python), pid, server.fork_count, memory_scan.pss_bytes(pid), clip(server.reason))
+    return ForkServerStatus(
+        server.engine, clip(server.python), pid, server.fork_count, memory_scan.pss_bytes(pid), clip(server.reason)
+    )
 
 
 def _device_status(device: DeviceBudget) -> DeviceStatus:

@@ -25,7 +25,10 @@ def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
 
 
 def tenant_statuses(
-    tenants: Iterable[Tenant], usage_table: UsageTable, queued: QueuedCounts, visible_models: Collection[str] | None = None
+    tenants: Iterable[Tenant],
+    usage_table: UsageTable,
+    queued: QueuedCounts,
+    visible_models: Collection[str] | None = None,
 ) -> tuple[TenantStatus, ...]:
     """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.waiting import PriorityQueue, FifoQueue, TenantQueue, sort_key
+from weightd.daemon.requests.waiting import FifoQueue, PriorityQueue, TenantQueue, sort_key
 from weightd.daemon.tenants.tenant import Tenant
 
 # Of who has none.

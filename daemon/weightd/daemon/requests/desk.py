@@ -12,7 +12,7 @@ from weightd.daemon.meters.meter import ModelCounters
 from weightd.daemon.requests.blame.guard import FaultIsolator
 from weightd.daemon.requests.job import Batch
 from weightd.daemon.requests.latency import LatencyWindow
-from weightd.daemon.requests.lockstep import InferenceResult, OutOfStep, LockstepTracker, Outcome, Rejected
+from weightd.daemon.requests.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd.daemon.requests.part import BatchItem
 from weightd.daemon.requests.regions import SharedRegion, TensorLocations
 from weightd.daemon.requests.request import Request
@@ -22,12 +22,12 @@ from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
 from weightd.daemon.requests.scheduler import AT_ONCE, MAX_ENDED_PER_TURN, Scheduler
 from weightd.daemon.requests.seat import Slot
 from weightd.daemon.requests.shares import FairClocks
-from weightd.daemon.requests.signature import Signature, MetadataRequest, example_shapes
-from weightd.daemon.requests.turns import SharedSlot, SharedProcessScheduler
+from weightd.daemon.requests.signature import MetadataRequest, Signature, example_shapes
+from weightd.daemon.requests.turns import SharedProcessScheduler, SharedSlot
 from weightd.daemon.requests.validation import RowLimits
 from weightd.daemon.requests.writers import OutputBufferLeases
 from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
-from weightd.protocol.messages.children import Built, Failed, ChildOrder, Predict, Result, CancelPredict, BeginBatch
+from weightd.protocol.messages.children import BeginBatch, Built, CancelPredict, ChildOrder, Failed, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription
 
@@ -194,7 +194,9 @@ class Dispatcher:
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
-    def add_slot(self, process: str, *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1) -> None:
+    def add_slot(
+        self, process: str, *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1
+    ) -> None:
         """The process is a seat that takes jobs from now on: see `Seat`."""
         self.latencies_by_process[process] = LatencyWindow()
         self.scheduler.slots.add_new(process, (process,), device=device, policy=policy, concurrency=concurrency)
@@ -225,10 +227,26 @@ class Dispatcher:
         self.latencies_by_process.update(dict.fromkeys((*lockstep.processes, *support_processes), LatencyWindow()))
         for each in lockstep.processes:
             self.fault_isolator.watchdog.add(each, now, runs_selftest=False)
-        self.scheduler.slots.add(Slot(slot_name, lockstep.processes, device, policy, lockstep=lockstep, support_processes=tuple(support_processes)))
+        self.scheduler.slots.add(
+            Slot(
+                slot_name,
+                lockstep.processes,
+                device,
+                policy,
+                lockstep=lockstep,
+                support_processes=tuple(support_processes),
+            )
+        )
 
     def add_shared_slot(
-        self, process: str, scheduler: SharedProcessScheduler, model_index: int, now: float, *, device: str = "", policy: BatchingPolicy = NO_BATCHING
+        self,
+        process: str,
+        scheduler: SharedProcessScheduler,
+        model_index: int,
+        now: float,
+        *,
+        device: str = "",
+        policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
         """The process, which serves several models in turn, takes jobs of this one from now on.
 
@@ -290,7 +308,9 @@ class Dispatcher:
         Who leaves has lost what it had. Return as `result` does.
         """
         if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
-            outcome = OutOfStep(f"{process}: {failed.error}") if failed.is_exiting else lockstep.on_failed(process, failed)
+            outcome = (
+                OutOfStep(f"{process}: {failed.error}") if failed.is_exiting else lockstep.on_failed(process, failed)
+            )
             return self._on_outcome(process, failed.request, outcome, now)
         self.fault_isolator.watchdog.on_message(process, now)
         self._notify_released(self.output_leases.release(process, failed.request))
@@ -510,7 +530,9 @@ class Dispatcher:
             if batch.item_count > 1 or rows:
                 parties: tuple[int, ...] = ()
                 if batch.item_count > 1 and slot.policy.is_exact and slot.lockstep is None:
-                    parties = tuple([self.party_names.number_of(item.request.origin.party) for item in batch.items.values()])
+                    parties = tuple(
+                        [self.party_names.number_of(item.request.origin.party) for item in batch.items.values()]
+                    )
                 self._send_to_slot(slot, BeginBatch(batch.item_count, rows, parties))
         for item in batch.items.values():
             self._predict(slot, item)
@@ -520,7 +542,10 @@ class Dispatcher:
         if split is None:
             frames, locations, description = request.frames, request.locations, request.description
         else:
-            (frames, locations), description = split.tensors_of(item.first_row, item.rows), split.description_of(item.rows)
+            (frames, locations), description = (
+                split.tensors_of(item.first_row, item.rows),
+                split.description_of(item.rows),
+            )
         if slot.lockstep is not None:
             self._predict_in_step(slot, slot.lockstep, item, description, frames, locations)
             return
@@ -542,11 +567,18 @@ class Dispatcher:
         step, reply_process = lockstep.start(item.number), lockstep.reply_process
         read_only = locations.without_outputs() if locations.outputs else locations
         # Where there is an input, too, another one may still have to read that.
-        if locations.outputs and (reply_process is None or locations.has_overlap or not self.output_leases.acquire((reply_process,), item)):
+        if locations.outputs and (
+            reply_process is None or locations.has_overlap or not self.output_leases.acquire((reply_process,), item)
+        ):
             locations = read_only
         for process in slot.processes:
             own_locations = locations if process == reply_process else read_only
-            self._send_order(process, Predict(item.number, description, own_locations.mapped_regions, step), frames, own_locations.regions)
+            self._send_order(
+                process,
+                Predict(item.number, description, own_locations.mapped_regions, step),
+                frames,
+                own_locations.regions,
+            )
 
     def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
         """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""
@@ -584,7 +616,9 @@ class Dispatcher:
         for process in slot.processes:
             self._send_order(process, message, frames, regions)
 
-    def _add_partial_result(self, item: BatchItem, split: SplitRequest, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _add_partial_result(
+        self, item: BatchItem, split: SplitRequest, process: str, result: Result, frames: Sequence[Any], now: float
+    ) -> None:
         """Rows of a request have been answered."""
         try:
             complete = split.add_result(item.first_row, item.rows, result, frames)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, BatchItem
-from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
 from weightd.daemon.requests.rows.terms import BatchKey
 from weightd.daemon.requests.shares import Charge
 

@@ -68,8 +68,16 @@ class RequestQueue:
         # The last is what is looked at before it may run.
         self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
 
-    def _set_queues(self, normal: AnyQueue, confined: AnyQueue, begun: AnyQueue, long: AnyQueue, unchecked: AnyQueue) -> None:
-        self.normal, self._confined, self.splitting, self.long, self._unchecked = normal, confined, begun, long, unchecked
+    def _set_queues(
+        self, normal: AnyQueue, confined: AnyQueue, begun: AnyQueue, long: AnyQueue, unchecked: AnyQueue
+    ) -> None:
+        self.normal, self._confined, self.splitting, self.long, self._unchecked = (
+            normal,
+            confined,
+            begun,
+            long,
+            unchecked,
+        )
         self._queues: Sequence[AnyQueue] = (normal, confined, begun, long, unchecked)
 
     # --- who comes and goes -------------------------------------------------------------------------------------
@@ -150,7 +158,12 @@ class RequestQueue:
         for request in itertools.islice(self, 1):
             on_change(request.tenant)
         pairs = zip(levels, self._queues, strict=True)
-        self._set_queues(*(old_queue if isinstance(old_queue, TenantQueues) else TenantQueues(each, old_queue, on_change) for each, old_queue in pairs))
+        self._set_queues(
+            *(
+                old_queue if isinstance(old_queue, TenantQueues) else TenantQueues(each, old_queue, on_change)
+                for each, old_queue in pairs
+            )
+        )
 
     def stop_multi_tenant(self) -> None:
         """There is one tenant at most, and nothing of any other waits."""
@@ -158,7 +171,9 @@ class RequestQueue:
         self.active_tenants.clear()
         self._tenants_last_split.clear()
         self.normal.put_back(self.long.take_matching(lambda _: True))
-        self._set_queues(*(queue.single_queue() if isinstance(queue, TenantQueues) else queue for queue in self._queues))
+        self._set_queues(
+            *(queue.single_queue() if isinstance(queue, TenantQueues) else queue for queue in self._queues)
+        )
 
     @property
     def tenants(self) -> set[Tenant]:
@@ -210,7 +225,9 @@ class RequestQueue:
         """
         return _with_long_request(self.next_unsplit_queue(), self.splitting, self.long, was_split=self.was_split)
 
-    def fair_candidates(self, clock: FairClock, is_long: Callable[[Request], bool]) -> Iterator[tuple[AnyQueue, Request]]:
+    def fair_candidates(
+        self, clock: FairClock, is_long: Callable[[Request], bool]
+    ) -> Iterator[tuple[AnyQueue, Request]]:
         """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
         for tenant in sorted(self.active_tenants.update(), key=clock.sort_key):
             self._move_long_of(tenant, is_long)
@@ -323,7 +340,9 @@ class RequestQueue:
         return normal if normal.count and sort_key(normal.first) < sort_key(confined.first) else confined
 
 
-def _with_long_request(unsplit: _QueueT | None, splitting: _QueueT, long: _QueueT, *, was_split: bool) -> Iterator[tuple[_QueueT, Request]]:
+def _with_long_request(
+    unsplit: _QueueT | None, splitting: _QueueT, long: _QueueT, *, was_split: bool
+) -> Iterator[tuple[_QueueT, Request]]:
     """Yield what `_turns` does, and the first of the long requests, wherever its turn is."""
     if not long.count:
         return _take_turns(unsplit, splitting, was_split=was_split)

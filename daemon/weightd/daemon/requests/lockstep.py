@@ -102,7 +102,9 @@ class LockstepTracker:
     def _add_report(self, process: str, number: int, report: _Report) -> Outcome | None:
         reports = self._reports.get(number)
         if reports is None or process not in self.processes:
-            return OutOfStep(f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}")
+            return OutOfStep(
+                f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}"
+            )
         problem = self._report_problem(process, report, reports)
         if problem:
             return OutOfStep(f"{process}: of {number} {problem}")
@@ -187,7 +189,9 @@ def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Resu
 
 def _first_axis_length(spec: TensorSpec, candidates: Collection[TensorSpec]) -> int:
     """Return the length of the first axis of an output, which is otherwise as the first rank's."""
-    expected_text = f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
+    expected_text = (
+        f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
+    )
     if not candidates:
         raise Internal(f"{expected_text}, got none")
     [each] = candidates

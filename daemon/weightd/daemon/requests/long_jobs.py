@@ -108,12 +108,18 @@ class Users:
 
         The other tenants have it for as long as their weights give them, compared with the last long job.
         """
-        user, weights = self._user_of(tenant), sum(each.config.weight for each in self._other_active_tenants(tenant, now))
+        user, weights = (
+            self._user_of(tenant),
+            sum(each.config.weight for each in self._other_active_tenants(tenant, now)),
+        )
         return user.long_ended_at + user.long_s * weights / tenant.config.weight
 
     def active_until(self, tenant: Tenant, now: float) -> float:
         """Return until when another tenant than this one is active, if none sends another request."""
-        return max((self._users[each].last_request_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)), default=now)
+        return max(
+            (self._users[each].last_request_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)),
+            default=now,
+        )
 
     def _user_of(self, tenant: Tenant) -> _User:
         user = self._users.get(tenant)
@@ -122,4 +128,6 @@ class Users:
         return user
 
     def _other_active_tenants(self, tenant: Tenant, now: float) -> list[Tenant]:
-        return [each for each, user in self._users.items() if each is not tenant and now < user.last_request_at + ACTIVE_S]
+        return [
+            each for each, user in self._users.items() if each is not tenant and now < user.last_request_at + ACTIVE_S
+        ]

@@ -77,7 +77,7 @@ class TensorLocations:
         mapped: what a worker is told of them, which knows the regions by their numbers; None where there are none.
     """
 
-    __slots__ = ("inputs", "mapped_regions", "regions", "outputs")
+    __slots__ = ("inputs", "mapped_regions", "outputs", "regions")
 
     def __init__(self, inputs: Mapping[int, TensorLocation], outputs: Mapping[int, TensorLocation]) -> None:
         self.inputs = inputs
@@ -90,7 +90,9 @@ class TensorLocations:
     @property
     def has_overlap(self) -> bool:
         """Whether an output may be written where an input is."""
-        return any(output_location.overlaps(each) for output_location in self.outputs.values() for each in self.inputs.values())
+        return any(
+            output_location.overlaps(each) for output_location in self.outputs.values() for each in self.inputs.values()
+        )
 
     def without_outputs(self) -> TensorLocations:
         """Return the same with no room for outputs."""

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.deadlines import Deadlines
 from weightd.daemon.requests.job import Batch
-from weightd.daemon.requests.line import RequestQueue, AnyQueue
+from weightd.daemon.requests.line import AnyQueue, RequestQueue
 from weightd.daemon.requests.long_jobs import Durations, Users
 from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, BatchItem
 from weightd.daemon.requests.request import Isolation, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import SplitRequest
-from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy, BatchKey
 from weightd.daemon.requests.seat import Slot
 from weightd.daemon.requests.seats import SlotPool
 from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClocks
@@ -135,7 +135,11 @@ class Scheduler:
         if slot is None or (request_queue.splitting.count and not slot.is_free):
             return None
         batch_key = slot.policy.batch_key(request.description)
-        if batch_key is not None and request_queue.splitting.count and slot.policy.should_split(batch_key, request.origin.party):
+        if (
+            batch_key is not None
+            and request_queue.splitting.count
+            and slot.policy.should_split(batch_key, request.origin.party)
+        ):
             return None
         self._watch_deadline(request)
         return slot, self._assign(slot, request, batch_key, now)
@@ -192,7 +196,11 @@ class Scheduler:
                 expired += 1
                 continue
             batch_key = slot.policy.batch_key(request.description)
-            should_split = batch_key is not None and slot.policy.should_split(batch_key, request.origin.party) and queue is request_queue.normal
+            should_split = (
+                batch_key is not None
+                and slot.policy.should_split(batch_key, request.origin.party)
+                and queue is request_queue.normal
+            )
             if batch_key is not None and should_split and request_queue.has_splitting(request.tenant):
                 # One after another: what is answered to parts is kept until the last of them.
                 self._start_split(request, slot.policy, batch_key)
@@ -280,7 +288,9 @@ class Scheduler:
 
     def on_suspended(self, seconds: float, now: float) -> None:
         """The clock stood still for so long, but the clients' time went on: bring their deadlines forward."""
-        running = {item.request for slot in self.slots for batch in slot.batches.values() for item in batch.awaited_items}
+        running = {
+            item.request for slot in self.slots for batch in slot.batches.values() for item in batch.awaited_items
+        }
         for request in {*self.queue, *running}:
             earliest = now + _GRACE_S if request in running else -math.inf
             request.deadline = min(request.deadline, max(request.deadline - seconds, earliest))
@@ -344,7 +354,11 @@ class Scheduler:
         if request_queue.is_multi_tenant:
             request_queue.move_long(lambda request: self._is_long(request, now))
         for queue, request in request_queue.candidates():
-            if request_queue.is_multi_tenant and queue is not request_queue.splitting and not self._may_start(queue, request, now):
+            if (
+                request_queue.is_multi_tenant
+                and queue is not request_queue.splitting
+                and not self._may_start(queue, request, now)
+            ):
                 continue
             slot = self.slots.least_loaded(request, request_queue.splits.get(request.number), request_queue.normal, now)
             if slot is not None and (slot.is_free or is_first):
@@ -362,7 +376,9 @@ class Scheduler:
         """The same where there are several tenants: nothing is made ready, so that who comes waits for what runs."""
         request_queue = self.queue
         for slot in self.slots.free_slots(now):
-            for queue, request in request_queue.fair_candidates(self.clocks.clock_of(slot.device), lambda each: self._is_long(each, now)):
+            for queue, request in request_queue.fair_candidates(
+                self.clocks.clock_of(slot.device), lambda each: self._is_long(each, now)
+            ):
                 split = request_queue.splits.get(request.number)
                 if split is not None and split.policy != slot.policy:
                     continue
@@ -413,7 +429,9 @@ class Scheduler:
         if self._concurrency == 1 and seconds > self.clocks.max_batch_s:
             self.users.add_long_time(tenant, seconds, now)
 
-    def _assign(self, slot: Slot, request: Request, batch_key: BatchKey | None, now: float, *, is_long: bool = False) -> Batch:
+    def _assign(
+        self, slot: Slot, request: Request, batch_key: BatchKey | None, now: float, *, is_long: bool = False
+    ) -> Batch:
         """Have the seat run a request of this form, as soon as it has nothing before it."""
         if batch_key is None:
             number = request.number
@@ -447,8 +465,14 @@ class Scheduler:
         if split is not None:
             return self._next_split_batch(split, slot, now)
         max_s = self._max_batch_s(math.inf, now)
-        candidates = self.queue.fair_order(self.clocks.clock_of(slot.device), self.slots.mean_item_s) if self.queue.is_multi_tenant else waiting
-        group = self.slots.form_batch(slot, request, batch_key, forming.BatchCandidates(candidates, waiting.count, max_s), now)
+        candidates = (
+            self.queue.fair_order(self.clocks.clock_of(slot.device), self.slots.mean_item_s)
+            if self.queue.is_multi_tenant
+            else waiting
+        )
+        group = self.slots.form_batch(
+            slot, request, batch_key, forming.BatchCandidates(candidates, waiting.count, max_s), now
+        )
         for each in group.requests[1:]:
             waiting.remove(each)
         items = [BatchItem(each.number, each) for each in group.requests]
@@ -510,7 +534,9 @@ class Scheduler:
     def _update_devices(self) -> None:
         """The model runs on other devices than before."""
         if self.queue.is_multi_tenant:
-            self.queue.active_tenants.set_clocks(dict.fromkeys(self.clocks.clock_of(device) for device in self.slots.seen_devices))
+            self.queue.active_tenants.set_clocks(
+                dict.fromkeys(self.clocks.clock_of(device) for device in self.slots.seen_devices)
+            )
 
     def _restart_splits(self) -> None:
         """What has begun on a model that no seat serves any more runs on the one that is served, all of it."""
@@ -526,7 +552,9 @@ class Scheduler:
 
     def _outstanding(self) -> Iterator[Request]:
         yield from self.queue
-        yield from (item.request for slot in self.slots for batch in slot.batches.values() for item in batch.awaited_items)
+        yield from (
+            item.request for slot in self.slots for batch in slot.batches.values() for item in batch.awaited_items
+        )
 
     def _end_in_slots(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
         running = self.slots.end_matching(should_end)

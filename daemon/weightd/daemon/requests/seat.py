@@ -89,7 +89,9 @@ class Slot:
             return True
         if self.lockstep is not None:
             return False
-        if isolation is not Isolation.BATCHABLE or any(batch.isolation is not Isolation.BATCHABLE for batch in self.batches.values()):
+        if isolation is not Isolation.BATCHABLE or any(
+            batch.isolation is not Isolation.BATCHABLE for batch in self.batches.values()
+        ):
             return False
         if self.is_free:
             return True

@@ -24,7 +24,7 @@ from weightd.daemon.requests.request import Isolation, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import SplitRequest
 from weightd.daemon.requests.rows.peak import RollingMax
-from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy, BatchKey
 from weightd.daemon.requests.rows.times import DurationEstimates
 from weightd.daemon.requests.seat import MAX_QUICK_S, Slot
 from weightd.daemon.requests.tally import ExecutionCounters
@@ -112,7 +112,13 @@ class SlotPool:
     # --- who is there -------------------------------------------------------------------------------------------
 
     def add_new(
-        self, name: str, processes: tuple[str, ...], *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1
+        self,
+        name: str,
+        processes: tuple[str, ...],
+        *,
+        device: str = "",
+        policy: BatchingPolicy = NO_BATCHING,
+        concurrency: int = 1,
     ) -> None:
         """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
         self.add(Slot(name, processes, device, policy, concurrency))
@@ -190,7 +196,9 @@ class SlotPool:
 
     # --- what they are given ------------------------------------------------------------------------------------
 
-    def least_loaded(self, request: Request, split: SplitRequest | None, waiting: Iterable[Request], now: float) -> Slot | None:
+    def least_loaded(
+        self, request: Request, split: SplitRequest | None, waiting: Iterable[Request], now: float
+    ) -> Slot | None:
         """Return the seat with the least to do that has credit, the first of them; None if none has any.
 
         Args:
@@ -206,7 +214,11 @@ class SlotPool:
             if not slot.batches:
                 return slot
             load = len(slot.batches) / slot.concurrency
-            if load < min_load and slot.accepts(request.isolation, now) and self._can_queue_behind(slot, request, waiting, now):
+            if (
+                load < min_load
+                and slot.accepts(request.isolation, now)
+                and self._can_queue_behind(slot, request, waiting, now)
+            ):
                 least_loaded, min_load = slot, load
         return least_loaded
 
@@ -215,14 +227,22 @@ class SlotPool:
         free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Isolation.BATCHABLE, now)]
         return sorted(free, key=lambda slot: len(slot.batches) / slot.concurrency)
 
-    def form_batch(self, slot: Slot, request: Request, batch_key: BatchKey, waiting: forming.BatchCandidates, now: float) -> forming.BatchGroup:
+    def form_batch(
+        self, slot: Slot, request: Request, batch_key: BatchKey, waiting: forming.BatchCandidates, now: float
+    ) -> forming.BatchGroup:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
-        constraints = self._constraints(slot, self._max_requests(slot, batch_key, 1 + waiting.count, now), waiting.max_s)
+        constraints = self._constraints(
+            slot, self._max_requests(slot, batch_key, 1 + waiting.count, now), waiting.max_s
+        )
         return forming.form_batch(request, batch_key, waiting.requests, constraints, now)
 
     def expected_s(self, slot: Slot, batch: Batch) -> float:
         """Return how many seconds a job will take at a seat, about; 0.0 where nobody knows."""
-        estimate_s = self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows) if batch.batch_key is not None else 0.0
+        estimate_s = (
+            self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows)
+            if batch.batch_key is not None
+            else 0.0
+        )
         return estimate_s or batch.item_count * self.mean_item_s
 
     @property
@@ -274,7 +294,9 @@ class SlotPool:
 
         What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
         """
-        return list(self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items())
+        return list(
+            self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items()
+        )
 
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
         """End what seats have of these requests, without a look at others; return them as `end` does."""
@@ -307,7 +329,9 @@ class SlotPool:
                     self._report_ran(longest, item, now - longest.started_at, now)
                 yield OverdueSlot(slot, longest, self.remove(slot))
             elif now >= slot.busy_since + MAX_QUICK_S:
-                requeued = [item for batch in slot.queued_batches for item in self._recall_items(slot, batch, list(batch.items))]
+                requeued = [
+                    item for batch in slot.queued_batches for item in self._recall_items(slot, batch, list(batch.items))
+                ]
                 yield OverdueSlot(slot, None, requeued)
         self.next_check_at = min((self._next_check_of(slot) for slot in self._slots.values()), default=float("inf"))
 
@@ -336,7 +360,12 @@ class SlotPool:
     def running_count(self) -> int:
         """Requests of which they have something that somebody waits for."""
         return len(
-            {item.request for slot in self._slots.values() for batch in slot.batches.values() for item in batch.awaited_items}
+            {
+                item.request
+                for slot in self._slots.values()
+                for batch in slot.batches.values()
+                for item in batch.awaited_items
+            }
         )
 
     def devices_with(self, policy: BatchingPolicy) -> list[str]:
@@ -361,7 +390,9 @@ class SlotPool:
             return
         slot_count = len(self.accepting) + len(self._paused)
         self._unreplaced_by_tenant = {
-            tenant: (count, deadline) for tenant, (count, deadline) in self._unreplaced_by_tenant.items() if slot_count < count and now < deadline
+            tenant: (count, deadline)
+            for tenant, (count, deadline) in self._unreplaced_by_tenant.items()
+            if slot_count < count and now < deadline
         }
 
     def retry_after_s(self, queued: int, now: float) -> float | None:
@@ -391,10 +422,16 @@ class SlotPool:
     def _can_queue_behind(self, slot: Slot, request: Request, waiting: Iterable[Request], now: float) -> bool:
         """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
         batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
-        return batch_key is None or forming.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
+        return (
+            batch_key is None or forming.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
+        )
 
-    def _constraints(self, slot: Slot, max_requests: int = limits.MAX_BATCH_ITEMS, max_s: float = math.inf) -> forming.SlotConstraints:
-        return forming.SlotConstraints(slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s)
+    def _constraints(
+        self, slot: Slot, max_requests: int = limits.MAX_BATCH_ITEMS, max_s: float = math.inf
+    ) -> forming.SlotConstraints:
+        return forming.SlotConstraints(
+            slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s
+        )
 
     def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
         """How many of the requests that wait may share a job: those of the seats that are free share all there are.
@@ -405,7 +442,9 @@ class SlotPool:
         slots = self.merging.values()
         running = sum(batch.item_count for each in slots for batch in each.batches.values())
         peak = self._request_peak.add(waiting + running, now)
-        completes_at = now + self.estimates.expected_s(slot.device, batch_key.kind, min(waiting * batch_key.rows, slot.policy.max_rows))
+        completes_at = now + self.estimates.expected_s(
+            slot.device, batch_key.kind, min(waiting * batch_key.rows, slot.policy.max_rows)
+        )
         return math.ceil(peak / (1 + sum(self._free_at(each) <= completes_at for each in slots if each is not slot)))
 
     def _free_at(self, slot: Slot) -> float:

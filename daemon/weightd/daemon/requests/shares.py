@@ -83,7 +83,9 @@ class FairClock:
         """Return what is less for a tenant that is next. There is an account of it."""
         tenant_share = self._share_of(tenant)
         min_virtual_s = self._virtual_time - MAX_CREDIT_S / tenant_share.weight
-        return max(tenant_share.virtual_s + tenant_share.pending_s / tenant_share.weight, min_virtual_s), tenant_share.last_batch_number
+        return max(
+            tenant_share.virtual_s + tenant_share.pending_s / tenant_share.weight, min_virtual_s
+        ), tenant_share.last_batch_number
 
     def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
         """A job begins that will take about so many seconds, of which these tenants have these shares.
@@ -121,7 +123,9 @@ class FairClock:
         """
         tenant_share, weight = self._shares[tenant], tenant.config.weight
         if tenant_share.weight != weight:
-            tenant_share.virtual_s = self._virtual_time + (tenant_share.virtual_s - self._virtual_time) * tenant_share.weight / weight
+            tenant_share.virtual_s = (
+                self._virtual_time + (tenant_share.virtual_s - self._virtual_time) * tenant_share.weight / weight
+            )
             tenant_share.weight = weight
         return tenant_share
 
@@ -129,7 +133,11 @@ class FairClock:
         """Who has nothing here, and would begin at the clock's time, needs no account."""
         if len(self._shares) < self._drop_size:
             return
-        shares = {name: each for name, each in self._shares.items() if each.active_count or each.virtual_s > self._virtual_time}
+        shares = {
+            name: each
+            for name, each in self._shares.items()
+            if each.active_count or each.virtual_s > self._virtual_time
+        }
         self._shares = shares
         self._drop_size = max(_MIN_SHARES, 2 * len(shares))
 

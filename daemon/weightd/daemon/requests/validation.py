@@ -30,7 +30,9 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             )
 
 
-def with_declared_shapes(signature: Mapping[str, TensorSignature], description: RequestDescription) -> RequestDescription:
+def with_declared_shapes(
+    signature: Mapping[str, TensorSignature], description: RequestDescription
+) -> RequestDescription:
     """Return a request that `check_inputs` has accepted, with the declared shape for each input of one element.
 
     Engines receive the shape that the model declares: MindSpore Lite does not treat [] and [1] alike.
@@ -91,7 +93,9 @@ def check_rows(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) ->
     counted = built.row_support.inputs if limits.max_rows and built.row_support is not None else ()
     for tensor in inputs:
         if tensor.name in counted and tensor.shape[0] > limits.max_rows:
-            expected = f"expected at most {limits.max_rows} rows ({limits.limit_name} of the model), got {tensor.shape[0]}"
+            expected = (
+                f"expected at most {limits.max_rows} rows ({limits.limit_name} of the model), got {tensor.shape[0]}"
+            )
             raise InvalidArgument(f"input {tensor.name}: {expected}")
 
 

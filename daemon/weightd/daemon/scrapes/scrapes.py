@@ -14,7 +14,7 @@ from weightd.daemon.host.crowding import ConnectionLimiter
 from weightd.daemon.host.logs import log_resource_error
 from weightd.daemon.host.loop import EventLoop
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.scrapes.http import HttpRequestHead, response_head, error_response
+from weightd.daemon.scrapes.http import HttpRequestHead, error_response, response_head
 from weightd.daemon.scrapes.page import MetricsPage
 from weightd.shared.peers import Peers
 

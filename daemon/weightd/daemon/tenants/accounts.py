@@ -100,14 +100,14 @@ class Usage:
     __slots__ = (
         "bytes_in",
         "bytes_out",
-        "unexpected_exits",
         "in_flight",
+        "queue_seconds",
         "refused",
         "requests",
         "rows",
-        "slot_seconds",
         "served",
-        "queue_seconds",
+        "slot_seconds",
+        "unexpected_exits",
     )
 
     def __init__(self) -> None:
@@ -237,7 +237,9 @@ class UsageTable:
     def shares(self) -> dict[str, float]:
         """Return of each tenant its part of the seat seconds of late; empty where nothing has run."""
         oldest = self._samples[0] if self._samples else {}
-        seconds_by_tenant = {tenant: max(0.0, self.slot_seconds(tenant) - oldest.get(tenant, 0.0)) for tenant in self._tenants}
+        seconds_by_tenant = {
+            tenant: max(0.0, self.slot_seconds(tenant) - oldest.get(tenant, 0.0)) for tenant in self._tenants
+        }
         total = sum(seconds_by_tenant.values())
         return {tenant: seconds / total for tenant, seconds in seconds_by_tenant.items()} if total else {}
 

@@ -97,4 +97,6 @@ class Quota:
 
 
 def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
-    return QuotaExceeded(name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S)
+    return QuotaExceeded(
+        name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S
+    )

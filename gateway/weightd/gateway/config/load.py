@@ -13,7 +13,7 @@ from typing import Any, cast
 from weightd.gateway import tokens
 from weightd.gateway.callers import Authenticator
 from weightd.gateway.config import places
-from weightd.gateway.config.table import GatewayFile, GatewayConfig
+from weightd.gateway.config.table import GatewayConfig, GatewayFile
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, describe_value, label, mapping, text
@@ -88,7 +88,9 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
     return config, authenticator
 
 
-def parse(content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()) -> GatewayFile:
+def parse(
+    content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()
+) -> GatewayFile:
     """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listening`: see `load`.
 
     What is wrong is added to `problems`; what is returned is of use if there is nothing.
@@ -208,4 +210,6 @@ def keys_needing_restart(before: GatewayFile, after: GatewayFile) -> list[str]:
     """Return the keys of [gateway] that differ and take a restart."""
     reloadable = {"tokens", "anonymous"}
     fields = [each.name for each in tables.table_keys(GatewayConfig)]
-    return [key for key in fields if key not in reloadable and getattr(before.gateway, key) != getattr(after.gateway, key)]
+    return [
+        key for key in fields if key not in reloadable and getattr(before.gateway, key) != getattr(after.gateway, key)
+    ]

@@ -17,7 +17,9 @@ from weightd.protocol.tensors import frame_of
 WriteOutput = Callable[[OutputJson, memoryview], None]
 
 
-def encode(model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput) -> tuple[bytes, Sequence[memoryview]]:
+def encode(
+    model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
+) -> tuple[bytes, Sequence[memoryview]]:
     """Return the JSON of an answer, and what follows it.
 
     Raises:
@@ -55,7 +57,9 @@ def render(header: Mapping[str, Any]) -> bytes:
     return arrays.to_json({**header, "outputs": outputs}).encode()
 
 
-def summarize(model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput) -> ResponseSummary:
+def summarize(
+    model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
+) -> ResponseSummary:
     """Return an answer as it is to be rendered; outputs that are wanted in shared memory are written there.
 
     Raises:

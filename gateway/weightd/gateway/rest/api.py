@@ -19,8 +19,8 @@ from weightd.gateway.rest import body, form
 from weightd.gateway.rest.asking import caller_of, check_host, traceparent_of
 from weightd.gateway.rest.connection import ConnectionPhase
 from weightd.gateway.rest.infer import HttpInference
-from weightd.gateway.rest.reply import HttpError, HttpReply, json_reply, error_reply
-from weightd.gateway.rest.request import RequestConnection, HttpRequest
+from weightd.gateway.rest.reply import HttpError, HttpReply, error_reply, json_reply
+from weightd.gateway.rest.request import HttpRequest, RequestConnection
 from weightd.gateway.rest.routes import Operation, parse_route
 from weightd.gateway.shares import FairLimit
 from weightd.gateway.traces import TRACEPARENT
@@ -141,7 +141,10 @@ class HttpApi:
         if reply.status >= _SERVER_ERROR:
             suppressed_count = self._error_log.record(f"{caller.name} {reply.status}", time.monotonic())
             if suppressed_count is not None:
-                level, more = logging.WARNING, f", and {suppressed_count} more since the last line of this" if suppressed_count else ""
+                level, more = (
+                    logging.WARNING,
+                    f", and {suppressed_count} more since the last line of this" if suppressed_count else "",
+                )
         if _log.isEnabledFor(level):
             what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
             _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
@@ -163,11 +166,15 @@ class HttpApi:
     async def _model_ready(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         answer = await self._daemon_client.ready(caller, name)
         content = {"name": name, "ready": answer.ready}
-        return json_reply(content if answer.ready else {**content, "error": answer.reason}, 200 if answer.ready else 503)
+        return json_reply(
+            content if answer.ready else {**content, "error": answer.reason}, 200 if answer.ready else 503
+        )
 
     async def _server(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         shared_memory = self._gateway.config.shared_memory
-        return json_reply(model_view.server_metadata(await self._daemon_client.server(caller), shared_memory=shared_memory))
+        return json_reply(
+            model_view.server_metadata(await self._daemon_client.server(caller), shared_memory=shared_memory)
+        )
 
     async def _model(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         return json_reply(model_view.model_metadata(await self._daemon_client.metadata(caller, name)))
@@ -180,7 +187,9 @@ class HttpApi:
 
     async def _index(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         ready = (await self._read_parameters(request, caller)).get("ready", False)
-        return json_reply(model_view.repository_index(await self._daemon_client.metrics(caller), only_ready=ready is True))
+        return json_reply(
+            model_view.repository_index(await self._daemon_client.metrics(caller), only_ready=ready is True)
+        )
 
     async def _metrics(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         metrics = await self._daemon_client.metrics(caller)

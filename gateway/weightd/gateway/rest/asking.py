@@ -8,8 +8,8 @@ from typing import cast
 
 from aiohttp import hdrs
 
-from weightd.gateway.callers import Caller, Authenticator, parse_bearer
-from weightd.gateway.rest.request import RequestConnection, HttpRequest
+from weightd.gateway.callers import Authenticator, Caller, parse_bearer
+from weightd.gateway.rest.request import HttpRequest, RequestConnection
 from weightd.gateway.traces import TRACEPARENT, valid_traceparent
 from weightd.protocol.errors import PermissionDenied, Unauthenticated
 from weightd.protocol.schema import label

@@ -31,7 +31,9 @@ ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def read_body(request: HttpRequest, permit: Permit, max_bytes: int, allocate: Callable[[int], Any], header_bytes: int = 0) -> memoryview:
+async def read_body(
+    request: HttpRequest, permit: Permit, max_bytes: int, allocate: Callable[[int], Any], header_bytes: int = 0
+) -> memoryview:
     """Return the body.
 
     Args:

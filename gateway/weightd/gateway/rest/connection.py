@@ -16,7 +16,7 @@ from aiohttp.web_protocol import RequestHandler
 from weightd.gateway.listening import common_name
 from weightd.gateway.logs import log_failure
 from weightd.gateway.rest.reply import HttpError, HttpReply
-from weightd.gateway.turns import ParseChunk, FairRunner
+from weightd.gateway.turns import FairRunner, ParseChunk
 from weightd.shared.peers import Peer
 
 SWEEP_S = 1.0
@@ -53,7 +53,9 @@ class HttpConnections:
         clock: tells the time.
     """
 
-    def __init__(self, max_connections: int, phase_timeouts: dict[ConnectionPhase, float], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, max_connections: int, phase_timeouts: dict[ConnectionPhase, float], clock: Callable[[], float]
+    ) -> None:
         self._max_connections = max_connections
         self._phase_timeouts = phase_timeouts
         self.clock = clock
@@ -87,7 +89,9 @@ class HttpConnections:
                 reading = (
                     each
                     for each in self._all
-                    if each.phase is ConnectionPhase.READING and each.phase_started_at < limit and largest in (None, each.peer.key)
+                    if each.phase is ConnectionPhase.READING
+                    and each.phase_started_at < limit
+                    and largest in (None, each.peer.key)
                 )
                 victim = min(reading, key=lambda each: each.phase_started_at, default=connection)
             self.on_disconnect(victim)
@@ -141,7 +145,9 @@ class HttpConnection(RequestHandler):
         common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
     """
 
-    def __init__(self, connections: HttpConnections, fair_runner: FairRunner, peer: Peer, manager: web.Server, **options: Any) -> None:
+    def __init__(
+        self, connections: HttpConnections, fair_runner: FairRunner, peer: Peer, manager: web.Server, **options: Any
+    ) -> None:
         super().__init__(manager, **options)
         self._request_maker: Any = self._request_factory
         self._request_factory = self._make_request

@@ -172,7 +172,9 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
         raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
     for field, expected in (("model_name", model), ("model_version", VERSION)):
         if content.get(field, expected) not in (expected, ""):
-            raise InvalidArgument(f"{field}: expected {expected!r}, as in the path, got {describe_value(content[field])}")
+            raise InvalidArgument(
+                f"{field}: expected {expected!r}, as in the path, got {describe_value(content[field])}"
+            )
     parameters = _without_nulls(_check_map("parameters", content.get("parameters", {})))
     for key in _SEQUENCE_PARAMETERS:
         if parameters.get(key):
@@ -180,7 +182,9 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
     is_binary = _check_boolean("parameters.binary_data_output", parameters.get("binary_data_output", False))
     request_id = content.get("id", "")
     if type(request_id) is not str or len(request_id.encode("utf-8", "surrogatepass")) > limits.MAX_ID_BYTES:
-        raise InvalidArgument(f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {describe_value(request_id)}")
+        raise InvalidArgument(
+            f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {describe_value(request_id)}"
+        )
     requested = content.get("outputs")
     return InferRequestJson(
         _parse_inputs(content.get("inputs")),
@@ -206,7 +210,9 @@ def _parse_timeout(microseconds: object) -> float | None:
 
 def _parse_priority(priority: object) -> int | None:
     if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
-        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}")
+        raise InvalidArgument(
+            f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
+        )
     return priority or None
 
 
@@ -225,7 +231,11 @@ def _parse_input(content: Mapping[str, Any]) -> InputJson:
     parameters = _without_nulls(_check_map(f"{label(name)}: parameters", content.get("parameters", {})))
     nbytes = parameters.get("binary_data_size")
     region = parameters if _REGION_PARAMETER in parameters else None
-    sources = (("data", "data" in content), ("binary_data_size", nbytes is not None), (_REGION_PARAMETER, region is not None))
+    sources = (
+        ("data", "data" in content),
+        ("binary_data_size", nbytes is not None),
+        (_REGION_PARAMETER, region is not None),
+    )
     present = [way for way, is_there in sources if is_there]
     if len(present) != 1:
         expected = "expected data, or binary_data_size or shared_memory_region among its parameters"
@@ -254,7 +264,9 @@ def _parse_outputs(content: object, *, is_binary_default: bool) -> list[OutputJs
 def _check_tensor_maps(what: str, content: object) -> list[Mapping[str, Any]]:
     tensors = _as_list(content)
     if tensors is None or len(tensors) > limits.MAX_TENSORS:
-        raise InvalidArgument(f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {describe_value(content)}")
+        raise InvalidArgument(
+            f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {describe_value(content)}"
+        )
     return [_without_nulls(_check_map(f"{what}[{index}]", each)) for index, each in enumerate(tensors)]
 
 

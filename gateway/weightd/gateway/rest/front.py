@@ -22,7 +22,7 @@ from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.listening import GatewayAcceptor
 from weightd.gateway.rest.api import HttpApi
-from weightd.gateway.rest.connection import SWEEP_S, HttpConnection, HttpConnections, ConnectionPhase
+from weightd.gateway.rest.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
 from weightd.gateway.rest.reply import JSON
 from weightd.gateway.turns import FairRunner
 from weightd.shared.peers import Peer, Peers
@@ -81,7 +81,9 @@ class HttpServer:
         for listener in self._bind_listeners():
             tls = None if listener.family == socket.AF_UNIX else context
             admit = partial(self._on_connection, manager=manager, fair_runner=fair_runner, tls=tls)
-            self._acceptors.append(GatewayAcceptor(listener, self._admission, self._peers, admit, None if tls else _refusal_response))
+            self._acceptors.append(
+                GatewayAcceptor(listener, self._admission, self._peers, admit, None if tls else _refusal_response)
+            )
             urls.append(f"{'https' if tls else 'http'} {places.address_of(listener)}")
         return urls
 
@@ -101,14 +103,25 @@ class HttpServer:
             path.unlink(missing_ok=True)
 
     def _on_connection(
-        self, connection: socket.socket, peer: Peer, *, manager: web.Server, fair_runner: FairRunner, tls: ssl.SSLContext | None
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        *,
+        manager: web.Server,
+        fair_runner: FairRunner,
+        tls: ssl.SSLContext | None,
     ) -> None:
         task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, fair_runner, tls))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
     async def _connect(
-        self, connection: socket.socket, peer: Peer, manager: web.Server, fair_runner: FairRunner, tls: ssl.SSLContext | None
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        manager: web.Server,
+        fair_runner: FairRunner,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._admission.remove_connection(peer)
         protocol_factory = partial(self._make_connection, manager, fair_runner, peer)
@@ -167,5 +180,9 @@ def _make_connections(config: GatewayConfig) -> HttpConnections:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     reserved_fds = _RESERVED_FDS + (handshakes.MAX_HANDSHAKES if config.tls_cert else 0)
     max_connections = max(1, min(config.max_connections, descriptors - reserved_fds))
-    phase_timeouts = dict.fromkeys((ConnectionPhase.HEADER, ConnectionPhase.BODY, ConnectionPhase.READING), config.receive_timeout)
-    return HttpConnections(max_connections, {**phase_timeouts, ConnectionPhase.IDLE: config.idle_timeout}, time.monotonic)
+    phase_timeouts = dict.fromkeys(
+        (ConnectionPhase.HEADER, ConnectionPhase.BODY, ConnectionPhase.READING), config.receive_timeout
+    )
+    return HttpConnections(
+        max_connections, {**phase_timeouts, ConnectionPhase.IDLE: config.idle_timeout}, time.monotonic
+    )

@@ -16,7 +16,7 @@ from weightd.gateway.rest.asking import traceparent_of
 from weightd.gateway.rest.connection import ConnectionPhase
 from weightd.gateway.rest.form import InferRequestJson, InputJson, OutputJson
 from weightd.gateway.rest.reply import BINARY, JSON, HttpReply
-from weightd.gateway.rest.request import RequestConnection, HttpRequest
+from weightd.gateway.rest.request import HttpRequest, RequestConnection
 from weightd.gateway.seats import Permit
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import describe_value
@@ -70,7 +70,15 @@ class HttpInference:
             parsed = dataclasses.replace(parsed, inputs=())
             result = await self._daemon_client.infer(
                 caller,
-                InferenceRequest(model, inputs, parsed.output_names, parsed.timeout, parsed.priority, traceparent_of(request), parsed.id),
+                InferenceRequest(
+                    model,
+                    inputs,
+                    parsed.output_names,
+                    parsed.timeout,
+                    parsed.priority,
+                    traceparent_of(request),
+                    parsed.id,
+                ),
             )
             summary = answer.summarize(model, parsed, result, write_output)
             buffers = summary.content
@@ -96,7 +104,9 @@ class HttpInference:
         nbytes = summary.value_count * _RENDERED_VALUE_BYTES
         return await self._parsers.run(caller, nbytes, answer.render, summary.header)
 
-    def _make_inputs(self, caller: Caller, parsed: InferRequestJson, binary: memoryview, permit: Permit) -> dict[str, Array]:
+    def _make_inputs(
+        self, caller: Caller, parsed: InferRequestJson, binary: memoryview, permit: Permit
+    ) -> dict[str, Array]:
         parts = form.split_binary(parsed, binary)
         inputs: dict[str, Array] = {}
         for each in parsed.inputs:
@@ -115,7 +125,9 @@ class HttpInference:
             text = f"{input_json.name}: shared_memory_byte_size: expected {input_json.expected_bytes}, for {input_json.datatype} {list(input_json.shape)}"
             raise InvalidArgument(f"{text}, got {shm_slice.nbytes}")
         permit.reserve(input_json.expected_bytes)
-        content = memoryview(self._daemon_client.allocate(caller, input_json.expected_bytes) if input_json.expected_bytes else b"")
+        content = memoryview(
+            self._daemon_client.allocate(caller, input_json.expected_bytes) if input_json.expected_bytes else b""
+        )
         shm_slice.region.read(shm_slice.offset, content)
         return arrays.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 

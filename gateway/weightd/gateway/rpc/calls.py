@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from weightd.gateway.callers import Caller, Authenticator, parse_bearer
+from weightd.gateway.callers import Authenticator, Caller, parse_bearer
 from weightd.gateway.codes import TooLarge, status_of, to_request_error
 from weightd.gateway.logs import log_failure
 from weightd.gateway.rpc.errors import rpc_status
-from weightd.gateway.seats import Permit, AdmissionControl
+from weightd.gateway.seats import AdmissionControl, Permit
 from weightd.gateway.shares import FairLimit
 from weightd.gateway.traces import TRACEPARENT, valid_traceparent
 from weightd.protocol.errors import (
@@ -147,7 +147,13 @@ class RpcDispatcher:
         self.admission = seats
 
     def unary_handler(
-        self, name: str, parse: Parse, method: Method, *, max_bytes: int = MAX_SMALL_MESSAGE_BYTES, is_unauthenticated: bool = False
+        self,
+        name: str,
+        parse: Parse,
+        method: Method,
+        *,
+        max_bytes: int = MAX_SMALL_MESSAGE_BYTES,
+        is_unauthenticated: bool = False,
     ) -> Handler:
         """Return what answers one message, of so many bytes at most, with one; `is_open`: whoever asks."""
 
@@ -159,10 +165,15 @@ class RpcDispatcher:
                         _hold_until_done(context, self._unsent_probe_limit, self.anonymous_caller(context))
                     else:
                         _hold_until_done(context, self._unsent_limit, call.caller)
-                    message = await self._receive(context, call.permit, max_bytes, is_unauthenticated=is_unauthenticated)
+                    message = await self._receive(
+                        context, call.permit, max_bytes, is_unauthenticated=is_unauthenticated
+                    )
                     answer = await method(call, parse_message(message, parse))
                 if len(answer) >= MIN_RESERVED_BYTES:
-                    _release_when_done(context, self.admission.reserve_response(None if is_unauthenticated else call.caller, len(answer)))
+                    _release_when_done(
+                        context,
+                        self.admission.reserve_response(None if is_unauthenticated else call.caller, len(answer)),
+                    )
             except WeightdError as error:
                 self.log_call(name, call, begun, to_request_error(error))
                 raise
@@ -179,7 +190,9 @@ class RpcDispatcher:
             RequestError: there is none, or it is not what it should be.
         """
         with self._probe_admission.admit(self.anonymous_caller(context)) as seat:
-            return parse_message(await self._receive(context, seat, MAX_SMALL_MESSAGE_BYTES, is_unauthenticated=True), parse)
+            return parse_message(
+                await self._receive(context, seat, MAX_SMALL_MESSAGE_BYTES, is_unauthenticated=True), parse
+            )
 
     def anonymous_caller(self, context: Context) -> Caller:
         """Return who calls without a token: strangers are told apart by user or host, so that none has all places."""
@@ -202,22 +215,35 @@ class RpcDispatcher:
             elif key == TRACEPARENT and (parent := valid_traceparent(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
         peer = self._connections.peer(context.peer())
-        caller = PROBE_CALLER if is_unauthenticated else self._authenticator().authenticate(token=token, common_name=peer.common_name)
-        with self._probe_admission.admit(self.anonymous_caller(context)) if is_unauthenticated else self.admission.admit(caller) as seat:
+        caller = (
+            PROBE_CALLER
+            if is_unauthenticated
+            else self._authenticator().authenticate(token=token, common_name=peer.common_name)
+        )
+        with (
+            self._probe_admission.admit(self.anonymous_caller(context))
+            if is_unauthenticated
+            else self.admission.admit(caller) as seat
+        ):
             yield RpcContext(caller, seat, parent, context.time_remaining(), peer.is_local)
 
     def receiving(self, context: Context) -> AbstractContextManager[None]:
         """Let the connection of a call send long messages within a block."""
         return self._connections.receiving(context.peer())
 
-    def log_call(self, name: str, call: RpcContext | None, started_at: float, error: RequestError | None = None) -> None:
+    def log_call(
+        self, name: str, call: RpcContext | None, started_at: float, error: RequestError | None = None
+    ) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
         caller, traceparent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
         if error is not None and status_of(error).http >= _SERVER_ERROR:
             suppressed_count = self._error_log.record(f"{caller} {error.code}", now)
             if suppressed_count is not None:
-                level, more = logging.WARNING, f", and {suppressed_count} more since the last line of this" if suppressed_count else ""
+                level, more = (
+                    logging.WARNING,
+                    f", and {suppressed_count} more since the last line of this" if suppressed_count else "",
+                )
         if _log.isEnabledFor(level):
             outcome = "OK" if error is None else f"{error.code}: {error}"
             what = f"{name} for {caller}: {outcome} in {1000 * (now - started_at):.1f} ms"
@@ -245,7 +271,11 @@ class RpcDispatcher:
             permit.reserve(self.max_bytes)
 
         expected = self.receiving(context) if max_bytes > MAX_SMALL_MESSAGE_BYTES else nullcontext()
-        with expected, _call_after(RECEIVE_GRACE_S, on_slow), receive_deadline(self._receive_timeout_s, " (receive_timeout)"):
+        with (
+            expected,
+            _call_after(RECEIVE_GRACE_S, on_slow),
+            receive_deadline(self._receive_timeout_s, " (receive_timeout)"),
+        ):
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")

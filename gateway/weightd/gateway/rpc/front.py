@@ -23,10 +23,10 @@ from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.listening import GatewayAcceptor
 from weightd.gateway.rpc import health, inference, reflection
-from weightd.gateway.rpc.calls import MAX_PROBES, MAX_UNSENT_CALLS, RpcDispatcher, Handler
+from weightd.gateway.rpc.calls import MAX_PROBES, MAX_UNSENT_CALLS, Handler, RpcDispatcher
 from weightd.gateway.rpc.health import Health
 from weightd.gateway.rpc.inference import GrpcInference
-from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION_V1ALPHA, REFLECTION
+from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
 from weightd.gateway.rpc.methods import ModelApi
 from weightd.gateway.rpc.reflection import Reflection
 from weightd.gateway.rpc.relay import Http2Filter
@@ -154,10 +154,15 @@ class GrpcServer:
         methods = ModelApi(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
         described = (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA)
         return {
-            inference.NAME: {**methods.handlers(calls), **GrpcInference(daemon_client, shm_resolver, self._streams).handlers(calls)},
+            inference.NAME: {
+                **methods.handlers(calls),
+                **GrpcInference(daemon_client, shm_resolver, self._streams).handlers(calls),
+            },
             health.NAME: Health(daemon_client, ("", inference.NAME), self._watch_streams).handlers(calls),
             reflection.NAME: Reflection(described, REFLECTION, self._reflection_streams).handlers(calls),
-            reflection.V1ALPHA_NAME: Reflection(described, REFLECTION_V1ALPHA, self._reflection_streams).handlers(calls),
+            reflection.V1ALPHA_NAME: Reflection(described, REFLECTION_V1ALPHA, self._reflection_streams).handlers(
+                calls
+            ),
         }
 
 

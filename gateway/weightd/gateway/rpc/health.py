@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from weightd.gateway.rpc.calls import PROBE_CALLER, RpcContext, RpcDispatcher, Context, Handler, report_errors
+from weightd.gateway.rpc.calls import PROBE_CALLER, Context, Handler, RpcContext, RpcDispatcher, report_errors
 from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.messages import HEALTH
 from weightd.gateway.rpc.streams import WaitingCalls
@@ -72,7 +72,9 @@ class Health:
         async with self._lock:
             if self._clock() - self._fetched_at >= CACHE_TTL_S:
                 try:
-                    self._cached_status = SERVING if (await self._daemon_client.ready(PROBE_CALLER)).ready else NOT_SERVING
+                    self._cached_status = (
+                        SERVING if (await self._daemon_client.ready(PROBE_CALLER)).ready else NOT_SERVING
+                    )
                 except RequestError:
                     self._cached_status = NOT_SERVING
                 self._fetched_at = self._clock()

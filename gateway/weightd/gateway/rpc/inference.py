@@ -7,10 +7,10 @@ import time
 import grpc
 
 from weightd.gateway.codes import to_request_error
-from weightd.gateway.rpc.calls import RpcContext, RpcDispatcher, Context, Handler, report_errors
+from weightd.gateway.rpc.calls import Context, Handler, RpcContext, RpcDispatcher, report_errors
 from weightd.gateway.rpc.cutting import fast_parse
 from weightd.gateway.rpc.requests import ShmResolver, parse_infer_request
-from weightd.gateway.rpc.responses import encode_response, encode_stream_response, encode_stream_error
+from weightd.gateway.rpc.responses import encode_response, encode_stream_error, encode_stream_response
 from weightd.gateway.rpc.streams import WaitingCalls
 from weightd.gateway.service import DaemonClient
 from weightd.protocol.errors import WeightdError
@@ -65,7 +65,9 @@ class GrpcInference:
             with calls.admission.admit(call.caller) as seat:
                 seat.reserve(len(message))
                 what = await parse_infer_request(message, call._replace(seat=seat), self._shm_resolver)
-                answer = encode_response(what, await self._daemon_client.infer(call.caller, what.request), is_final=True)
+                answer = encode_response(
+                    what, await self._daemon_client.infer(call.caller, what.request), is_final=True
+                )
         except WeightdError as error:
             calls.log_call("ModelStreamInfer", call, started_at, to_request_error(error))
             return encode_stream_error(fast_parse(message).id, str(to_request_error(error)))

@@ -8,7 +8,7 @@ from typing import Any
 from weightd.gateway import model_view
 from weightd.gateway.model_view import View
 from weightd.gateway.regions import RegisteredRegions
-from weightd.gateway.rpc.calls import RpcContext, RpcDispatcher, Handler, Method, Unimplemented
+from weightd.gateway.rpc.calls import Handler, Method, RpcContext, RpcDispatcher, Unimplemented
 from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.gateway.rpc.parameters import check_local
@@ -77,7 +77,9 @@ class ModelApi:
             "LogSettings": self._log_settings,
         }
         return {
-            name: calls.unary_handler(name, checked_parser(INFERENCE.requests[name]), method, is_unauthenticated=name in _UNAUTHENTICATED)
+            name: calls.unary_handler(
+                name, checked_parser(INFERENCE.requests[name]), method, is_unauthenticated=name in _UNAUTHENTICATED
+            )
             for name, method in methods.items()
         }
 
@@ -99,7 +101,9 @@ class ModelApi:
 
     async def _server_metadata(self, call: RpcContext, request: Any) -> bytes:
         answer = await self._daemon_client.server(call.caller)
-        return _encode("ServerMetadataResponse", model_view.server_metadata(answer, shared_memory=self._has_shared_memory))
+        return _encode(
+            "ServerMetadataResponse", model_view.server_metadata(answer, shared_memory=self._has_shared_memory)
+        )
 
     async def _model_metadata(self, call: RpcContext, request: Any) -> bytes:
         check_version(request.version)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.regions import ShmSlice, RegisteredRegions
+from weightd.gateway.regions import RegisteredRegions, ShmSlice
 from weightd.gateway.rpc.calls import RpcContext
 from weightd.protocol import limits
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument
@@ -82,7 +82,9 @@ def priority_of(parameters: Mapping[str, Any]) -> int | None:
     """
     priority = parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
-        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}")
+        raise InvalidArgument(
+            f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
+        )
     return priority or None
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from weightd.gateway.rpc.calls import RpcDispatcher, Context, Handler, check_length, report_errors, parse_message, receive_deadline
+from weightd.gateway.rpc.calls import (
+    Context,
+    Handler,
+    RpcDispatcher,
+    check_length,
+    parse_message,
+    receive_deadline,
+    report_errors,
+)
 from weightd.gateway.rpc.descriptors import Messages
 from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.streams import WaitingCalls

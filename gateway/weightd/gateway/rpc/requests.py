@@ -14,7 +14,7 @@ from weightd.gateway.codes import TooLarge
 from weightd.gateway.helper import Helpers
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import InferenceRequest
-from weightd.gateway.regions import ShmSlice, RegisteredRegions
+from weightd.gateway.regions import RegisteredRegions, ShmSlice
 from weightd.gateway.rpc import parameters
 from weightd.gateway.rpc.calls import RpcContext, parse_message
 from weightd.gateway.rpc.cutting import fast_parse
@@ -259,12 +259,16 @@ def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
     return tuple(inputs.values())
 
 
-def _make_inputs(template: RequestTemplate, contents: Sequence[memoryview], call: RpcContext, shm_resolver: ShmResolver) -> dict[str, Array]:
+def _make_inputs(
+    template: RequestTemplate, contents: Sequence[memoryview], call: RpcContext, shm_resolver: ShmResolver
+) -> dict[str, Array]:
     inputs: dict[str, Array] = {}
     used_contents = 0
     for each in template.inputs:
         if each.region is not None:
-            inputs[each.name] = _read_shared(each, parameters.shm_slice_of(each.region, call, shm_resolver.regions), call, shm_resolver)
+            inputs[each.name] = _read_shared(
+                each, parameters.shm_slice_of(each.region, call, shm_resolver.regions), call, shm_resolver
+            )
         elif each.values is not None:
             if contents:
                 raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
@@ -280,7 +284,9 @@ def _make_inputs(template: RequestTemplate, contents: Sequence[memoryview], call
             # One without elements is said so.
             inputs[each.name] = _parse_typed(each.name, each.datatype, each.shape, _NO_CONTENTS, 0)
     if used_contents != len(contents):
-        raise InvalidArgument(f"raw_input_contents: expected {used_contents}, one for each input that is not in a region")
+        raise InvalidArgument(
+            f"raw_input_contents: expected {used_contents}, one for each input that is not in a region"
+        )
     return inputs
 
 

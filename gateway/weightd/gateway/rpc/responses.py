@@ -68,7 +68,9 @@ def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...
     return content
 
 
-def _encode_placed(infer_request: InferRequest, result: InferenceResult, *, is_final: bool) -> tuple[bytes, list[memoryview]]:
+def _encode_placed(
+    infer_request: InferRequest, result: InferenceResult, *, is_final: bool
+) -> tuple[bytes, list[memoryview]]:
     """Return the same, and the contents, where outputs are to be elsewhere."""
     head = _new_response(infer_request.request.model, is_final=is_final)
     contents: list[memoryview] = []

@@ -44,7 +44,9 @@ class WaitingCalls:
             ResourceExhausted: there are as many as there may be.
         """
         if not self._limit.take(caller):
-            raise ResourceExhausted(f"the caller has its share of {self._max_streams} such streams open at this gateway")
+            raise ResourceExhausted(
+                f"the caller has its share of {self._max_streams} such streams open at this gateway"
+            )
         try:
             yield
         finally:

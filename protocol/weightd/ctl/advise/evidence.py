@@ -69,7 +69,9 @@ class Comparison:
         found = self.differences.get(name, Difference(0, 0.0, 0.0))
         largest = max_difference(row, single)
         relative = relative_difference(largest, single)
-        self.differences[name] = Difference(found.rows + 1, max(found.max_difference, largest), max(found.max_relative, relative))
+        self.differences[name] = Difference(
+            found.rows + 1, max(found.max_difference, largest), max(found.max_relative, relative)
+        )
 
 
 def max_difference(row: Any, single: Any) -> float:

@@ -13,7 +13,7 @@ from weightd.ctl.advise.evidence import Comparison
 from weightd.ctl.advise.rounds import RowSlice, block_requests, count_blocks
 from weightd.ctl.advise.rule import BatchSizeResult
 from weightd.ctl.advise.source import FileRows, SyntheticRows
-from weightd.ctl.measuring.counters import read_counters, has_split
+from weightd.ctl.measuring.counters import has_split, read_counters
 from weightd.ctl.measuring.samples import Arrays
 from weightd.protocol.errors import Internal, InvalidArgument
 

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightd.ctl.advise.rule import Recommendation, BatchSizeResult, Verdict, gain, is_overhead_dominated
+from weightd.ctl.advise.rule import BatchSizeResult, Recommendation, Verdict, gain, is_overhead_dominated
 from weightd.ctl.text import clean, count, paragraph, table
 
 _HEADING = ("ROWS", "MS", "ROWS/s", "GAIN", "LATENCY", "BITS")
@@ -42,7 +42,9 @@ def render(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation,
     """
     one = sizes[0]
     compared = max(size.comparison.rows_compared for size in sizes)
-    distinct_text = f", {distinct_rows:,} of them different" if distinct_rows is not None and distinct_rows < compared else ""
+    distinct_text = (
+        f", {distinct_rows:,} of them different" if distinct_rows is not None and distinct_rows < compared else ""
+    )
     lines = [f"{clean(model)}: one request at a time, {count(compared, 'row')} compared{distinct_text}", ""]
     lines += table([_HEADING, *(_row(size, one) for size in sizes if size.answers)], 0, "")
     lines += ["", f"{one.overhead_s * 1e3:.2f} ms of each is the way to the worker and back; GAIN is without it"]
@@ -78,17 +80,25 @@ def _remarks(sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
             yield from paragraph(f"{count(size.rows, 'row')}, refused", size.refusal.rstrip(), "")
         if size.is_split:
             yield f"{count(size.rows, 'row')}: the daemon cuts such requests ([models.X.split]): no single execution"
-    output_names = dict.fromkeys(name for size in sizes for name in (*size.comparison.shape_mismatches, *size.comparison.differences))
+    output_names = dict.fromkeys(
+        name for size in sizes for name in (*size.comparison.shape_mismatches, *size.comparison.differences)
+    )
     for name in output_names:
         yield from _output_remarks(name, sizes)
 
 
 def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
     """What is to be said of an output, all sizes taken together."""
-    mismatches = [(size.rows, size.comparison.shape_mismatches[name]) for size in sizes if name in size.comparison.shape_mismatches]
+    mismatches = [
+        (size.rows, size.comparison.shape_mismatches[name])
+        for size in sizes
+        if name in size.comparison.shape_mismatches
+    ]
     for rows, found in mismatches[:1]:
         yield f"output {clean(name)}, from {count(rows, 'row')} on: {found}"
-    differences = [(size.rows, size.comparison.differences[name]) for size in sizes if name in size.comparison.differences]
+    differences = [
+        (size.rows, size.comparison.differences[name]) for size in sizes if name in size.comparison.differences
+    ]
     if differences:
         largest = max(found.max_difference for _, found in differences)
         relative = max(found.max_relative for _, found in differences)

@@ -113,14 +113,20 @@ def recommend(sizes: Sequence[BatchSizeResult]) -> Recommendation:
     one = sizes[0]
     measured = [size for size in sizes[1:] if size.is_measured]
     worthwhile = [size for size in measured if is_worth_its_latency(size, one)]
-    objection = _shape_objection(one, measured) or _mixing_objection(sizes, measured) or _gain_objection(one, measured, worthwhile)
+    objection = (
+        _shape_objection(one, measured)
+        or _mixing_objection(sizes, measured)
+        or _gain_objection(one, measured, worthwhile)
+    )
     if objection:
         return Recommendation(Verdict.NO, 1, (), objection)
     for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING_TOLERANCE)):
         allowed = _below_first_difference(sizes, worthwhile, share)
         if allowed:
             best = _best(allowed, one)
-            return Recommendation(verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict])
+            return Recommendation(
+                verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict]
+            )
     return Recommendation(Verdict.NO, 1, (), f"{_MIXING_REASON}, and with fewer of them it does not pay")
 
 
@@ -148,7 +154,9 @@ def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[Batch
     return f"{_MIXING_REASON}: merged answers would be wrong"
 
 
-def _gain_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult], worthwhile: Sequence[BatchSizeResult]) -> str:
+def _gain_objection(
+    one: BatchSizeResult, measured: Sequence[BatchSizeResult], worthwhile: Sequence[BatchSizeResult]
+) -> str:
     """Why it does not pay; "" if it does."""
     if is_overhead_dominated(one):
         return (
@@ -164,7 +172,9 @@ def _gain_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult], w
     return ""
 
 
-def _below_first_difference(sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float) -> List[BatchSizeResult]:
+def _below_first_difference(
+    sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float
+) -> List[BatchSizeResult]:
     """Those of `worth` below the first size at which rows differ by more, for a request may have any of them."""
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
     return [size for size in candidates if size.rows < end]

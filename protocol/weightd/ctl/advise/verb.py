@@ -9,12 +9,12 @@ from typing import List, Sequence, Union
 
 from weightd.ctl import exits
 from weightd.ctl.advise import render, rule
-from weightd.ctl.advise.measure import Measurement, AdvisePlan
+from weightd.ctl.advise.measure import AdvisePlan, Measurement
 from weightd.ctl.advise.source import FileRows, SyntheticRows
 from weightd.ctl.advise.trial import BatchTest, BatchTestResult, batching_refusal
 from weightd.ctl.measuring import shapes, subject
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, CommandError, Command
+from weightd.ctl.verb import Command, CommandError, Connect
 from weightd.protocol.errors import FailedPrecondition
 from weightd.protocol.messages.data import TensorSignature
 
@@ -134,14 +134,19 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         recommendation = rule.recommend(results)
         if recommendation.verdict is rule.Verdict.MERGE:
             sample_path = os.path.abspath(options.inputs) if test_result.needs_sample else ""  # noqa: PTH100 - follows no link
-            recommendation = rule.not_batched(test_result.note) if test_result.note else recommendation._replace(sample=sample_path)
+            recommendation = (
+                rule.not_batched(test_result.note) if test_result.note else recommendation._replace(sample=sample_path)
+            )
         show = render.as_json(name, results, recommendation)
         print(json.dumps(show) if options.json else render.render(name, results, recommendation, source.distinct_rows))
     return status
 
 
 def _verify(
-    model: subject.BenchTarget, batch_test: BatchTest, source: Union[SyntheticRows, FileRows], results: Sequence[rule.BatchSizeResult]
+    model: subject.BenchTarget,
+    batch_test: BatchTest,
+    source: Union[SyntheticRows, FileRows],
+    results: Sequence[rule.BatchSizeResult],
 ) -> BatchTestResult:
     """Return what the daemon's own test shows of what is advised: it is made if this is to merge."""
     recommendation = rule.recommend(results)

@@ -10,7 +10,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from weightd.client.aio import AsyncClient
 from weightd.ctl.bench.windows import MAX_WINDOWS, Level, Windows, summarize
-from weightd.ctl.measuring.counters import read_counters, per_execution
+from weightd.ctl.measuring.counters import per_execution, read_counters
 from weightd.protocol.errors import RequestError
 
 # A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.
@@ -59,11 +59,15 @@ async def _run(client: AsyncClient, plan: BenchPlan, on_level: Callable[[Level],
     return False
 
 
-async def _measure_level(client: AsyncClient, plan: BenchPlan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
+async def _measure_level(
+    client: AsyncClient, plan: BenchPlan, in_flight: int, interrupted: asyncio.Future[None]
+) -> Level:
     before = read_counters(await client.status(), plan.model)
     windows = Windows(time.monotonic(), plan.max_seconds / MAX_WINDOWS)
     plan.on_window(in_flight, windows)
-    tasks = [asyncio.ensure_future(_send_requests(client, plan, windows, first, in_flight)) for first in range(in_flight)]
+    tasks = [
+        asyncio.ensure_future(_send_requests(client, plan, windows, first, in_flight)) for first in range(in_flight)
+    ]
     try:
         await asyncio.wait({*tasks, interrupted}, timeout=plan.max_seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:

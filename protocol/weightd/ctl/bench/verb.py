@@ -8,10 +8,10 @@ from typing import List
 
 from weightd.ctl import exits
 from weightd.ctl.bench import render
-from weightd.ctl.bench.windows import STABLE_WINDOWS, MAX_WINDOWS, TOLERANCE, Level, Windows
+from weightd.ctl.bench.windows import MAX_WINDOWS, STABLE_WINDOWS, TOLERANCE, Level, Windows
 from weightd.ctl.measuring import samples, shapes, subject
 from weightd.ctl.text import count
-from weightd.ctl.verb import Connect, Command
+from weightd.ctl.verb import Command, Connect
 
 _DESCRIPTION = f"""\
 Measures how many requests a model answers in a second, and how soon: with 1, with 8 and with 64 of

@@ -11,11 +11,18 @@ from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
 from weightd.ctl import exits, manual
 from weightd.ctl.install import program
-from weightd.ctl.install.files import InstallError, FileState, compare, install
-from weightd.ctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, PlannedFile, units_to_enable, make_plan, units_source
-from weightd.ctl.install.removal import REMAINING_NOTE, NEXT_STEPS, remove_planned
+from weightd.ctl.install.files import FileState, InstallError, compare, install
+from weightd.ctl.install.plan import (
+    CONFIGURATION,
+    GATEWAY_CONFIGURATION,
+    PlannedFile,
+    make_plan,
+    units_source,
+    units_to_enable,
+)
+from weightd.ctl.install.removal import NEXT_STEPS, REMAINING_NOTE, remove_planned
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Command
+from weightd.ctl.verb import Command, Connect
 
 _DESCRIPTION = """\
 Makes weightd a service of systemd: writes its units, user, groups and directories to /etc, and man

@@ -14,7 +14,7 @@ from weightd.ctl.predict.images import Pixels
 from weightd.ctl.predict.scores import Labels
 from weightd.ctl.predict.sources import ArgumentReader
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Command
+from weightd.ctl.verb import Command, Connect
 from weightd.protocol.messages.data import TensorSignature
 
 _DESCRIPTION = """\
@@ -160,7 +160,11 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         scores.check_labels(options.labels, labels, list(outputs.values()))
     output_format = OutputFormat(_write_outputs(options.output, outputs), options.top, labels)
     if options.json:
-        print(json.dumps({"model_name": options.model, "outputs": [output_format.json(*each) for each in outputs.items()]}))
+        print(
+            json.dumps(
+                {"model_name": options.model, "outputs": [output_format.json(*each) for each in outputs.items()]}
+            )
+        )
     else:
         for name, array in outputs.items():
             print("\n".join(output_format.lines(name, array)))

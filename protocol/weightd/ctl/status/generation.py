@@ -43,7 +43,9 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     if generation.batching_note:
         yield from paragraph("rows", generation.batching_note, "    ")
     if generation.processes:
-        yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT_COLUMNS, "    ")
+        yield from table(
+            [_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT_COLUMNS, "    "
+        )
     for process in generation.processes:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")

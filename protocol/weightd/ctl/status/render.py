@@ -10,9 +10,9 @@ from weightd.ctl.text import binary, clean, count, duration, milliseconds, parag
 from weightd.protocol.messages.status import (
     DeviceStatus,
     ForkServerStatus,
-    ProxyStatus,
     MemoryLimit,
     ModelStatus,
+    ProxyStatus,
     StatusResponse,
 )
 

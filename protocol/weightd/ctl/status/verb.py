@@ -8,7 +8,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.status import render
-from weightd.ctl.verb import Connect, DaemonUnreachable, Command, check_model
+from weightd.ctl.verb import Command, Connect, DaemonUnreachable, check_model
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.status import StatusResponse
 

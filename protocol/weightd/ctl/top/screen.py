@@ -7,7 +7,7 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 from weightd.ctl.text import count, duration, size
 from weightd.ctl.top.bars import ASCII, Glyphs, Segment, bar, spark
-from weightd.ctl.top.lines import StyledLine, Span, Style, truncate, text_line, narrow
+from weightd.ctl.top.lines import Span, Style, StyledLine, narrow, text_line, truncate
 from weightd.ctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable
 from weightd.ctl.top.view import View
 from weightd.shared.overview.memory import MemoryUsage
@@ -110,7 +110,9 @@ def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[S
     yield _labelled_line("requests", spark([each.rate for each in pace.rate_points], spark_width, glyphs), Style.COPY,
                     f"{rate}/s, {overview.queued:,} queued, {overview.running:,} running")  # fmt: skip
     times = "-" if pace.p50_s is None or pace.p99_s is None else f"p50 {_time(pace.p50_s)}, p99 {_time(pace.p99_s)}"
-    yield _labelled_line("latency", spark([each.p99_s for each in pace.rate_points], spark_width, glyphs), Style.BESIDE, times)
+    yield _labelled_line(
+        "latency", spark([each.p99_s for each in pace.rate_points], spark_width, glyphs), Style.BESIDE, times
+    )
     if overview.memory is not None:
         yield from _memory(overview.memory, spark_width, glyphs)
     if not overview.is_complete:
@@ -118,7 +120,9 @@ def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[S
 
 
 def _labelled_line(label: str, drawn: str, style: Style, text: str) -> StyledLine:
-    return StyledLine([(label.ljust(_LABEL_WIDTH), Style.WEAK), (drawn, style), (f"{' ' if drawn else ''}{text}", Style.TEXT)])
+    return StyledLine(
+        [(label.ljust(_LABEL_WIDTH), Style.WEAK), (drawn, style), (f"{' ' if drawn else ''}{text}", Style.TEXT)]
+    )
 
 
 def _time(seconds: float) -> str:
@@ -141,7 +145,9 @@ def _memory(memory: MemoryUsage, width: int, glyphs: Glyphs) -> Iterator[StyledL
 
 def _bar(label: str, segments: Sequence[Segment], total: int, width: int, text: str) -> StyledLine:
     gap = " " if width else ""
-    return StyledLine([(label.ljust(_LABEL_WIDTH), Style.WEAK), *bar(segments, total, width), (f"{gap}{text}", Style.TEXT)])
+    return StyledLine(
+        [(label.ljust(_LABEL_WIDTH), Style.WEAK), *bar(segments, total, width), (f"{gap}{text}", Style.TEXT)]
+    )
 
 
 def table(table: ScreenTable[Any], rows: Sequence[Any], width: int, glyphs: Glyphs) -> List[StyledLine]:

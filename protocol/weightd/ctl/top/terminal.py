@@ -14,11 +14,11 @@ import sys
 import time
 from typing import Callable, Dict, Generator, Iterable, List, Optional, Tuple
 
-from weightd.ctl.top.asking import Poller, PollThread, PollResult
+from weightd.ctl.top.asking import Poller, PollResult, PollThread
 from weightd.ctl.top.bars import BLOCKS, glyphs
-from weightd.ctl.top.lines import StyledLine, Style
-from weightd.ctl.top.screen import ScreenSize, PollStatus, draw
-from weightd.ctl.top.view import View, KeyAction, faster, slower
+from weightd.ctl.top.lines import Style, StyledLine
+from weightd.ctl.top.screen import PollStatus, ScreenSize, draw
+from weightd.ctl.top.view import KeyAction, View, faster, slower
 from weightd.shared.overview.rows import Overview
 
 # How long ago the last answer came is told in seconds.

@@ -12,8 +12,8 @@ from typing import Optional
 from weightd.ctl import exits
 from weightd.ctl.top.asking import Poller
 from weightd.ctl.top.screen import HELP, render_text
-from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S
-from weightd.ctl.verb import Connect, DaemonUnreachable, Command
+from weightd.ctl.top.view import MAX_DELAY_S, MIN_DELAY_S
+from weightd.ctl.verb import Command, Connect, DaemonUnreachable
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.shared.overview.rows import Overview
 from weightd.shared.overview.values import to_json_values

@@ -148,7 +148,9 @@ class View:
     def _move(self, key: str, overview: Overview) -> None:
         rows = self.rows(overview)
         if rows:
-            index = self.scroll_to_selected(rows, self._page_height) + _STEPS[key] * (self._page_height if key.startswith("page") else 1)
+            index = self.scroll_to_selected(rows, self._page_height) + _STEPS[key] * (
+                self._page_height if key.startswith("page") else 1
+            )
             last = len(rows) - 1
             self._selected[self.table.title] = self.table.key(rows[max(0, min(index, last))])
 

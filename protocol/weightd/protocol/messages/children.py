@@ -12,10 +12,21 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import BYTES, SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCase, SelfTestCases, DeviceMemory, RowSupport
-from weightd.protocol.messages.ranks import Done, JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.findings import (
+    BYTES,
+    DIGEST,
+    ROW_COUNT,
+    ROW_COUNTS,
+    SELFTEST_CASE,
+    SELFTEST_CASES,
+    DeviceMemory,
+    RowSupport,
+    SelfTestCase,
+    SelfTestCases,
+)
+from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.protocol.messages.regions import POSITIONS, MappedRegions
-from weightd.protocol.schema import boolean, in_own_frame, integer, omit_default, list_of, mapping, one_of, record, text
+from weightd.protocol.schema import boolean, in_own_frame, integer, list_of, mapping, omit_default, one_of, record, text
 from weightd.protocol.values import dataclass
 
 CHILD_PROTOCOL_VERSION = 2
@@ -376,7 +387,21 @@ ChildMessage = Union[
     Pong,
 ]
 ChildOrder = Union[
-    Fork, Build, ContinueSelfTest, Allow, Attach, JoinGroup, RunSelfTest, BeginBatch, Predict, CancelPredict, MapRegion, UnmapRegion, Ping, TrimStore, Stop
+    Fork,
+    Build,
+    ContinueSelfTest,
+    Allow,
+    Attach,
+    JoinGroup,
+    RunSelfTest,
+    BeginBatch,
+    Predict,
+    CancelPredict,
+    MapRegion,
+    UnmapRegion,
+    Ping,
+    TrimStore,
+    Stop,
 ]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Dict, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import boolean, integer, omit_default, list_of, mapping, one_of, text
+from weightd.protocol.schema import boolean, integer, list_of, mapping, omit_default, one_of, text
 from weightd.protocol.values import dataclass
 
 SelfTestCase = Dict[str, Tuple[int, ...]]

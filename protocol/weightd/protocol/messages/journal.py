@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import integer, omit_default, list_of, number, one_of, record, text
+from weightd.protocol.schema import integer, list_of, number, omit_default, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.status import ROLES
-from weightd.protocol.schema import boolean, integer, omit_default, list_of, number, one_of, record, text
+from weightd.protocol.schema import boolean, integer, list_of, number, omit_default, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)

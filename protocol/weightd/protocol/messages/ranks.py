@@ -11,7 +11,16 @@ from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCases, DeviceMemory, RowSupport
+from weightd.protocol.messages.findings import (
+    DIGEST,
+    ROW_COUNT,
+    ROW_COUNTS,
+    SELFTEST_CASE,
+    SELFTEST_CASES,
+    DeviceMemory,
+    RowSupport,
+    SelfTestCases,
+)
 from weightd.protocol.schema import integer, list_of, record
 from weightd.protocol.values import dataclass
 
@@ -87,7 +96,9 @@ class SelfTestDone:
     """None where it was not to be found out."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[SelfTestResult, ...] = field(default=(), metadata=list_of(record(SelfTestResult), limits.MAX_GROUP_MODELS))
+    members: Tuple[SelfTestResult, ...] = field(
+        default=(), metadata=list_of(record(SelfTestResult), limits.MAX_GROUP_MODELS)
+    )
 
 
 @dataclass(frozen=True)

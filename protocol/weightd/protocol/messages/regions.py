@@ -42,7 +42,9 @@ class Regions:
     """Which tensors of a request are in shared memory, and where."""
 
     inputs: Tuple[InputLocation, ...] = field(default=(), metadata=list_of(record(InputLocation), limits.MAX_TENSORS))
-    outputs: Tuple[OutputLocation, ...] = field(default=(), metadata=list_of(record(OutputLocation), limits.MAX_TENSORS))
+    outputs: Tuple[OutputLocation, ...] = field(
+        default=(), metadata=list_of(record(OutputLocation), limits.MAX_TENSORS)
+    )
 
 
 @dataclass(frozen=True)

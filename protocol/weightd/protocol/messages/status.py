@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.children import ORIGINS
-from weightd.protocol.schema import integer, omit_default, list_of, number, one_of, record, text
+from weightd.protocol.schema import integer, list_of, number, omit_default, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -138,7 +138,9 @@ class ModelStatus:
     queued: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
     failed: int = field(metadata=_COUNT)
-    generations: Tuple[GenerationStatus, ...] = field(metadata=list_of(record(GenerationStatus), limits.MAX_GENERATIONS))
+    generations: Tuple[GenerationStatus, ...] = field(
+        metadata=list_of(record(GenerationStatus), limits.MAX_GENERATIONS)
+    )
     p50_us: Optional[float] = field(default=None, metadata=number())
     p99_us: Optional[float] = field(default=None, metadata=number())
     unexpected_exits: int = field(default=0, metadata=_COUNT)
@@ -242,7 +244,9 @@ class StatusResponse:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     buffered_bytes: int = field(default=0, metadata=_COUNT)
     max_memory_bytes: int = field(default=0, metadata=_COUNT)
-    zmq_proxies: Tuple[ProxyStatus, ...] = field(default=(), metadata=list_of(record(ProxyStatus), limits.MAX_LISTENERS))
+    zmq_proxies: Tuple[ProxyStatus, ...] = field(
+        default=(), metadata=list_of(record(ProxyStatus), limits.MAX_LISTENERS)
+    )
     fork_servers: Tuple[ForkServerStatus, ...] = field(
         default=(), metadata=list_of(record(ForkServerStatus), limits.MAX_MODELS)
     )

@@ -93,7 +93,14 @@ def bash_script(program: ProgramCommand, kinds: Mapping[str, str]) -> str:
     parts = {
         "@MODELS@": _MODELS if needs_models else "",
         "@VALUED@": "|".join(
-            sorted({flag for each in _with_subcommands(program) for option in each.options for flag in _flags_with_value(option)})
+            sorted(
+                {
+                    flag
+                    for each in _with_subcommands(program)
+                    for option in each.options
+                    for flag in _flags_with_value(option)
+                }
+            )
         ),
         "@VALUES@": "".join(f"            {line}\n" for line in _value_cases(program, kinds)),
         "@COMMANDS@": "".join(f"        {line}\n" for line in _command_cases(program, kinds)),

@@ -9,7 +9,7 @@ from typing import Deque, Dict, List
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 from weightd.shared.overview import memory, picture
-from weightd.shared.overview.rows import RatePoint, Overview, Throughput
+from weightd.shared.overview.rows import Overview, RatePoint, Throughput
 from weightd.shared.overview.window import CounterSnapshot, StatusWindow
 
 # Of a spark: a minute, where it is looked at each second.
@@ -74,7 +74,9 @@ class History:
             now: monotonic seconds.
         """
         processes = [(each.name, each.generation, each.processes) for each in self._samples[-1].metrics.models]
-        if now < self._status_requested_at + (_CHANGED_STATUS_INTERVAL_S if processes != self._requested_processes else _STATUS_INTERVAL_S):
+        if now < self._status_requested_at + (
+            _CHANGED_STATUS_INTERVAL_S if processes != self._requested_processes else _STATUS_INTERVAL_S
+        ):
             return False
         self._status_requested_at, self._requested_processes = now, processes
         return True
@@ -133,7 +135,9 @@ class History:
         for window in windows:
             counts = window.answered_counts(name) if name != _ALL_MODELS else window.all_answered_counts()
             if counts is not None:
-                return Throughput(window.rate(0, sum(counts)), window.quantile(0.5, counts), window.quantile(0.99, counts))
+                return Throughput(
+                    window.rate(0, sum(counts)), window.quantile(0.5, counts), window.quantile(0.99, counts)
+                )
             rate = window.rate(window.before.served(model=name), window.now.served(model=name))
             if rate is not None and not window.now.metrics.seconds_bounds:
                 return Throughput(rate)  # whoever sees its own alone is told of no times

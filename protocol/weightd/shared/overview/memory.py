@@ -95,7 +95,9 @@ def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
     private_bytes = min(sum(each.private_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
     unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
     plain_bytes = sum(_private_bytes(each) + (each.shared_bytes or 0) for each in sharing) + unshared_bytes
-    return MemoryUsage(copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running)
+    return MemoryUsage(
+        copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running
+    )
 
 
 def _private_bytes(worker: ProcessStatus) -> int:

@@ -10,7 +10,7 @@ from weightd.protocol.messages.metrics import MetricsResponse, ModelMetrics
 from weightd.protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.shared.overview import memory
 from weightd.shared.overview.differences import rate
-from weightd.shared.overview.rows import ModelRow, Throughput, ProcessRow, TenantRow
+from weightd.shared.overview.rows import ModelRow, ProcessRow, TenantRow, Throughput
 from weightd.shared.overview.window import StatusWindow
 
 # Who answers requests; a spare does once one of these is lost.
@@ -18,7 +18,10 @@ _SERVING_ROLES = ("worker", "rank")
 
 
 def model_rows(
-    now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[StatusWindow], throughput_of: Callable[[str], Throughput]
+    now: MetricsResponse,
+    status: Optional[StatusResponse],
+    windows: Sequence[StatusWindow],
+    throughput_of: Callable[[str], Throughput],
 ) -> Iterator[ModelRow]:
     """Yield a row for each model; `pace` tells that of one by its name."""
     statuses = {} if status is None else {each.name: each for each in status.models}
@@ -30,7 +33,9 @@ def model_rows(
         groups |= {row.group} - {""}
 
 
-def _model_row(model: ModelMetrics, status: Optional[ModelStatus], throughput: Throughput, refused_rate: Optional[float]) -> ModelRow:
+def _model_row(
+    model: ModelMetrics, status: Optional[ModelStatus], throughput: Throughput, refused_rate: Optional[float]
+) -> ModelRow:
     generation = None if status is None else _find_generation(status, model.generation)
     return ModelRow(
         name=model.name,
@@ -42,7 +47,9 @@ def _model_row(model: ModelMetrics, status: Optional[ModelStatus], throughput: T
         sha256=model.sha256,
         device="" if generation is None else generation.device,
         desired_workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES),
-        ready_workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"),
+        ready_workers=sum(
+            each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"
+        ),
         queued=model.queued,
         running=model.running,
         refused_rate=refused_rate,

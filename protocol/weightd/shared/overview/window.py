@@ -6,7 +6,7 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 from weightd.protocol.messages.accounts import AccountStatus
 from weightd.protocol.messages.metrics import MetricsResponse, ModelMetrics
-from weightd.shared.overview.differences import quantile, rate, count_difference
+from weightd.shared.overview.differences import count_difference, quantile, rate
 
 Counts = Tuple[int, ...]
 

@@ -21,15 +21,15 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.rowtest import bits
 from weightd.shared.rowtest.bits import Arrays, NotBatchable
 from weightd.shared.rowtest.rows import (
-    MIN_TEST_ROWS,
     MAX_TEST_BYTES,
+    MIN_TEST_ROWS,
     SPECIALS,
     RowKind,
     SpecialFloats,
     TestRows,
     has_rows,
-    row_kinds,
     row_bytes,
+    row_kinds,
 )
 
 MAX_DURATION_S = 10.0
@@ -174,7 +174,11 @@ class _Comparison:
     """One test of a model."""
 
     def __init__(
-        self, subject: TestedModel, exact: bool, before_run: Callable[[int], None], on_refused: Callable[[Exception], None]
+        self,
+        subject: TestedModel,
+        exact: bool,
+        before_run: Callable[[int], None],
+        on_refused: Callable[[Exception], None],
     ) -> None:
         self._subject = subject
         self._exact = exact
@@ -184,7 +188,9 @@ class _Comparison:
         self._min_rows = min(subject.allowed_sizes, default=1)
         self._batch_sizes = _sizes_to_test(subject)
         numbers = range(1 if subject.allowed_sizes else 2, self._batch_sizes[0] + 1)
-        self._row_counts = [size for size in numbers if not subject.allowed_sizes or size in subject.allowed_sizes][:_MAX_ROW_COUNTS]
+        self._row_counts = [size for size in numbers if not subject.allowed_sizes or size in subject.allowed_sizes][
+            :_MAX_ROW_COUNTS
+        ]
         self._tested_sizes: Set[int] = set()
         self._started_at = time.monotonic()
 
@@ -197,7 +203,9 @@ class _Comparison:
             except _ValuesUnfit as error:
                 unfit.append((kind, error))
         kind, best = max(unfit, key=lambda each: each[1].distinct_count)
-        return self._test_kind(kind, may_reject_kind=False) if best.distinct_count >= 0 else RowTestResult(note=str(best))
+        return (
+            self._test_kind(kind, may_reject_kind=False) if best.distinct_count >= 0 else RowTestResult(note=str(best))
+        )
 
     def _test_kind(self, kind: RowKind, *, may_reject_kind: bool) -> RowTestResult:
         """Test the model on rows of one kind.
@@ -223,7 +231,9 @@ class _Comparison:
             single = self._run_each_single(rows, nbytes, may_reject_kind=may_reject_kind)
             note = self._find_difference(rows, bits.concatenate(single)) or _inconclusive_reason(single)
         except NotBatchable as error:
-            return RowTestResult(outputs, str(error), kind=kind, batch_error=error.cause if isinstance(error, _Refused) else None)
+            return RowTestResult(
+                outputs, str(error), kind=kind, batch_error=error.cause if isinstance(error, _Refused) else None
+            )
         if note:
             return RowTestResult(outputs, note, kind=kind)
         return RowTestResult(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
@@ -278,7 +288,9 @@ class _Comparison:
             if time.monotonic() >= self._started_at + MAX_DURATION_S:
                 if turn or self._tested_sizes.issuperset(self._batch_sizes):
                     break
-                raise NotBatchable(f"the model takes too long: not all of {self._batch_sizes} rows were run in {MAX_DURATION_S:g} s")
+                raise NotBatchable(
+                    f"the model takes too long: not all of {self._batch_sizes} rows were run in {MAX_DURATION_S:g} s"
+                )
             indices = np.arange(turn * size, (turn + 1) * size) % number
             found = bits.describe_difference(
                 self._run_batched(rows, indices), {name: array[indices] for name, array in single.items()}
@@ -316,11 +328,19 @@ class _Comparison:
         """
         answers: List[Arrays] = []
         max_answers = min(rows.count, max(MIN_TEST_ROWS, MAX_TEST_BYTES * self._min_rows // max(nbytes, 1)))
-        while len(answers) < max_answers and (time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S or len(answers) < MIN_TEST_ROWS):
+        while len(answers) < max_answers and (
+            time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S or len(answers) < MIN_TEST_ROWS
+        ):
             if time.monotonic() >= self._started_at + MAX_DURATION_S:
-                raise NotBatchable(f"the model takes too long: only {len(answers)} rows were run in {MAX_DURATION_S:g} s")
+                raise NotBatchable(
+                    f"the model takes too long: only {len(answers)} rows were run in {MAX_DURATION_S:g} s"
+                )
             answers.append(self._run_single(rows, len(answers)))
-            if may_reject_kind and len(answers) == MIN_TEST_ROWS and time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S:
+            if (
+                may_reject_kind
+                and len(answers) == MIN_TEST_ROWS
+                and time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S
+            ):
                 variety = bits.count_distinct(answers)
                 if variety < _MIN_DISTINCT:
                     raise _ValuesUnfit(f"{variety} of {MIN_TEST_ROWS} answers differ", variety)

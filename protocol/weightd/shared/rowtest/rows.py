@@ -124,11 +124,15 @@ class TestRows:
         for each in inputs:
             if not has_rows(each):
                 given = None if sample is None else sample[each.name]
-                self._constant_inputs[each.name] = generate_values(each, tuple(shapes[each.name])) if given is None else given
+                self._constant_inputs[each.name] = (
+                    generate_values(each, tuple(shapes[each.name])) if given is None else given
+                )
         self._rows: Arrays = {}
         for each in with_rows:
             given = None if sample is None or not len(sample[each.name]) else sample[each.name]
-            rows = np.stack([_generate_row(each, dims[each.name], given, kind, first_index + index) for index in range(self.count)])
+            rows = np.stack(
+                [_generate_row(each, dims[each.name], given, kind, first_index + index) for index in range(self.count)]
+            )
             if kind is RowKind.SCALED and rows.dtype.kind == "f":
                 magnitudes = np.resize(_MAGNITUDES, self.count).astype(rows.dtype)
                 rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))
@@ -208,7 +212,9 @@ _MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 _IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
     SpecialFloats.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
     SpecialFloats.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
-    SpecialFloats.SUBNORMAL: lambda bits, layout: ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.min_normal - 1,
+    SpecialFloats.SUBNORMAL: lambda bits, layout: (
+        ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.min_normal - 1
+    ),
     SpecialFloats.NEGATIVE_ZERO: lambda bits, layout: bits == layout.sign,
 }
 
@@ -245,7 +251,9 @@ def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, k
         if kind is not RowKind.INDICES or values.dtype.kind != "f":
             return values
         count = min(values.size, _MAX_RANDOM_VALUES)
-        return np.resize(_random_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size).reshape(dims)
+        return np.resize(
+            _random_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size
+        ).reshape(dims)
     row = sample[index % len(sample)]
     if kind is RowKind.SCALED:
         return (row * (1 + values / 2)).astype(row.dtype) if row.dtype.kind == "f" else row

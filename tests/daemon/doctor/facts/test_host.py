@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.doctor.facts import host
-from weightd.daemon.doctor.facts.host import NpuInfo, HostFacts, read_host, parse_npu_list, count_card_processes
+from weightd.daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, parse_npu_list, read_host
 
 # As published by users of the tool: a server of which each NPU has two chips, and a chip that is none.
 MAPPING = """

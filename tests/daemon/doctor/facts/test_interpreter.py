@@ -58,7 +58,11 @@ def test_an_interpreter_that_hangs_is_killed_and_its_step_named(fake: Fake) -> N
 
 def test_an_interpreter_that_fails_or_is_not_there(fake: Fake) -> None:
     report = interpreter.run_report(fake("echo No module named weightd >&2; exit 1"), 0, 10)
-    assert (report.steps, report.exit_description, report.log_tail) == ({}, "exited with status 1", "No module named weightd")
+    assert (report.steps, report.exit_description, report.log_tail) == (
+        {},
+        "exited with status 1",
+        "No module named weightd",
+    )
     with pytest.raises(OSError, match="No such file"):
         interpreter.run_report("/nonexistent/python", 0, 10)
 

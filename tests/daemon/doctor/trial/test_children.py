@@ -12,9 +12,16 @@ import zmq
 
 from testkit.waiting import until
 from weightd.daemon.children.launch import WorkerProgram
-from weightd.daemon.doctor.trial.children import ChildError, TestProcesses, ProtocolViolation, ChildExited, ChildTimedOut, ChildRejected
+from weightd.daemon.doctor.trial.children import (
+    ChildError,
+    ChildExited,
+    ChildRejected,
+    ChildTimedOut,
+    ProtocolViolation,
+    TestProcesses,
+)
 from weightd.protocol.codec import encode
-from weightd.protocol.messages.children import ProcessFailed, Built, Hello, Stop, Traits
+from weightd.protocol.messages.children import Built, Hello, ProcessFailed, Stop, Traits
 
 LIMIT_S = 20.0
 HELLO = Hello("4711", "5" * 64, {}, Traits(False, False, False))
@@ -83,7 +90,11 @@ def test_a_message_and_the_next(play: Play) -> None:
 def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgram) -> None:
     children = play("say(broken); zmq.Context.instance().destroy(linger=2000); sys.exit(70)")
     until(lambda: not running(program), "it ends")
-    for kind, text in ((ChildRejected, "that is why"), (ChildExited, "exited with status 70"), (ChildExited, "it has ended before")):
+    for kind, text in (
+        (ChildRejected, "that is why"),
+        (ChildExited, "exited with status 70"),
+        (ChildExited, "it has ended before"),
+    ):
         with pytest.raises(kind, match=text):
             children.wait_for("holder", Hello, "start")
     children.send_order("holder", Stop())  # nobody is there, and nobody minds

@@ -10,7 +10,13 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from weightd.daemon.doctor.trial import trial
-from weightd.daemon.doctor.trial.children import ChildError, TestProcesses, ProtocolViolation, ChildExited, ChildRejected
+from weightd.daemon.doctor.trial.children import (
+    ChildError,
+    ChildExited,
+    ChildRejected,
+    ProtocolViolation,
+    TestProcesses,
+)
 from weightd.daemon.generations.plan import SelfTestSpec
 from weightd.daemon.host.ends import ExitCause
 from weightd.protocol.messages.children import (
@@ -21,16 +27,16 @@ from weightd.protocol.messages.children import (
     Build,
     Built,
     ChildMessage,
-    Hello,
     ChildOrder,
+    Hello,
     Pong,
     Predict,
-    TryingSelfTest,
     Result,
     Traits,
+    TryingSelfTest,
 )
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import SelfTestCase, DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory, SelfTestCase
 
 M = TypeVar("M", bound=ChildMessage)
 
@@ -119,7 +125,9 @@ def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
 
 
 def test_a_model_file_that_changes_meanwhile() -> None:
-    start = trial.run_selftest(Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), SelfTestSpec()).start_result
+    start = trial.run_selftest(
+        Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), SelfTestSpec()
+    ).start_result
     assert isinstance(start, ProtocolViolation)
     assert "has changed" in str(start)
 

@@ -11,7 +11,7 @@ from weightd.daemon.doctor.facts import nodes, unit
 from weightd.daemon.doctor.facts.nodes import REQUIRED_NODES, DeviceNode
 from weightd.daemon.doctor.facts.unit import ServiceUser, SystemdUnit
 from weightd.daemon.doctor.verdicts import access as access_checks
-from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
+from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
 
 ALICE = ServiceUser("alice", 1000, frozenset({1000, 1100}))
 # As systemd 252 prints the unit with its drop-in for cards.
@@ -84,13 +84,29 @@ OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in REQUIRED_NODES))
     ("seen", "expected", "text"),
     [
         (OSError("no systemd"), CheckResult.NOT_TESTABLE, "no systemd: this shell's environment and user were judged"),
-        (SystemdUnit("u", {"ASCEND_HOME_PATH": "/c"}, user="weightd"), CheckResult.PASS, "user weightd, ASCEND_HOME_PATH /c"),
-        (SystemdUnit("u", allowed_devices=OPEN), CheckResult.PASS, "environment of u was judged: user root, ASCEND_HOME_PATH not set"),
+        (
+            SystemdUnit("u", {"ASCEND_HOME_PATH": "/c"}, user="weightd"),
+            CheckResult.PASS,
+            "user weightd, ASCEND_HOME_PATH /c",
+        ),
+        (
+            SystemdUnit("u", allowed_devices=OPEN),
+            CheckResult.PASS,
+            "environment of u was judged: user root, ASCEND_HOME_PATH not set",
+        ),
         (SystemdUnit("u", allowed_devices=("char-davinci",)), CheckResult.PASS, "u was judged"),
-        (SystemdUnit("u", hides_devices=True), CheckResult.FAIL, "PrivateDevices=yes hides every card -> install the drop-in"),
+        (
+            SystemdUnit("u", hides_devices=True),
+            CheckResult.FAIL,
+            "PrivateDevices=yes hides every card -> install the drop-in",
+        ),
         (SystemdUnit("u", allowed_devices=OPEN[1:]), CheckResult.FAIL, "DeviceAllow= lacks /dev/davinciN -> "),
         (SystemdUnit("u", allowed_devices=OPEN[:-1]), CheckResult.FAIL, "DeviceAllow= lacks /dev/hisi_hdc -> "),
-        (SystemdUnit("u", unreadable_files=("/etc/x",)), CheckResult.NOT_TESTABLE, "/etc/x cannot be read -> run the doctor as root"),
+        (
+            SystemdUnit("u", unreadable_files=("/etc/x",)),
+            CheckResult.NOT_TESTABLE,
+            "/etc/x cannot be read -> run the doctor as root",
+        ),
     ],
 )
 def test_whose_environment_was_judged(seen: SystemdUnit | OSError, expected: CheckResult, text: str) -> None:
@@ -106,12 +122,24 @@ def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[Device
     [
         (dev(), CheckResult.PASS, ["alice may open /dev/davinci0 (0660, group 1100)"]),
         (dev(0o666, gid=0), CheckResult.PASS, ["alice may open"]),
-        ([], CheckResult.NOT_TESTABLE, ["no /dev/davinciN", "docker run --device /dev/davinciN", "--device /dev/hisi_hdc"]),
+        (
+            [],
+            CheckResult.NOT_TESTABLE,
+            ["no /dev/davinciN", "docker run --device /dev/davinciN", "--device /dev/hisi_hdc"],
+        ),
         (dev(without="devmm_svm"), CheckResult.FAIL, ["no /dev/devmm_svm", "load the driver", "docker run"]),
-        (dev(gid=7777), CheckResult.FAIL, ["alice may not open /dev/davinci0 (0660, group 7777)", "--groups npus alice"]),
+        (
+            dev(gid=7777),
+            CheckResult.FAIL,
+            ["alice may not open /dev/davinci0 (0660, group 7777)", "--groups npus alice"],
+        ),
         (dev(0o640), CheckResult.FAIL, ["may not open", "SupplementaryGroups=npus", "--group-add 1100"]),
         ([*dev(), DeviceNode("davinci1", 0o600, 0, 0)], CheckResult.PASS, ["alice may open /dev/davinci0"]),
-        ([*dev(without="hisi_hdc"), DeviceNode("hisi_hdc", 0o600, 0, 0)], CheckResult.FAIL, ["may not open /dev/hisi_hdc (0600"]),
+        (
+            [*dev(without="hisi_hdc"), DeviceNode("hisi_hdc", 0o600, 0, 0)],
+            CheckResult.FAIL,
+            ["may not open /dev/hisi_hdc (0600"],
+        ),
     ],
 )
 def test_the_nodes_and_who_may_open_them(seen: list[DeviceNode], expected: CheckResult, texts: list[str]) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.doctor.facts.host import NpuInfo, HostFacts
+from weightd.daemon.doctor.facts.host import HostFacts, NpuInfo
 from weightd.daemon.doctor.facts.interpreter import InterpreterReport
 from weightd.daemon.doctor.verdicts import host as checks
-from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
+from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
 from weightd.protocol.version import VERSION
 
 GIB = 1024**3
@@ -60,7 +60,11 @@ def virtual(host: HostFacts, soc: str) -> Finding:
             PASS,
             ["Linux 4.19.90: a thread waits", "for lack of pidfds: pidfd_open: no"],
         ),
-        (checks.check_interpreter("x", InterpreterReport(exit_description="died", log_tail="No module")), FAIL, ["x: died", "No module", "pip install"]),
+        (
+            checks.check_interpreter("x", InterpreterReport(exit_description="died", log_tail="No module")),
+            FAIL,
+            ["x: died", "No module", "pip install"],
+        ),
         (checks.check_interpreter("x", InterpreterReport()), FAIL, ["it reported nothing"]),
         (checks.check_interpreter("x", without("weightd")), FAIL, ["no such thing", "x -m pip install weightd"]),
         (
@@ -74,7 +78,11 @@ def virtual(host: HostFacts, soc: str) -> Finding:
         (checks.check_driver(HostFacts(driver="24.1")), OPEN, ["no /dev/davinci*", "--device /dev/davinciN"]),
         (cann(HOST, "2.7.0"), PASS, ["8.2.RC1", "as published lists name it for 2.7.0"]),
         (cann(HostFacts(), "2.7.0"), OPEN, ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
-        (cann(HostFacts(ascend_home="/gone", cann="8.2.RC1"), "2.7.0"), FAIL, ["/gone, which is not there", "set_env.sh"]),
+        (
+            cann(HostFacts(ascend_home="/gone", cann="8.2.RC1"), "2.7.0"),
+            FAIL,
+            ["/gone, which is not there", "set_env.sh"],
+        ),
         (cann(HOME, "2.7.0"), PASS, ["ASCEND_HOME_PATH /there"]),
         (cann(HostFacts(cann="8.0.0 (f)"), "2.7.1"), OPEN, ["published lists name 8.3.RC1 for 2.7.1"]),
         (cann(HostFacts(cann="9.0.0 (f)"), "3.0.0"), PASS, ["not in our list"]),
@@ -99,7 +107,11 @@ def virtual(host: HostFacts, soc: str) -> Finding:
         (checks.check_processes(HOST, CARD, 0, 0), PASS, ["0 of 63"]),
         (checks.check_processes(HOST, CARD, 62, 0), PASS, ["62 of 63", "NPU 0, chip 0"]),
         (checks.check_processes(HOST, CARD, 63, 0), FAIL, ["63 of 63"]),
-        (checks.check_processes(HOST, CARD, OSError("not on PATH"), 0), OPEN, ["63", "not on PATH", "npu-smi info -t proc"]),
+        (
+            checks.check_processes(HOST, CARD, OSError("not on PATH"), 0),
+            OPEN,
+            ["63", "not on PATH", "npu-smi info -t proc"],
+        ),
         (checks.check_processes(GUEST, None, 31, 2), PASS, ["31 of 32", 'set processes = 32 in [devices."ascend:2"]']),
         (checks.check_processes(GUEST, None, 32, 2), FAIL, ["32 of 32", 'set processes = 32 in [devices."ascend:2"]']),
         (virtual(HOST, "Ascend910B3"), PASS, ["Ascend910B3"]),
@@ -110,7 +122,11 @@ def virtual(host: HostFacts, soc: str) -> Finding:
         (virtual(GUEST, ""), OPEN, ["virtual machine"]),
         (virtual(HostFacts(nodes=("davinci0",)), ""), PASS, ["below /dev/davinci100"]),
         # An import is the proof.
-        (checks.check_virtual_instance(HostFacts(nodes=("davinci100",)), report(), can_import=True), PASS, ["could import"]),
+        (
+            checks.check_virtual_instance(HostFacts(nodes=("davinci100",)), report(), can_import=True),
+            PASS,
+            ["could import"],
+        ),
     ],
 )
 def test_what_is_found_and_what_to_do(finding: Finding, verdict: CheckResult, texts: list[str]) -> None:

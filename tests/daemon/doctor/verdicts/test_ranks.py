@@ -4,7 +4,7 @@ import pytest
 
 from weightd.daemon.doctor.facts.ranks import NetworkFacts
 from weightd.daemon.doctor.verdicts import ranks
-from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
+from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ranktable import RankDevice
 
@@ -21,7 +21,10 @@ def verdict(finding: Finding) -> tuple[str, str]:
 
 def test_hccl_is_there_or_not() -> None:
     assert verdict(ranks.check_hccl_library(KNOWN)) == ("pass", "/opt/libhccl.so; it was not loaded")
-    assert verdict(ranks.check_hccl_library(NetworkFacts(searched_dirs=("/a", "/b")))) == ("fail", "no libhccl.so: /a, /b")
+    assert verdict(ranks.check_hccl_library(NetworkFacts(searched_dirs=("/a", "/b")))) == (
+        "fail",
+        "no libhccl.so: /a, /b",
+    )
     unset = "no libhccl.so: neither LD_LIBRARY_PATH nor ASCEND_HOME_PATH is set"
     assert verdict(ranks.check_hccl_library(NetworkFacts())) == ("fail", unset)
 
@@ -105,7 +108,10 @@ def test_a_table_that_was_given() -> None:
     text = "/t.json: ascend:1 has the address 10.0.0.1 in /etc/hccn.conf, and 192.168.1.9 here"
     assert verdict(ranks.check_rank_table(TWO, moved, "/t.json", table)) == ("fail", text)
     assert verdict(ranks.check_rank_table({}, NetworkFacts(), "/t.json", table))[0] == "not testable"
-    assert verdict(ranks.check_rank_table({}, NetworkFacts(), "/t.json", "version: missing")) == ("fail", "/t.json: version: missing")
+    assert verdict(ranks.check_rank_table({}, NetworkFacts(), "/t.json", "version: missing")) == (
+        "fail",
+        "/t.json: version: missing",
+    )
 
 
 def test_where_there_is_nothing_every_check_has_its_line() -> None:

@@ -5,11 +5,21 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.doctor.trial.children import ProtocolViolation, ChildExited, ChildTimedOut, ChildRejected
+from weightd.daemon.doctor.trial.children import ChildExited, ChildRejected, ChildTimedOut, ProtocolViolation
 from weightd.daemon.doctor.trial.trial import SelfTestReport, is_sharing_doubtful
 from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import Finding, CheckResult
-from weightd.daemon.doctor.verdicts.trial import ANSWER, ATTACH, BUILD, HOLDER_EXIT, LATER_WORKER, MEMORY, CHECK_NAMES, UNLISTED_WORKER, evaluate
+from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
+from weightd.daemon.doctor.verdicts.trial import (
+    ANSWER,
+    ATTACH,
+    BUILD,
+    CHECK_NAMES,
+    HOLDER_EXIT,
+    LATER_WORKER,
+    MEMORY,
+    UNLISTED_WORKER,
+    evaluate,
+)
 from weightd.protocol.messages.children import Allowed, Attached, Built
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
@@ -73,11 +83,21 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "changes", "verdict", "text"),
     [
-        (BUILD, {"build": ChildRejected("aclrtMallocPhysical failed! ret:207001")}, FAIL, "207001 -> the device is out of"),
+        (
+            BUILD,
+            {"build": ChildRejected("aclrtMallocPhysical failed! ret:207001")},
+            FAIL,
+            "207001 -> the device is out of",
+        ),
         (BUILD, {"build": ChildRejected("Acl open device 0 failed. ret = 507899")}, FAIL, "63"),
         (BUILD, {"build": ChildRejected("Set pid to shareable_handle failed! ret:507899")}, FAIL, "cannot list pids"),
         (BUILD, {"build": ChildRejected("what is that")}, FAIL, "native log"),
-        (BUILD, {"build": ChildExited("killed by SIGSEGV")}, FAIL, "killed by SIGSEGV -> the library or the driver crashed"),
+        (
+            BUILD,
+            {"build": ChildExited("killed by SIGSEGV")},
+            FAIL,
+            "killed by SIGSEGV -> the library or the driver crashed",
+        ),
         (BUILD, {"build": ChildTimedOut("no answer within 5 s")}, FAIL, "--limit"),
         (BUILD, {"build": replace(BUILT, handle="", note="the library gave none")}, FAIL, "the library gave none"),
         (ATTACH, {"attach": NO_IMPORT}, FAIL, "virtual instance"),
@@ -107,7 +127,12 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
         (HOLDER_EXIT, {}, PASS, "could still attach"),
         (HOLDER_EXIT, {"late": NO_IMPORT}, PASS, "could not attach any more"),
         (HOLDER_EXIT, {"late": OTHER}, FAIL, ""),
-        (HOLDER_EXIT, {"after": ChildRejected("no!")}, PASS, 'strict: the worker cannot go on, so holder_loss = "strict"'),
+        (
+            HOLDER_EXIT,
+            {"after": ChildRejected("no!")},
+            PASS,
+            'strict: the worker cannot go on, so holder_loss = "strict"',
+        ),
         (HOLDER_EXIT, {"after": ChildExited("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
         (HOLDER_EXIT, {"after": (b"other",)}, PASS, "strict: the worker gave another answer, without an error"),
         (HOLDER_EXIT, {"before": ChildRejected("predict failed!"), "after": None}, FAIL, "predict failed!"),

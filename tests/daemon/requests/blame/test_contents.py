@@ -5,7 +5,14 @@ import os
 
 import pytest
 
-from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, FingerprintTask, compute_digest, is_small, compute_sample_digest
+from weightd.daemon.requests.blame.contents import (
+    SLICE_BYTES,
+    SMALL_BYTES,
+    FingerprintTask,
+    compute_digest,
+    compute_sample_digest,
+    is_small,
+)
 from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
@@ -81,10 +88,16 @@ def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) 
     framed = request(b"1" + bytes(size - 1), b"456")
     placed = request(b"", b"456")
     placed.description, placed.frames = framed.description, framed.frames[1:]
-    placed.nbytes, placed.locations = 3, TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, size + 7, os.close), 7, size)}, {})
+    placed.nbytes, placed.locations = (
+        3,
+        TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, size + 7, os.close), 7, size)}, {}),
+    )
     assert (placed.content_bytes, is_small(placed)) == (framed.nbytes, is_small(framed))
     before = os.fstat(descriptor).st_blocks
-    assert (compute_sample_digest(placed), compute_digest(placed)) == (compute_sample_digest(framed), compute_digest(framed))
+    assert (compute_sample_digest(placed), compute_digest(placed)) == (
+        compute_sample_digest(framed),
+        compute_digest(framed),
+    )
     # Memory that was never written to takes none by being looked at.
     assert os.fstat(descriptor).st_blocks == before
 
@@ -97,4 +110,7 @@ def test_a_content_that_was_read_stays_the_same_though_its_client_changes_it(siz
     placed.locations = TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, size, os.close), 0, size)}, {})
     digest = compute_digest(placed)
     os.pwrite(descriptor, b"1" * size, 0)
-    assert (compute_sample_digest(placed), compute_digest(placed)) == (compute_sample_digest(request(bytes(size))), digest)
+    assert (compute_sample_digest(placed), compute_digest(placed)) == (
+        compute_sample_digest(request(bytes(size))),
+        digest,
+    )

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 from weightd.daemon.requests.desk import Dispatcher
 from weightd.daemon.requests.lockstep import LockstepTracker
-from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
 from weightd.daemon.requests.rows.terms import BatchingPolicy
 from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result
+from weightd.protocol.messages.children import ChildOrder, Failed, Ping, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
@@ -208,7 +208,9 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
     for _ in range(4):
         name = bench.load()
         # Rank 0 fails as it has lost the other, and is heard of first.
-        assert bench.desk.on_batch_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", is_exiting=True), bench.now) != ""
+        assert (
+            bench.desk.on_batch_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", is_exiting=True), bench.now) != ""
+        )
         assert request.deaths == 1
         bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
         bench.desk.on_exit(f"{name}.rank0", KILL, bench.now)
@@ -229,7 +231,10 @@ def test_what_comes_from_outside_ends_a_request_only_if_it_never_stops(who: str)
         bench.bury(name, but=who)
     assert request.deaths == 0
     assert bench.answers[1].startswith("UNAVAILABLE: request id1: 5 groups of ranks were lost while they ran it")
-    assert (bench.desk.fault_isolator.quarantine.count(bench.now), bench.desk.fault_isolator.offenses.has_offenders) == (0, False)
+    assert (
+        bench.desk.fault_isolator.quarantine.count(bench.now),
+        bench.desk.fault_isolator.offenses.has_offenders,
+    ) == (0, False)
 
 
 def test_a_deadline_holds_while_a_request_waits_for_another_group() -> None:

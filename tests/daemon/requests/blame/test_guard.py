@@ -18,7 +18,7 @@ from weightd.daemon.requests.blame.quarantine import MAX_HANGS
 from weightd.daemon.requests.job import Batch
 from weightd.daemon.requests.part import BatchItem
 from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
 from weightd.daemon.requests.rows.terms import BatchingPolicy
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.seats import REPLACEMENT_TIMEOUT_S
@@ -282,7 +282,11 @@ def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
     for each in (first, other, nobody):
         if bench.guard.needs_check(each):
             bench.guard.check_request(each, 0.0)
-    assert [each.isolation for each in (first, other, nobody)] == [Isolation.CONFINED, Isolation.CONFINED, Isolation.BATCHABLE]
+    assert [each.isolation for each in (first, other, nobody)] == [
+        Isolation.CONFINED,
+        Isolation.CONFINED,
+        Isolation.BATCHABLE,
+    ]
     bench.guard.on_answered(first, 0.0)
     assert not bench.guard.needs_check(later)
     assert bench.guard.needs_check(other)

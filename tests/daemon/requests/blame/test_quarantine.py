@@ -27,7 +27,9 @@ def shared(owner: str, content: bytes = b"abc") -> Request:
     made = request(content)
     descriptor = memfd.create(len(content))
     os.pwrite(descriptor, content, 0)
-    made.locations = TensorLocations({0: TensorLocation(SharedRegion(1, descriptor, len(content), os.close), 0, len(content))}, {})
+    made.locations = TensorLocations(
+        {0: TensorLocation(SharedRegion(1, descriptor, len(content), os.close), 0, len(content))}, {}
+    )
     made.frames, made.nbytes, made.origin = (), 0, ClientOrigin(f"{owner} 1", owner)
     return made
 

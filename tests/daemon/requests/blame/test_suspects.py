@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from weightd.daemon.requests.blame.suspects import (
     MAX_PARTY_DEATHS,
-    MIN_REFUSAL_S,
-    MAX_REFUSAL_S,
-    OFFENSE_RETENTION_S,
     MAX_PEER_DEATHS,
+    MAX_REFUSAL_S,
     MAX_TENANT_DEATHS,
+    MIN_REFUSAL_S,
+    OFFENSE_RETENTION_S,
     ClientOffenses,
 )
 from weightd.daemon.requests.request import ClientOrigin

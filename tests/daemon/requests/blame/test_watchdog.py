@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.requests.blame.watchdog import WatchdogActions, Watchdog
+from weightd.daemon.requests.blame.watchdog import Watchdog, WatchdogActions
 
 PERIOD_S, FOREVER = 30.0, float("inf")
 NOTHING = WatchdogActions([], [], [])
@@ -57,7 +57,10 @@ def test_who_computes_is_not_pinged_and_is_looked_at_again() -> None:
 def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_another_is_due() -> None:
     watchdog = watched()
     watchdog.add("b", 105.0)
-    assert [watchdog.take_due(115.0, idle), watchdog.take_due(120.0, idle)] == [WatchdogActions(["a"], [], []), WatchdogActions(["b"], [], [])]
+    assert [watchdog.take_due(115.0, idle), watchdog.take_due(120.0, idle)] == [
+        WatchdogActions(["a"], [], []),
+        WatchdogActions(["b"], [], []),
+    ]
     watchdog.on_pong("b", 121.0)
     assert (watchdog.next_event_at, watchdog.take_due(130.0, busy)) == (130.0, WatchdogActions([], [], ["a"]))
     watchdog.remove("b")

@@ -139,7 +139,14 @@ class NativeModel:
         self._config.setdefault(section, {}).update(items)
 
     def build(
-        self, path: str, placement: Placement, *, is_mindir: bool, key: bytes = b"", mode: str = "", is_pooled: bool = False
+        self,
+        path: str,
+        placement: Placement,
+        *,
+        is_mindir: bool,
+        key: bytes = b"",
+        mode: str = "",
+        is_pooled: bool = False,
     ) -> bool:
         """Build from a file; with a key, an encrypted one. A pool's has no path: no group ever has it."""
         if key and mode not in _DECRYPT_MODES:

@@ -10,7 +10,7 @@ from typing import Callable, List, Optional, Sequence
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, RowSupport
+from weightd.protocol.messages.findings import RowSupport, SelfTestCase, SelfTestCases
 from weightd.shared.rowtest import comparison
 from weightd.shared.rowtest.bits import NotBatchable
 from weightd.shared.rowtest.comparison import TestedModel
@@ -54,7 +54,9 @@ def find_row_support(
     try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
     subject = _make_subject(engine, reference.cases[0], order.max_rows, order.row_counts, sample)
     is_exact = order.exact and reference.digest != ""
-    found = comparison.compare(subject, exact=is_exact, before_run=try_reporter.on_try, on_refused=try_reporter.on_failure)
+    found = comparison.compare(
+        subject, exact=is_exact, before_run=try_reporter.on_try, on_refused=try_reporter.on_failure
+    )
     try_reporter.finish()
     note = found.note
     if not note and not is_exact:
@@ -90,8 +92,18 @@ def rows_digest(
     return canary.from_answers(({},), [comparison.predict_many_rows(subject, RowKind(row_kind))]).digest
 
 
-def _make_subject(engine: Engine, case: SelfTestCase, max_rows: int, allowed_batch_sizes: Sequence[int], sample: Optional[Arrays]) -> TestedModel:
-    return TestedModel(engine.predict, engine.signature.inputs, case, max_rows, allowed_batch_sizes, sample, (InvalidArgument, ModelCorrupted))
+def _make_subject(
+    engine: Engine, case: SelfTestCase, max_rows: int, allowed_batch_sizes: Sequence[int], sample: Optional[Arrays]
+) -> TestedModel:
+    return TestedModel(
+        engine.predict,
+        engine.signature.inputs,
+        case,
+        max_rows,
+        allowed_batch_sizes,
+        sample,
+        (InvalidArgument, ModelCorrupted),
+    )
 
 
 class _TryReporter:

@@ -46,9 +46,20 @@ class MergedRequest:
         InvalidArgument: the requests differ in more than their rows, or have none.
     """
 
-    __slots__ = ("_item_positions", "row_counts", "descriptions", "output_layout", "is_tested", "slices", "specs", "total_rows")
+    __slots__ = (
+        "_item_positions",
+        "descriptions",
+        "is_tested",
+        "output_layout",
+        "row_counts",
+        "slices",
+        "specs",
+        "total_rows",
+    )
 
-    def __init__(self, descriptions: Sequence[RequestDescription], min_rows: int = 0, allowed_batch_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, descriptions: Sequence[RequestDescription], min_rows: int = 0, allowed_batch_sizes: Sequence[int] = ()
+    ) -> None:
         self.descriptions = tuple(descriptions)
         self.row_counts = [_row_count(each.inputs) for each in self.descriptions]
         used = max(min_rows, sum(self.row_counts))

@@ -57,7 +57,12 @@ class ShadowChecks:
     """
 
     def __init__(
-        self, engine: Engine, max_rows: int, allowed_batch_sizes: Sequence[int] = (), case: Optional[SelfTestCase] = None, compared_rows: int = 0
+        self,
+        engine: Engine,
+        max_rows: int,
+        allowed_batch_sizes: Sequence[int] = (),
+        case: Optional[SelfTestCase] = None,
+        compared_rows: int = 0,
     ) -> None:
         self._engine = engine
         self._allowed_batch_sizes = allowed_batch_sizes
@@ -79,9 +84,15 @@ class ShadowChecks:
 
     def can_batch(self, merged: MergedRequest) -> bool:
         """Return whether requests of this form may be run together."""
-        if not merged.is_tested and merged.total_rows <= self._holder_compared_rows and _row_dims(merged) == self._holder_dims:
+        if (
+            not merged.is_tested
+            and merged.total_rows <= self._holder_compared_rows
+            and _row_dims(merged) == self._holder_dims
+        ):
             merged.is_tested = True
-        return merged.is_tested or len(self._tested_specs) < self._max_tested_specs or merged.specs in self._tested_specs
+        return (
+            merged.is_tested or len(self._tested_specs) < self._max_tested_specs or merged.specs in self._tested_specs
+        )
 
     def check(self, merged: MergedRequest, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
         """Find out whether each has the same answer alone, unless that is known of the form.
@@ -122,7 +133,10 @@ class ShadowChecks:
 
     def _keep_sample(self, sample: _BatchSample) -> None:
         self._until_recheck = _RECHECK_INTERVAL
-        if sum(array.nbytes for arrays in (sample.inputs, sample.outputs) for array in arrays.values()) <= _MAX_SAMPLE_BYTES:
+        if (
+            sum(array.nbytes for arrays in (sample.inputs, sample.outputs) for array in arrays.values())
+            <= _MAX_SAMPLE_BYTES
+        ):
             self._pending = sample
 
     def _compare(self, sample: _BatchSample) -> None:

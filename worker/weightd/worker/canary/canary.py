@@ -83,7 +83,9 @@ def with_observed_outputs(signature: ModelSignature, selftest: SelfTest) -> Mode
     """
     if any(each.shape is None for each in signature.inputs):
         return signature
-    return signature._replace(outputs=tuple(_observed_output(each, selftest.output_shapes) for each in signature.outputs))
+    return signature._replace(
+        outputs=tuple(_observed_output(each, selftest.output_shapes) for each in signature.outputs)
+    )
 
 
 def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, Tuple[int, ...]]]) -> TensorSignature:

@@ -66,7 +66,11 @@ class AnswerVerifier:
         except RequestError:
             return True
         # Of a model that does not repeat itself the form of the answers is known.
-        return not self._is_near_reference(current) if self._reference.digest else current.output_shapes != self._reference_shapes
+        return (
+            not self._is_near_reference(current)
+            if self._reference.digest
+            else current.output_shapes != self._reference_shapes
+        )
 
     def verify(self, inputs: Arrays, outputs: Arrays) -> Arrays:
         """Return the outputs if they can be relied on: then all that are of their form, for inputs of the same form.
@@ -112,7 +116,9 @@ class AnswerVerifier:
         _log.warning("answers depend on the shapes computed before: the model is built again at each change of shape")
         self._engine.should_rebuild_per_shape = True
         if self.is_refuted():
-            raise ModelCorrupted("after it was built again for a larger shape, the model no longer gives the known answers")
+            raise ModelCorrupted(
+                "after it was built again for a larger shape, the model no longer gives the known answers"
+            )
         return self._engine.predict(inputs)
 
     def _find_contradiction(self, inputs: Arrays, outputs: Arrays) -> str:

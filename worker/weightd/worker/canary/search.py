@@ -158,7 +158,11 @@ class _Search:
         if case is None or case in self.failed_cases:
             return found
         larger_runs = self._try((case,), has_more=False)
-        return found if larger_runs is None else (_merge_runs(found[0], larger_runs[0]), _merge_runs(found[1], larger_runs[1]))
+        return (
+            found
+            if larger_runs is None
+            else (_merge_runs(found[0], larger_runs[0]), _merge_runs(found[1], larger_runs[1]))
+        )
 
     def _try(self, cases: SelfTestCases, *, has_more: bool) -> Optional[Runs]:
         """Run these twice; if they do not run, they are unfit and the engine is whole again, unless it cannot be."""

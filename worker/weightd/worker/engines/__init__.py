@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Callable, Dict, Type
 
 from weightd.worker.engines import mindspore_lite
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 from weightd.worker.engines.mindspore import MindSporeRank
 from weightd.worker.engines.mindspore_lite.ge import MindSporeLiteRank
 from weightd.worker.engines.onnxruntime import OnnxRuntime

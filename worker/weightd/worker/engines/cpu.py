@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines.engine import Arrays, Engine, BuildSettings
+from weightd.worker.engines.engine import Arrays, BuildSettings, Engine
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.pages import PageSharing
 from weightd.worker.engines.sharing import NotShared

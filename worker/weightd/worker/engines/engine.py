@@ -7,7 +7,7 @@ import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCase, DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory, SelfTestCase
 from weightd.shared.devices import card_of, is_cpu
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.sharing import WeightSharing

@@ -32,7 +32,7 @@ from weightd.shared.devices import card_of, is_cpu
 from weightd.shared.protobuf import Malformed
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
-from weightd.worker.engines.ranks import RankRendezvous, RankEngine, RankRejected
+from weightd.worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
 # Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.
 _MAX_SHAPES = 4096
@@ -88,7 +88,9 @@ class MindSporeRank(RankEngine):
             raise BuildError(f"options.{name}: unknown; mindspore has none")
         self._path = path
         self._signature = read_signature(path)
-        self._free_dim_count = sum(((-1, -1) if each.shape is None else each.shape).count(-1) for each in self._signature.inputs)
+        self._free_dim_count = sum(
+            ((-1, -1) if each.shape is None else each.shape).count(-1) for each in self._signature.inputs
+        )
         self._compatible_shapes: Set[Tuple[Tuple[int, ...], ...]] = set()
         with _as_build_error(path):
             self._cell = self._library.nn.GraphCell(self._library.load(path))
@@ -155,7 +157,9 @@ def read_signature(path: str) -> ModelSignature:
         raise BuildError(f"{path}: {error.strerror}") from None
     if not found.is_mindspore_export:
         raise BuildError(f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one")
-    return ModelSignature(tuple(_to_signatures(path, "input", found.inputs)), tuple(_to_signatures(path, "output", found.outputs)))
+    return ModelSignature(
+        tuple(_to_signatures(path, "input", found.inputs)), tuple(_to_signatures(path, "output", found.outputs))
+    )
 
 
 def _to_signatures(path: str, what: str, tensors: Sequence[mindir.MindIrTensor]) -> List[TensorSignature]:

@@ -15,7 +15,7 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.engines import onnxfile
 from weightd.worker.engines.cpu import CpuEngine
-from weightd.worker.engines.engine import Arrays, ModelSignature, BuildSettings
+from weightd.worker.engines.engine import Arrays, BuildSettings, ModelSignature
 from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
 
 _DATATYPE: Dict[str, str] = {

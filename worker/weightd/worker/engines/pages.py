@@ -14,7 +14,9 @@ from weightd.worker.engines.sharing import SharedWeights, WeightSharing
 _log = logging.getLogger("weightd.worker")
 
 _STORE_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
-_NO_LARGE_BLOCKS = f"weights are not shared: the model has no memory of {pagesharing.MIN_BLOCK_BYTES >> 10} KiB or more in one piece"
+_NO_LARGE_BLOCKS = (
+    f"weights are not shared: the model has no memory of {pagesharing.MIN_BLOCK_BYTES >> 10} KiB or more in one piece"
+)
 
 
 class PageSharing(WeightSharing):

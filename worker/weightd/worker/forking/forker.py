@@ -15,7 +15,7 @@ from weightd.protocol.messages.children import Fork, Forked
 from weightd.worker import exits, libraries
 from weightd.worker.engines.engine import Engine
 from weightd.worker.forking.beginning import ProcessState
-from weightd.worker.forking.clone import clone, cannot_fork_reason
+from weightd.worker.forking.clone import cannot_fork_reason, clone
 from weightd.worker.pagesharing.libc import libc, unsupported_reason
 
 

@@ -54,22 +54,30 @@ differently.
 
 from .chunks import MIN_BLOCK_BYTES, MappingStarts
 from .errors import PageSharingUnavailable
-from .sharing import PageSharingResult, start_build, mmap_threshold_bytes, export_pages, attach_pages, prepare, restore_mmap_threshold
-from .store import evict, prefetch, is_on_disk, resident_bytes
+from .sharing import (
+    PageSharingResult,
+    attach_pages,
+    export_pages,
+    mmap_threshold_bytes,
+    prepare,
+    restore_mmap_threshold,
+    start_build,
+)
+from .store import evict, is_on_disk, prefetch, resident_bytes
 
 __all__ = [
     "MIN_BLOCK_BYTES",
-    "PageSharingResult",
     "MappingStarts",
+    "PageSharingResult",
     "PageSharingUnavailable",
-    "start_build",
-    "mmap_threshold_bytes",
-    "evict",
-    "prefetch",
-    "export_pages",
     "attach_pages",
+    "evict",
+    "export_pages",
     "is_on_disk",
+    "mmap_threshold_bytes",
+    "prefetch",
     "prepare",
     "resident_bytes",
     "restore_mmap_threshold",
+    "start_build",
 ]

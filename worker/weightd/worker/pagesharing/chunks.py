@@ -31,7 +31,7 @@ import numpy as np
 from . import maps
 from .errors import PageSharingUnavailable
 from .libc import PAGE, Libc, MappedBlocks
-from .maps import Pagemap, AddressRange
+from .maps import AddressRange, Pagemap
 from .memory import ProcessMemoryReader, view
 
 if TYPE_CHECKING:
@@ -98,11 +98,14 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
         extents = [
             extent
             for span, chunk in found
-            if chunk.size >= LARGE_BLOCK_BYTES or (starts_before is not None and chunk.size >= MIN_BLOCK_BYTES and chunk.start not in starts_before)
+            if chunk.size >= LARGE_BLOCK_BYTES
+            or (starts_before is not None and chunk.size >= MIN_BLOCK_BYTES and chunk.start not in starts_before)
             for extent in anonymous_parts(span, chunk.start + PAGE, chunk.start + chunk.size)
         ]
         if starts_before is not None:
-            extents += [each for each in find_pools(spans, [chunk for _, chunk in found]) if each[0] not in starts_before]
+            extents += [
+                each for each in find_pools(spans, [chunk for _, chunk in found]) if each[0] not in starts_before
+            ]
         return sorted(extents)
     finally:
         memory_reader.close()
@@ -133,12 +136,16 @@ def check_malloc(libc: Libc) -> None:
         start = block - _HEADER.size
         fits = after.block_count == before.block_count + 1 and grown == expected and start % PAGE == 0
         if not fits or mapping_size(bytes(view(start, _HEADER.size))) != expected:
-            raise PageSharingUnavailable("malloc does not map large blocks as glibc's does by default: another malloc, or tuned?")
+            raise PageSharingUnavailable(
+                "malloc does not map large blocks as glibc's does by default: another malloc, or tuned?"
+            )
     finally:
         libc.free(block)
 
 
-def _find_all_chunks(spans: Sequence[Sequence[AddressRange]], reader: MemoryReader) -> Iterator[Tuple[Sequence[AddressRange], Chunk]]:
+def _find_all_chunks(
+    spans: Sequence[Sequence[AddressRange]], reader: MemoryReader
+) -> Iterator[Tuple[Sequence[AddressRange], Chunk]]:
     for span in spans:
         for chunk in find_chunks(span, reader):
             yield span, chunk

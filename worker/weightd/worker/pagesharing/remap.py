@@ -94,7 +94,9 @@ class ZeroDropper:
 
     def drop(self, address: int, length: int) -> int:
         """Give back the blocks of a piece of anonymous memory that are all zeros; return their bytes."""
-        return sum(self._drop_block(address + done, min(BLOCK_BYTES, length - done)) for done in range(0, length, BLOCK_BYTES))
+        return sum(
+            self._drop_block(address + done, min(BLOCK_BYTES, length - done)) for done in range(0, length, BLOCK_BYTES)
+        )
 
     def _drop_block(self, address: int, length: int) -> int:
         if not self._libc.is_equal(address, self._zeros, length):

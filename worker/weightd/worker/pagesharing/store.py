@@ -68,7 +68,9 @@ def decode_header(header: bytes, file_size: int) -> int:
     if page != PAGE:
         raise PageSharingUnavailable(f"the store has pages of {page} bytes, this machine {PAGE}")
     if size_of(page_count) != file_size:
-        raise PageSharingUnavailable(f"the store should have {size_of(page_count)} bytes and has {file_size}: truncated?")
+        raise PageSharingUnavailable(
+            f"the store should have {size_of(page_count)} bytes and has {file_size}: truncated?"
+        )
     return int(page_count)
 
 

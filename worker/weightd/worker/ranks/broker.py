@@ -9,7 +9,7 @@ from typing import Callable, Union
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import RemoteProtocolError, WeightdError
-from weightd.protocol.messages.children import TO_CHILD, Reconnected, Hello, Ping, Pong, Stop
+from weightd.protocol.messages.children import TO_CHILD, Hello, Ping, Pong, Reconnected, Stop
 from weightd.protocol.messages.ranks import JoinGroup
 from weightd.worker import exits
 from weightd.worker.connection import WorkerConnection

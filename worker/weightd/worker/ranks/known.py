@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol.codec import clip
-from weightd.protocol.messages.findings import SelfTestCase, RowSupport
+from weightd.protocol.messages.findings import RowSupport, SelfTestCase
 from weightd.shared.rowtest.bits import NotBatchable, check_rows
 from weightd.shared.rowtest.rows import has_rows
 from weightd.worker.canary import canary, sample
@@ -51,7 +51,11 @@ class ReferenceAnswer:
         is_sharded = row_share is not None and row_share.share_count > 1
         names = self._inputs_with_rows if is_sharded else ()
         self.sharded_inputs = tuple(name for name in names if len(self.inputs[name]) in lengths)
-        self._expected = {} if row_share is None else {name: _shard_of(path, name, each, row_share) for name, each in expected.items()}
+        self._expected = (
+            {}
+            if row_share is None
+            else {name: _shard_of(path, name, each, row_share) for name, each in expected.items()}
+        )
 
     @property
     def case(self) -> SelfTestCase:
@@ -86,12 +90,19 @@ class ReferenceAnswer:
         inputs_with_rows = self._inputs_with_rows
         inputs_without_rows = [each.name for each in self._signature.inputs if each.name not in inputs_with_rows]
         if not inputs_with_rows or (allowed_batch_sizes and inputs_without_rows):
-            return {}, f"input {inputs_without_rows[0]} has no rows" if inputs_without_rows else "the model has no inputs"
+            return (
+                {},
+                f"input {inputs_without_rows[0]} has no rows" if inputs_without_rows else "the model has no inputs",
+            )
         counts = sorted({len(self.inputs[name]) for name in inputs_with_rows})
         if len(counts) != 1 or 0 in counts:
             return {}, f"the canary's inputs have {', '.join(map(str, counts))} rows, expected as many of each"
         count = counts[0]
-        new_count = next((size for size in sorted(allowed_batch_sizes) if size != count), 0) if allowed_batch_sizes else 2 * count
+        new_count = (
+            next((size for size in sorted(allowed_batch_sizes) if size != count), 0)
+            if allowed_batch_sizes
+            else 2 * count
+        )
         if not new_count:
             return {}, f"the model takes {count} rows only"
         indices = np.arange(new_count) % count

@@ -35,7 +35,9 @@ class RowShardedEngine:
         for name in self._sharded_inputs:
             rows = len(inputs[name])
             if rows % self._rank_count:
-                raise RankRejected(f"input {name}: expected a multiple of {self._rank_count} rows, one for each rank, got {rows}")
+                raise RankRejected(
+                    f"input {name}: expected a multiple of {self._rank_count} rows, one for each rank, got {rows}"
+                )
         return self._engine.predict(inputs)
 
 

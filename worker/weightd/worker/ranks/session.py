@@ -7,8 +7,8 @@ import os
 from typing import Any, Mapping, NamedTuple, Union
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Reconnected, Hello, ChildOrder, Ping, Pong, TrimStore, CancelPredict
-from weightd.protocol.messages.ranks import JoinGroup, JoinedGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd.protocol.messages.children import CancelPredict, ChildOrder, Hello, Ping, Pong, Reconnected, TrimStore
+from weightd.protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd.shared.cores import parse_cpulist
 from weightd.shared.meeting import RendezvousInfo
 from weightd.worker import exits
@@ -18,7 +18,7 @@ from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.ranks import RankEngine, RankRejected
 from weightd.worker.engines.sharing import NotShared
 from weightd.worker.lane import ChannelConnection
-from weightd.worker.life import SessionBase, check_signature, all_versions
+from weightd.worker.life import SessionBase, all_versions, check_signature
 from weightd.worker.ranks.known import ReferenceAnswer, RowShare
 from weightd.worker.ranks.lockstep import LockstepRunner
 
@@ -52,7 +52,11 @@ class RankSession(SessionBase):
     """
 
     def __init__(
-        self, connection: Union[WorkerConnection, ChannelConnection], engine: RankEngine, rendezvous: RendezvousInfo, rank_inputs: RankInputs
+        self,
+        connection: Union[WorkerConnection, ChannelConnection],
+        engine: RankEngine,
+        rendezvous: RendezvousInfo,
+        rank_inputs: RankInputs,
     ) -> None:
         super().__init__(connection)
         self._engine = engine

@@ -17,7 +17,12 @@ class DirectLauncher:
     """A `Launcher` that starts them itself."""
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
-        return processes.start(process_spec.with_parent(os.getpid()).command, process_spec.log, process_spec.environment, stdin_data=process_spec.stdin_data)
+        return processes.start(
+            process_spec.with_parent(os.getpid()).command,
+            process_spec.log,
+            process_spec.environment,
+            stdin_data=process_spec.stdin_data,
+        )
 
     def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:  # noqa: D102
         return processes.adopt(pid, log)

@@ -136,7 +136,9 @@ def count_card_processes(card: NpuInfo, run_command: RunCommand | None = None) -
     Raises:
         OSError: npu-smi cannot be asked, or its answer is none that is known.
     """
-    return parse_process_count((run_command or run_for_output)(["npu-smi", "info", "-t", "proc-mem", "-i", str(card.npu_id)]), card.chip_id)
+    return parse_process_count(
+        (run_command or run_for_output)(["npu-smi", "info", "-t", "proc-mem", "-i", str(card.npu_id)]), card.chip_id
+    )
 
 
 def parse_npu_list(text: str) -> tuple[NpuInfo, ...]:

@@ -40,11 +40,19 @@ class InterpreterReport:
         if step in self.steps:
             return str(self.steps[step].get("error", ""))
         if step == self.unfinished_step:
-            return f"the process {self.exit_description}" + (f"; its log ends: {self.log_tail}" if self.log_tail else "")
-        return f"not reached: the process {self.exit_description} in the step {self.unfinished_step}" if self.unfinished_step else "not reached"
+            return f"the process {self.exit_description}" + (
+                f"; its log ends: {self.log_tail}" if self.log_tail else ""
+            )
+        return (
+            f"not reached: the process {self.exit_description} in the step {self.unfinished_step}"
+            if self.unfinished_step
+            else "not reached"
+        )
 
 
-def run_report(python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None) -> InterpreterReport:
+def run_report(
+    python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> InterpreterReport:
     """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
 
     Raises:
@@ -89,4 +97,6 @@ def parse_report(output: str, exit_description: str, log: str) -> InterpreterRep
             steps[values.pop("step")] = values
             current_step = ""
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
-    return InterpreterReport(steps, current_step, exit_description or ("ended" if current_step else ""), " | ".join(lines[-_LOG_TAIL_LINES:]))
+    return InterpreterReport(
+        steps, current_step, exit_description or ("ended" if current_step else ""), " | ".join(lines[-_LOG_TAIL_LINES:])
+    )

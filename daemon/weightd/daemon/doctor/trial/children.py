@@ -32,11 +32,11 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     FROM_CHILD,
-    ProcessFailed,
     ChildMessage,
-    Failed,
     ChildOrder,
     ContinueSelfTest,
+    Failed,
+    ProcessFailed,
     TryingSelfTest,
 )
 
@@ -109,7 +109,11 @@ class TestProcesses:
     """
 
     def __init__(
-        self, program: WorkerProgram, step_timeout_s: float, prefix: str = "weightd-doctor-", directory: Path | None = None
+        self,
+        program: WorkerProgram,
+        step_timeout_s: float,
+        prefix: str = "weightd-doctor-",
+        directory: Path | None = None,
     ) -> None:
         self._program = program
         self._files_directory = directory
@@ -157,7 +161,11 @@ class TestProcesses:
         send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def wait_for(
-        self, name: str, message_type: type[MessageT], step: str, on_trying_selftest: Callable[[TryingSelfTest], None] | None = None
+        self,
+        name: str,
+        message_type: type[MessageT],
+        step: str,
+        on_trying_selftest: Callable[[TryingSelfTest], None] | None = None,
     ) -> tuple[MessageT, Sequence[Any]]:
         """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
 
@@ -203,7 +211,9 @@ class TestProcesses:
             if not self._received[name] and process.pidfd in events:
                 words = processes.log_tail(process)
                 end = ExitCause(self._reap(name))
-                raise ChildExited(f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end)
+                raise ChildExited(
+                    f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end
+                )
             if not self._received[name] and clock.now() >= deadline:
                 words = processes.log_tail(process)
                 log = f"its log ends: {words}" if words else "its log is empty"

@@ -37,7 +37,9 @@ def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
     models_without_ranks = {name: model for name, model in models.items() if model.ranks is None}
     for name in models.keys() - models_without_ranks.keys():
         _log.info("%s: its ranks are not loaded here; only a start does that", name)
-    loads = [(name, model, device) for name, model in models_without_ranks.items() for device in model.devices_by_weight_copy]
+    loads = [
+        (name, model, device) for name, model in models_without_ranks.items() for device in model.devices_by_weight_copy
+    ]
     for count, (name, model, device) in enumerate(loads, 1):
         _log.info("%s on %s: loading, %d of %d", name, device, count, len(loads))
         begin = time.monotonic()
@@ -70,7 +72,9 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
         )
         with TestProcesses(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load_model(children, SelfTestSpec.from_config(model.selftest), should_attach=not is_cpu(device))
+                built, attached = trial.load_model(
+                    children, SelfTestSpec.from_config(model.selftest), should_attach=not is_cpu(device)
+                )
             except ChildError as error:
                 return str(error), ""
         if children.survivors:

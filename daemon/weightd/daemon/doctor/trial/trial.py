@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from weightd.daemon.doctor.trial.children import ChildError, TestProcesses, ProtocolViolation, ChildExited, ChildTimedOut
+from weightd.daemon.doctor.trial.children import (
+    ChildError,
+    ChildExited,
+    ChildTimedOut,
+    ProtocolViolation,
+    TestProcesses,
+)
 from weightd.daemon.generations.plan import SelfTestSpec
 from weightd.daemon.generations.tries import SelfTestSearch, describe_cases
 from weightd.protocol.datatypes import ITEM_BYTES
@@ -99,7 +105,9 @@ def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestRep
     return report
 
 
-def load_model(children: TestProcesses, selftest: SelfTestSpec, *, should_attach: bool) -> tuple[Built, Attached | None]:
+def load_model(
+    children: TestProcesses, selftest: SelfTestSpec, *, should_attach: bool
+) -> tuple[Built, Attached | None]:
     """Take the first steps alone: build in a holder and, if `attaches`, in a worker with what the holder has shared.
 
     Raises:
@@ -164,7 +172,9 @@ def _build_model(children: TestProcesses, pids: tuple[str, ...], selftest: SelfT
     while True:
         children.send_order(HOLDER, search.build_message(pids))
         try:
-            return children.wait_for(HOLDER, Built, "build with a list of pids" if pids else "build", search.on_trying_selftest)[0]
+            return children.wait_for(
+                HOLDER, Built, "build with a list of pids" if pids else "build", search.on_trying_selftest
+            )[0]
         except ChildError as error:
             from_outside = isinstance(error, ChildExited) and error.exit_cause.is_external
             tried = describe_cases(search.current_cases)

@@ -20,7 +20,9 @@ CONTAINER_ADVICE = (
     + " -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /etc/ascend_install.info:/etc/ascend_install.info:ro"
     " --group-add GID-OF-THE-NODES; or by the Ascend Docker Runtime: -e ASCEND_VISIBLE_DEVICES=N"
 )
-_DROP_IN_ADVICE = "install the drop-in weightd.service.d/ascend.conf (docs/operations.md, Cards), and look through it first"
+_DROP_IN_ADVICE = (
+    "install the drop-in weightd.service.d/ascend.conf (docs/operations.md, Cards), and look through it first"
+)
 
 
 def check_service(unit: SystemdUnit | OSError) -> Finding:
@@ -36,7 +38,9 @@ def check_service(unit: SystemdUnit | OSError) -> Finding:
     if denied_nodes:
         return failed(SERVICE, f"{found}; DeviceAllow= lacks {', '.join(denied_nodes)}", _DROP_IN_ADVICE)
     if unit.unreadable_files:
-        return untestable(SERVICE, f"{found}; {', '.join(unit.unreadable_files)} cannot be read", "run the doctor as root")
+        return untestable(
+            SERVICE, f"{found}; {', '.join(unit.unreadable_files)} cannot be read", "run the doctor as root"
+        )
     return passed(SERVICE, found)
 
 
@@ -62,7 +66,9 @@ def check_device_nodes(nodes: Sequence[DeviceNode], identity: ServiceUser | OSEr
         return untestable(NODES, "no /dev/davinciN", CONTAINER_ADVICE)
     missing = [name for name in REQUIRED_NODES if name not in {each.name for each in nodes}]
     if missing:
-        return failed(NODES, f"no {', '.join(f'/dev/{name}' for name in missing)}", f"load the driver; {CONTAINER_ADVICE}")
+        return failed(
+            NODES, f"no {', '.join(f'/dev/{name}' for name in missing)}", f"load the driver; {CONTAINER_ADVICE}"
+        )
     if isinstance(identity, OSError):
         return untestable(NODES, f"whether the service may open them is unknown: {identity}", "create its user")
     denied_nodes = [each for each in nodes if each not in cards and not each.is_accessible_to(identity)]
@@ -71,6 +77,8 @@ def check_device_nodes(nodes: Sequence[DeviceNode], identity: ServiceUser | OSEr
     if denied_nodes:
         group = group or denied_nodes[0].group_name
         advice = f"put {identity.name} into the group: usermod --append --groups {group} {identity.name}; for the "
-        advice += f"service, SupplementaryGroups={group} in the drop-in; for a container, --group-add {denied_nodes[0].gid}"
+        advice += (
+            f"service, SupplementaryGroups={group} in the drop-in; for a container, --group-add {denied_nodes[0].gid}"
+        )
         return failed(NODES, f"{identity.name} may not open {', '.join(map(str, denied_nodes))}", advice)
     return passed(NODES, f"{identity.name} may open {cards[0]} and {', '.join(REQUIRED_NODES)}")

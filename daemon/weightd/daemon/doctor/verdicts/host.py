@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL_ID, NpuInfo, HostFacts
+from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL_ID, HostFacts, NpuInfo
 from weightd.daemon.doctor.facts.interpreter import InterpreterReport
 from weightd.daemon.doctor.verdicts.access import CONTAINER_ADVICE, NODES, SERVICE
-from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, INTERPRETER, Finding, failed, passed, untestable
+from weightd.daemon.doctor.verdicts.finding import INTERPRETER, PROCESS_EXITS, Finding, failed, passed, untestable
 from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_IN_VM
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.version import VERSION
@@ -26,7 +26,9 @@ _SOURCE_ONLY_CHIPS = ("Ascend950", "Ascend910_95")
 
 _SOURCE_CANN_ADVICE = "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd"
 _MOUNT_ADVICE = "in a container, mount it from the host"
-_NO_ASCEND_DETAIL = "no Ascend driver or library is here: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
+_NO_ASCEND_DETAIL = (
+    "no Ascend driver or library is here: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
+)
 _NO_ASCEND_ADVICE = "run weightd doctor where the cards are; here weightd serves on the CPU"
 NO_ASCEND = "no Ascend here"
 
@@ -46,7 +48,9 @@ def has_ascend(host: HostFacts, report: InterpreterReport) -> bool:
 def check_interpreter(python: str, report: InterpreterReport) -> Finding:
     """It runs, and has weightd in the version of the daemon."""
     if "python" not in report.steps:
-        found = f"{python}: {report.exit_description or 'it reported nothing'}" + (f": {report.log_tail}" if report.log_tail else "")
+        found = f"{python}: {report.exit_description or 'it reported nothing'}" + (
+            f": {report.log_tail}" if report.log_tail else ""
+        )
         return failed(INTERPRETER, found, f"{python} -m pip install weightd=={VERSION}; or name another with --python")
     found = f"{python}: Python {report.value('python', 'version')}"
     error = report.error("weightd")
@@ -67,7 +71,9 @@ def check_process_exits(kernel: str, no_pidfds_reason: str) -> Finding:
         why_no_pidfds: why the daemon cannot have pidfds, "" if it can.
     """
     if no_pidfds_reason:
-        return passed(PROCESS_EXITS, f"Linux {kernel}: a thread waits for each process, for lack of pidfds: {no_pidfds_reason}")
+        return passed(
+            PROCESS_EXITS, f"Linux {kernel}: a thread waits for each process, for lack of pidfds: {no_pidfds_reason}"
+        )
     return passed(PROCESS_EXITS, f"Linux {kernel}: pidfds")
 
 
@@ -169,7 +175,9 @@ def check_current_pid(report: InterpreterReport) -> Finding:
         return failed(name, found, f"use a wheel built for Ascend, 2.7 or later; {_SOURCE_CANN_ADVICE}")
     if driver_pid == process_pid:
         return passed(name, f"{driver_pid}, the pid of the process")
-    return passed(name, f"{driver_pid}, while the process is {process_pid} to itself: a pid namespace (container) lies between")
+    return passed(
+        name, f"{driver_pid}, while the process is {process_pid} to itself: a pid namespace (container) lies between"
+    )
 
 
 def check_devices(report: InterpreterReport, device: int) -> Finding:
@@ -256,7 +264,9 @@ def check_virtual_instance(host: HostFacts, report: InterpreterReport, *, can_im
     doubt = _virtual_instance_doubt(host)
     if doubt:
         return untestable(name, doubt, test)
-    return passed(name, f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}" + (f", chip {soc}" if soc else ""))
+    return passed(
+        name, f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}" + (f", chip {soc}" if soc else "")
+    )
 
 
 def _virtual_instance_doubt(host: HostFacts) -> str:
@@ -270,7 +280,10 @@ def _virtual_instance_doubt(host: HostFacts) -> str:
 
 def no_ascend_findings() -> list[Finding]:
     """What is to be said of every check where there is nothing of Ascend."""
-    return [untestable("ascend", _NO_ASCEND_DETAIL, _NO_ASCEND_ADVICE), *(untestable(name, NO_ASCEND) for name in CHECK_NAMES)]
+    return [
+        untestable("ascend", _NO_ASCEND_DETAIL, _NO_ASCEND_ADVICE),
+        *(untestable(name, NO_ASCEND) for name in CHECK_NAMES),
+    ]
 
 
 def format_mib(size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.daemon.doctor.facts.ranks import HCCN_CONF, HCCL_LIBRARY, NetworkFacts
+from weightd.daemon.doctor.facts.ranks import HCCL_LIBRARY, HCCN_CONF, NetworkFacts
 from weightd.daemon.doctor.verdicts.finding import Finding, failed, passed, untestable
 from weightd.daemon.doctor.verdicts.host import NO_ASCEND
 from weightd.daemon.engines import ranktable
@@ -67,15 +67,23 @@ def check_addresses(devices: CardNumbers, network: NetworkFacts) -> Finding:
         "those of a 300I Duo"
     )
     if network.conf_error:
-        return untestable(ADDRESSES, f"{HCCN_CONF}: {network.conf_error}: the table that weightd writes has none", advice)
-    address_by_device = {name: network.addresses.get(-1 if number is None else number, "") for name, number in devices.items()}
+        return untestable(
+            ADDRESSES, f"{HCCN_CONF}: {network.conf_error}: the table that weightd writes has none", advice
+        )
+    address_by_device = {
+        name: network.addresses.get(-1 if number is None else number, "") for name, number in devices.items()
+    }
     missing = [name for name, address in address_by_device.items() if not address]
     if missing:
         detail = f"{HCCN_CONF} has none for {', '.join(missing)}: the table that weightd writes has none at all"
         return untestable(ADDRESSES, detail, advice)
-    duplicates = sorted({address for address in address_by_device.values() if [*address_by_device.values()].count(address) > 1})
+    duplicates = sorted(
+        {address for address in address_by_device.values() if [*address_by_device.values()].count(address) > 1}
+    )
     if duplicates:
-        return failed(ADDRESSES, f"{HCCN_CONF} has {', '.join(duplicates)} for several cards", "give each card one of its own")
+        return failed(
+            ADDRESSES, f"{HCCN_CONF} has {', '.join(duplicates)} for several cards", "give each card one of its own"
+        )
     return passed(ADDRESSES, ", ".join(f"{name}: {address}" for name, address in address_by_device.items()))
 
 
@@ -87,9 +95,7 @@ def check_port(counts: Mapping[str, int | OSError]) -> Finding:
     """
     used_counts = {name: count for name, count in counts.items() if isinstance(count, int) and count}
     unknown_counts = {name: count for name, count in counts.items() if not isinstance(count, int)}
-    advice = (
-        f"a second process with HCCL on a card needs another port than {_HCCL_PORT}, as device_ports says, which A2 and "
-    )
+    advice = f"a second process with HCCL on a card needs another port than {_HCCL_PORT}, as device_ports says, which A2 and "
     advice += "A3 take with driver 25.0.RC1 and later; on 910 and 300I Duo end the other one"
     if used_counts:
         each = ", ".join(f"{count} on {name}" for name, count in used_counts.items())
@@ -102,7 +108,9 @@ def check_port(counts: Mapping[str, int | OSError]) -> Finding:
     return passed(PORT, f"no process is on {', '.join(counts)}, so that nobody has port {_HCCL_PORT}")
 
 
-def check_rank_table(devices: CardNumbers, network: NetworkFacts, path: str, rank_table: RankTable | str | None) -> Finding:
+def check_rank_table(
+    devices: CardNumbers, network: NetworkFacts, path: str, rank_table: RankTable | str | None
+) -> Finding:
     """The table is good, and that of these cards.
 
     Args:

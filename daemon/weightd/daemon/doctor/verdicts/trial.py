@@ -36,7 +36,9 @@ _ADVICE_BY_ERROR = (
     ("207000", "the driver does not know this call: update driver and CANN to versions that fit together"),
 )
 _LOG_ADVICE = "the first error of the native log is the cause; see docs/ascend.md, trouble-shooting"
-_HANG_ADVICE = "npu-smi info shows the device's health, CANN's own log is in ~/ascend/log; a model that needs longer: --limit"
+_HANG_ADVICE = (
+    "npu-smi info shows the device's health, CANN's own log is in ~/ascend/log; a model that needs longer: --limit"
+)
 _CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascend/log, the kernel's in dmesg"
 
 
@@ -96,7 +98,9 @@ def _check_build(report: SelfTestReport) -> Finding:
         note = report.build_result.note if report.build_result else ""
         advice = "convert the model for Ascend with one OM node: not encrypted, not for weight updates, not in a group"
         return failed(BUILD, f"the library gave no handle{': ' if note else ''}{note}", advice)
-    return passed(BUILD, f"{format_mib(report.build_result.shared_bytes)} exported for {len(report.start_result) - 1} processes")
+    return passed(
+        BUILD, f"{format_mib(report.build_result.shared_bytes)} exported for {len(report.start_result) - 1} processes"
+    )
 
 
 def _check_attach(attached: ChildError | None) -> Finding:
@@ -151,7 +155,9 @@ def _check_new_worker(new_worker: Attached | ChildError | None, built: Built) ->
     if new_worker is None:
         return _not_reached(LATER_WORKER, "the list")
     if isinstance(new_worker, Attached):
-        return _check_same_answer(LATER_WORKER, new_worker, built, "a process that started after the build could be listed, and attached")
+        return _check_same_answer(
+            LATER_WORKER, new_worker, built, "a process that started after the build could be listed, and attached"
+        )
     if _IMPORT_ERROR in str(new_worker):
         return failed(LATER_WORKER, f"it was put on the list, but not let in: {new_worker}", _SPARES_ADVICE)
     return _child_failed(LATER_WORKER, new_worker)
@@ -178,13 +184,21 @@ def _check_holder_exit(report: SelfTestReport, built: Built) -> Finding:
     if report.answer_before_exit is None or report.answer_after_exit is None or report.late_worker_result is None:
         return _not_reached(HOLDER_EXIT, "the worker")
     if isinstance(report.answer_after_exit, ChildError):
-        return passed(HOLDER_EXIT, f'strict: the worker cannot go on, so holder_loss = "strict" ({report.answer_after_exit})')
+        return passed(
+            HOLDER_EXIT, f'strict: the worker cannot go on, so holder_loss = "strict" ({report.answer_after_exit})'
+        )
     if report.answer_after_exit != report.answer_before_exit:
-        return passed(HOLDER_EXIT, 'strict: the worker gave another answer, without an error, so holder_loss = "strict"')
+        return passed(
+            HOLDER_EXIT, 'strict: the worker gave another answer, without an error, so holder_loss = "strict"'
+        )
     counted = 'reference-counted: the worker goes on with the same answer, holder_loss = "frozen" is possible'
     if isinstance(report.late_worker_result, Attached):
-        return _check_same_answer(HOLDER_EXIT, report.late_worker_result, built, f"{counted}; one that was on the list could still attach")
-    return passed(HOLDER_EXIT, f"{counted}; one that was on the list could not attach any more ({report.late_worker_result})")
+        return _check_same_answer(
+            HOLDER_EXIT, report.late_worker_result, built, f"{counted}; one that was on the list could still attach"
+        )
+    return passed(
+        HOLDER_EXIT, f"{counted}; one that was on the list could not attach any more ({report.late_worker_result})"
+    )
 
 
 def _check_same_answer(name: str, attached: Attached, built: Built, found: str) -> Finding:
@@ -195,5 +209,11 @@ def _check_same_answer(name: str, attached: Attached, built: Built, found: str) 
 
 def _child_failed(name: str, error: ChildError) -> Finding:
     text = str(error)
-    other = _HANG_ADVICE if isinstance(error, ChildTimedOut) else _CRASH_ADVICE if isinstance(error, ChildExited) else _LOG_ADVICE
+    other = (
+        _HANG_ADVICE
+        if isinstance(error, ChildTimedOut)
+        else _CRASH_ADVICE
+        if isinstance(error, ChildExited)
+        else _LOG_ADVICE
+    )
     return failed(name, text, next((advice for sign, advice in _ADVICE_BY_ERROR if sign in text), other))

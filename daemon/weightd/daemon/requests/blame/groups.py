@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.requests.job import Batch
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.seat import Slot
@@ -64,17 +64,27 @@ class RankGroupFailures:
                 request.lost_slots += 1
                 request.lost_at = now
             if loss.error_type is not None and request is suspect and request.deaths >= MAX_LOST_GROUPS:
-                ended.append((request, loss.error_type(_error_text(request, request.deaths, "lost to it", loss.reason))))
+                ended.append(
+                    (request, loss.error_type(_error_text(request, request.deaths, "lost to it", loss.reason)))
+                )
             elif request.lost_slots >= self._max_losses:
                 ended.append(
-                    (request, Unavailable(_error_text(request, request.lost_slots, "lost while they ran it", loss.reason)))
+                    (
+                        request,
+                        Unavailable(_error_text(request, request.lost_slots, "lost while they ran it", loss.reason)),
+                    )
                 )
         return ended
 
     def on_exit(self, process: str, exit_cause: ExitCause) -> Request | None:
         """A process has ended; return the request against which its group is not held any more, if there is one."""
         lost_group = self._lost_by_process.pop(process, None)
-        if lost_group is None or lost_group.is_forgiven or not exit_cause.is_external or exit_cause.initiator is ExitInitiator.DAEMON:
+        if (
+            lost_group is None
+            or lost_group.is_forgiven
+            or not exit_cause.is_external
+            or exit_cause.initiator is ExitInitiator.DAEMON
+        ):
             return None
         lost_group.is_forgiven = True
         lost_group.request.deaths -= 1

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.ends import ExitInitiator, ExitCause
+from weightd.daemon.host.ends import ExitCause, ExitInitiator
 from weightd.daemon.requests.blame.contents import FingerprintTask, compute_digest, is_small
-from weightd.daemon.requests.blame.groups import MAX_LOST_GROUPS, RankGroupFailures, GroupLoss
+from weightd.daemon.requests.blame.groups import MAX_LOST_GROUPS, GroupLoss, RankGroupFailures
 from weightd.daemon.requests.blame.quarantine import Quarantine
 from weightd.daemon.requests.blame.suspects import ClientOffenses
 from weightd.daemon.requests.blame.watchdog import Watchdog
 from weightd.daemon.requests.job import Batch, record_death
-from weightd.daemon.requests.request import Isolation, ClientOrigin, Request
+from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Slot
 from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
@@ -174,7 +174,11 @@ class FaultIsolator:
             self._scheduler.release_slot(process)
             return
         if slot.lockstep is not None:
-            self._on_group_lost(slot, GroupLoss(f"{process} was {exit_cause.description}", Internal if exit_cause.may_be_own_fault else None), now)
+            self._on_group_lost(
+                slot,
+                GroupLoss(f"{process} was {exit_cause.description}", Internal if exit_cause.may_be_own_fault else None),
+                now,
+            )
             return
         batches = list(slot.batches.values())
         _record_times(batches, now)
@@ -186,7 +190,9 @@ class FaultIsolator:
         self._record_tenant_loss(suspects, now)
         single_request = suspects[0].single_request if len(suspects) == 1 else None
         awaited = {item.request for batch in batches for item in batch.awaited_items}
-        errors = self._find_errors([batch for batch in batches if batch.has_started], exit_cause, now, is_proven=single_request is not None)
+        errors = self._find_errors(
+            [batch for batch in batches if batch.has_started], exit_cause, now, is_proven=single_request is not None
+        )
         self._scheduler.release_slot(process, excluding=[request for request, _ in errors])
         quarantined = single_request if single_request is not None and single_request.deaths >= MAX_DEATHS else None
         for request, error in errors:
@@ -307,10 +313,14 @@ class FaultIsolator:
         """Return those requests of what ran that end with their seat, each with the error; the others run again."""
         # Several jobs may be parts of one.
         started_at = {request: batch.started_at for batch in executed for request in batch.requests}
-        errors = [(each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()]
+        errors = [
+            (each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()
+        ]
         return [(request, error) for request, error in errors if error is not None]
 
-    def _error_for(self, request: Request, started_at: float, exit_cause: ExitCause, now: float, *, is_proven: bool) -> RequestError | None:
+    def _error_for(
+        self, request: Request, started_at: float, exit_cause: ExitCause, now: float, *, is_proven: bool
+    ) -> RequestError | None:
         # Those that have run parts of it at the same time may have ended of the same thing.
         if started_at >= request.lost_at:
             request.lost_slots += 1
@@ -319,7 +329,9 @@ class FaultIsolator:
             details = f"was on {request.deaths} workers when they died, the last one {exit_cause.description}"
             return Internal(f"request {request.id} {details}")
         if is_proven and self.offenses.should_fail_next(request.origin, now):
-            return Internal(f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were")
+            return Internal(
+                f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were"
+            )
         if request.lost_slots >= MAX_LOST_SLOTS:
             text = f"request {request.id} was on {request.lost_slots} workers when they ended, the last one {exit_cause.description}"
             return ResourceExhausted(text) if exit_cause.initiator is ExitInitiator.KERNEL else Unavailable(text)

@@ -128,7 +128,9 @@ class Quarantine:
         if not self.may_be_quarantined(request, now):
             return
         digest = compute_digest(request)
-        record = self.quarantined.get(_ContentKey(digest, "")) or self.quarantined.get(_ContentKey(digest, request.origin.party))
+        record = self.quarantined.get(_ContentKey(digest, "")) or self.quarantined.get(
+            _ContentKey(digest, request.origin.party)
+        )
         if record is not None:
             left = record.expires_at - now
             raise Internal(f"workers died of this content or hung in it: it is refused for {left:.0f} s more")

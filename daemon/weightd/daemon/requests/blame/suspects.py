@@ -149,7 +149,11 @@ class ClientOffenses:
         return [*self._client_offenders.confined_names(now), *self.tenant_offenders.confined_names(now)]
 
     def _offenders_of(self, origin: ClientOrigin, now: float) -> Iterator[tuple[str, _Offender]]:
-        table, names = (self.tenant_offenders, (origin.party,)) if origin.is_tenant else (self._client_offenders, (origin.peer, origin.party))
+        table, names = (
+            (self.tenant_offenders, (origin.party,))
+            if origin.is_tenant
+            else (self._client_offenders, (origin.peer, origin.party))
+        )
         for name in names:
             offender = table.get(name, now)
             if offender is not None:

@@ -112,7 +112,9 @@ class Watchdog:
 
     def silence_s(self, processes: Iterable[str], now: float) -> float | None:
         """Return for how many seconds none of them has been heard of, if that is too long; None if it is not."""
-        last_message_at = max((self._watched[each].last_message_at for each in processes if each in self._watched), default=-float("inf"))
+        last_message_at = max(
+            (self._watched[each].last_message_at for each in processes if each in self._watched), default=-float("inf")
+        )
         silence = now - last_message_at
         return silence if silence > self.period_s else None
 
@@ -123,4 +125,7 @@ class Watchdog:
     def _next_event_of(self, watched: _Watched) -> float:
         if watched.is_pinged:
             return watched.deadline
-        return min(max(watched.last_message_at + self.period_s / 2, watched.next_check_at), watched.last_selftest_at + self._selftest_interval_s)
+        return min(
+            max(watched.last_message_at + self.period_s / 2, watched.next_check_at),
+            watched.last_selftest_at + self._selftest_interval_s,
+        )

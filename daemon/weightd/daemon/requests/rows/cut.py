@@ -9,7 +9,7 @@ from typing import Any
 from weightd.daemon.requests.regions import NO_LOCATIONS, TensorLocation, TensorLocations
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.joining import PartialResult, join_results
-from weightd.daemon.requests.rows.terms import BatchKey, BatchingPolicy
+from weightd.daemon.requests.rows.terms import BatchingPolicy, BatchKey
 from weightd.protocol import limits
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import Result
@@ -35,7 +35,8 @@ class SplitRequest:
         self._output_locations = {
             index: output_location
             for index, output_location in request.locations.outputs.items()
-            if output_location.nbytes % form.rows == 0 and not any(map(output_location.overlaps, request.locations.inputs.values()))
+            if output_location.nbytes % form.rows == 0
+            and not any(map(output_location.overlaps, request.locations.inputs.values()))
         }
         # Pairs of the first row, and the one after the last, in ascending order.
         self._pending_ranges = [(0, form.rows)]
@@ -95,11 +96,20 @@ class SplitRequest:
                 begin = first * row_bytes
                 frames.append(memoryview(frame)[begin : begin + rows * row_bytes] if self._has_rows(spec) else frame)
             else:
-                input_locations[index] = self._location_of_rows(location, first, rows) if self._has_rows(spec) else location
-        output_locations = {index: self._location_of_rows(output_location, first, rows) for index, output_location in self._output_locations.items()}
-        return frames, TensorLocations(input_locations, output_locations) if input_locations or output_locations else NO_LOCATIONS
+                input_locations[index] = (
+                    self._location_of_rows(location, first, rows) if self._has_rows(spec) else location
+                )
+        output_locations = {
+            index: self._location_of_rows(output_location, first, rows)
+            for index, output_location in self._output_locations.items()
+        }
+        return frames, TensorLocations(
+            input_locations, output_locations
+        ) if input_locations or output_locations else NO_LOCATIONS
 
-    def add_result(self, first: int, rows: int, result: Result, frames: Sequence[Any]) -> tuple[Result, list[Any]] | None:
+    def add_result(
+        self, first: int, rows: int, result: Result, frames: Sequence[Any]
+    ) -> tuple[Result, list[Any]] | None:
         """Rows have been answered; return the answer to the request, with its frames, if those were the last.
 
         Raises:
@@ -110,7 +120,9 @@ class SplitRequest:
             raise Internal(f"outputs {list(placed)} of a part: expected frames where there was no room, got none")
         # Frames may be views of what is received into next.
         output_contents = [
-            self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes) if index in placed else bytes(next(remaining_frames))
+            self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes)
+            if index in placed
+            else bytes(next(remaining_frames))
             for index, nbytes in enumerate(result.description.sizes)
         ]
         partial = PartialResult(rows, result.description, output_contents)
@@ -121,7 +133,9 @@ class SplitRequest:
             raise ResourceExhausted(f"the answer has more than {limits.MAX_FRAME_BYTES} bytes")
         if self._answered_rows < self.batch_key.rows:
             return None
-        description, outputs = join_results([self._partial_results[each] for each in sorted(self._partial_results)], self.policy.outputs)
+        description, outputs = join_results(
+            [self._partial_results[each] for each in sorted(self._partial_results)], self.policy.outputs
+        )
         shared_indices = tuple(index for index, each in enumerate(outputs) if isinstance(each, TensorLocation))
         frames = [each for index, each in enumerate(outputs) if index not in shared_indices]
         return Result(self.request.number, description, shared_indices or None), frames

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from weightd.daemon.requests.request import Isolation, Request
 from weightd.daemon.requests.rows.cut import SplitRequest
-from weightd.daemon.requests.rows.terms import BatchKey, BatchingPolicy
-from weightd.daemon.requests.rows.times import Kind, DurationEstimates
+from weightd.daemon.requests.rows.terms import BatchingPolicy, BatchKey
+from weightd.daemon.requests.rows.times import DurationEstimates, Kind
 from weightd.protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.
@@ -69,7 +69,9 @@ class BatchGroup(NamedTuple):
     is_full: bool
 
 
-def form_batch(first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float) -> BatchGroup:
+def form_batch(
+    first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float
+) -> BatchGroup:
     """Return the first request, and those that share its job.
 
     Each of them will be answered before its deadline, as far as it can be told how long the job runs.
@@ -115,7 +117,9 @@ def form_batch(first: Request, batch_key: BatchKey, waiting: Iterable[Request], 
     return BatchGroup(chosen, rows, is_full)
 
 
-def next_split_rows(split: SplitRequest, device: str, devices: Sequence[str], estimates: DurationEstimates, max_s: float) -> int:
+def next_split_rows(
+    split: SplitRequest, device: str, devices: Sequence[str], estimates: DurationEstimates, max_s: float
+) -> int:
     """Return how many rows of a request that runs in parts the next part has at most.
 
     All devices are to be ready at once, and while others wait no part is so long that these wait for long.
@@ -139,7 +143,12 @@ def next_split_rows(split: SplitRequest, device: str, devices: Sequence[str], es
 
 def _can_share(request: Request, batch_key: BatchKey, policy: BatchingPolicy) -> bool:
     """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
-    is_mergeable = policy.can_merge and batch_key.has_only_row_inputs and batch_key.rows <= policy.max_rows and request.isolation is Isolation.BATCHABLE
+    is_mergeable = (
+        policy.can_merge
+        and batch_key.has_only_row_inputs
+        and batch_key.rows <= policy.max_rows
+        and request.isolation is Isolation.BATCHABLE
+    )
     return is_mergeable and not policy.is_unmerged(request.origin.party)
 
 

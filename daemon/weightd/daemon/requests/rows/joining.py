@@ -25,7 +25,9 @@ class PartialResult(NamedTuple):
     frames: Sequence[Any]
 
 
-def join_results(partials: Sequence[PartialResult], row_outputs: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
+def join_results(
+    partials: Sequence[PartialResult], row_outputs: Collection[str]
+) -> tuple[ResponseDescription, list[Any]]:
     """Return the outputs of all pieces, in their order: their description, and a frame for each, or where it is.
 
     Args:
@@ -66,7 +68,9 @@ def _check_output(spec: TensorSpec, partial: PartialResult, index: int, *, has_r
     actual = partial.description.outputs[index] if index < len(partial.description.outputs) else None
     expected = dataclasses.replace(spec, shape=(partial.rows, *spec.shape[1:])) if has_rows else spec
     if actual != expected:
-        raise Internal(f"output {spec.name} of a part: expected {_describe_output(expected)}, got {_describe_output(actual)}")
+        raise Internal(
+            f"output {spec.name} of a part: expected {_describe_output(expected)}, got {_describe_output(actual)}"
+        )
     if not has_rows and partial.frames[index][:] != frame[:]:
         raise Internal(f"output {spec.name} has no rows, and is not the same for each part of the request")
 

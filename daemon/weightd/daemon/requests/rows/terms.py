@@ -74,7 +74,11 @@ class BatchingPolicy:
 
     def should_split(self, batch_key: BatchKey, party: str) -> bool:
         """Whether a request of this form runs in parts; `far`: the tenant or the user that has sent it."""
-        return 0 < self.max_split_rows < batch_key.rows and self.tested_dims in (None, batch_key.dims) and not self.is_unmerged(party)
+        return (
+            0 < self.max_split_rows < batch_key.rows
+            and self.tested_dims in (None, batch_key.dims)
+            and not self.is_unmerged(party)
+        )
 
     def is_unmerged(self, party: str) -> bool:
         """Whether the rows of a tenant or a user were found to differ."""

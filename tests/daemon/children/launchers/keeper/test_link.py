@@ -91,7 +91,9 @@ def dependent(keeper: ShimClient, fifo: Path) -> ChildProcess:
     read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = keeper.start(ProcessSpec("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], [], fifo, environment))
+        child = keeper.start(
+            ProcessSpec("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], [], fifo, environment)
+        )
         assert select.select([read], [], [], LIMIT_S)[0]
         assert os.read(read, 100) == b"ready\n"
     finally:
@@ -155,7 +157,9 @@ def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told
         os.kill(pid, 0)
 
 
-def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(keeper: ShimClient, tmp_path: Path) -> None:
+def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(
+    keeper: ShimClient, tmp_path: Path
+) -> None:
     (parent, pid), (other, its) = (sibling(keeper, tmp_path / name) for name in ("first", "second"))
     kill(parent)
     keeper.kill_orphans_of(parent.pid)
@@ -344,7 +348,9 @@ def test_who_ends_it_waits_until_it_has_ended_and_kills_it_then(
     assert directory.exists() is bool(status)
 
 
-def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: ShimClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_lost_after_a_while_and_heard_again(
+    keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
     vars(keeper)["_link"].settimeout(0.1)
     os.kill(keeper.pid, signal.SIGSTOP)
@@ -363,7 +369,9 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     within = process.Shim()
     pids = [
-        within.handle_request({"start": str(number), "argv": SLEEP, "stdin": "", "log": "log", "environment": {}})["pid"]
+        within.handle_request({"start": str(number), "argv": SLEEP, "stdin": "", "log": "log", "environment": {}})[
+            "pid"
+        ]
         for number in range(3)
     ]
     killed: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.worker.engines.engine import Engine, BuildSettings
+from weightd.worker.engines.engine import BuildSettings, Engine
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.ascend import MindSporeLiteAscend
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu

@@ -29,7 +29,7 @@ import numpy as np
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines.engine import Arrays, Gears, BuildSettings
+from weightd.worker.engines.engine import Arrays, BuildSettings, Gears
 from weightd.worker.engines.errors import BuildError, OutOfDeviceMemory
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.mindspore_lite.cardsharing import WeightHandleSharing

@@ -9,7 +9,7 @@ from typing import Any, Dict, Sequence
 
 from weightd.protocol.messages.children import Traits
 from weightd.shared.modelfile import ModelFileError, model_files
-from weightd.worker.engines.errors import BuildError, EngineMissing, AttachRefused
+from weightd.worker.engines.errors import AttachRefused, BuildError, EngineMissing
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.sharing import SharedWeights, WeightSharing
 from weightd.worker.nativelog import NativeLog

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightd.worker.engines.cpu import CpuEngine
 from weightd.worker.engines.engine import Arrays, BuildSettings
-from weightd.worker.engines.errors import BuildError, NotRun, ModelCorrupted
+from weightd.worker.engines.errors import BuildError, ModelCorrupted, NotRun
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 from weightd.worker.engines.mindspore_lite.shapes import InputShapes, Shape, covers, grow_shapes
 

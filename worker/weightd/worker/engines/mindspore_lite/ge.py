@@ -26,11 +26,11 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.shared.devices import card_of
-from weightd.worker.engines.engine import Arrays, ModelSignature, BuildSettings
-from weightd.worker.engines.errors import BuildError, EngineMissing, OutOfDeviceMemory, ModelCorrupted
+from weightd.worker.engines.engine import Arrays, BuildSettings, ModelSignature
+from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted, OutOfDeviceMemory
 from weightd.worker.engines.mindspore import read_signature
 from weightd.worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
-from weightd.worker.engines.ranks import RankRendezvous, RankEngine, RankRejected
+from weightd.worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
 _TOO_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
 
@@ -43,7 +43,9 @@ class MindSporeLiteRank(RankEngine):
     def __init__(self, rendezvous: RankRendezvous) -> None:
         super().__init__(rendezvous)
         if card_of(rendezvous.device) is None:
-            raise BuildError(f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {rendezvous.device!r}")
+            raise BuildError(
+                f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {rendezvous.device!r}"
+            )
         if not rendezvous.rank_table:
             raise BuildError("ranks.table: expected the path of a rank table, got none")
         os.environ["HCCL_CONNECT_TIMEOUT"] = str(rendezvous.connect_timeout_s)
@@ -94,7 +96,9 @@ class _Slice(MindSporeLiteAscend):
     """
 
     def __init__(self, rendezvous: RankRendezvous, options: Mapping[str, Any]) -> None:
-        super().__init__(BuildSettings(rendezvous.threads, rendezvous.device, False, options), card_of(rendezvous.device) or 0)
+        super().__init__(
+            BuildSettings(rendezvous.threads, rendezvous.device, False, options), card_of(rendezvous.device) or 0
+        )
         self._rendezvous = rendezvous
         if "rank_id" not in dir(type(self._library.Context().ascend)):
             raise EngineMissing(_TOO_OLD.format(self._library.__version__))
@@ -108,11 +112,15 @@ class _Slice(MindSporeLiteAscend):
     def signature(self) -> ModelSignature:
         """What the built model takes and gives, by the names of the file."""
         file_signature, (inputs, outputs) = self._file_signature, super().signature
-        return ModelSignature(_with_file_names(inputs, file_signature.inputs), _with_file_names(outputs, file_signature.outputs))
+        return ModelSignature(
+            _with_file_names(inputs, file_signature.inputs), _with_file_names(outputs, file_signature.outputs)
+        )
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run, and copy the outputs out."""
-        outputs = super().predict({name: inputs[each.name] for name, each in zip(self._names, self._file_signature.inputs)})
+        outputs = super().predict(
+            {name: inputs[each.name] for name, each in zip(self._names, self._file_signature.inputs)}
+        )
         return {each.name: array for each, array in zip(self._file_signature.outputs, outputs.values())}
 
     def _context(self) -> Any:
@@ -127,7 +135,9 @@ class _Slice(MindSporeLiteAscend):
         return {"rank_table_file": self._rendezvous.rank_table}
 
 
-def _with_file_names(tensors: Sequence[TensorSignature], file_tensors: Sequence[TensorSignature]) -> Tuple[TensorSignature, ...]:
+def _with_file_names(
+    tensors: Sequence[TensorSignature], file_tensors: Sequence[TensorSignature]
+) -> Tuple[TensorSignature, ...]:
     if len(tensors) != len(file_tensors):
         raise BuildError(f"expected {len(file_tensors)} tensors as the file has, got {len(tensors)} of the built model")
     return tuple(dataclasses.replace(built, name=each.name) for built, each in zip(tensors, file_tensors))

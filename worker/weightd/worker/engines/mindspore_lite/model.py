@@ -22,7 +22,7 @@ import numpy as np
 
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.engines.engine import Arrays, Engine, ModelSignature, BuildSettings
+from weightd.worker.engines.engine import Arrays, BuildSettings, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
 from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.nativelog import NativeLog

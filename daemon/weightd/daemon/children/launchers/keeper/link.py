@@ -103,7 +103,11 @@ class ShimClient:
         Raises:
             OSError: it cannot be started.
         """
-        request = {"start": process_spec.name, "argv": list(process_spec.command), "stdin": process_spec.stdin_data.decode()}
+        request = {
+            "start": process_spec.name,
+            "argv": list(process_spec.command),
+            "stdin": process_spec.stdin_data.decode(),
+        }
         reply = self._call({**request, "log": str(process_spec.log), "environment": dict(process_spec.environment)})
         return self.watch(SurvivingProcess(reply["pid"], process_spec.name, process_spec.log))
 
@@ -243,7 +247,16 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
             raise OSError(errno.EBUSY, "another keeper has the directory", str(directory)) from None
         # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
         # The directory last: as long as it is there, whoever waits for its lock waits for everything.
-        argv = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), *map(str, extra_paths), str(directory)]
+        argv = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _PROGRAM,
+            json.dumps(sys.path),
+            *map(str, extra_paths),
+            str(directory),
+        ]
         # Not the daemon's output: whoever reads that waits for its end.
         with Path(os.devnull).open("rb") as nothing, os.fdopen(_open_log(directory), "ab") as log:
             output = log.fileno()
