@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from benchmarks.material import MLP, Arrays
 from testkit.service import Service
-from weightd.client import Pending
+from weightd import Pending
 
 C = TypeVar("C", bound="Crowd")
 

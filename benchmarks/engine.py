@@ -24,7 +24,7 @@ from benchmarks.material import (
 from benchmarks.report import Ratio, Result, Target, progress, ratio, spread
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Client
+from weightd import Client
 
 WORKERS = 1
 IN_FLIGHT = 4  # requests for each worker: it never waits for one

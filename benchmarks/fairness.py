@@ -51,9 +51,9 @@ from testkit.plain import PlainProcess
 from testkit.ports import free_ports
 from testkit.service import Service
 from testkit.users import User
-from weightd.client import Client, RequestError
-from weightd.gateway.rpc.inference import NAME as GRPC_SERVICE
-from weightd.gateway.rpc.messages import INFERENCE
+from weightd import Client, RequestError
+from weightd_gateway.rpc.inference import NAME as GRPC_SERVICE
+from weightd_gateway.rpc.messages import INFERENCE
 
 WORKERS = 1
 
@@ -896,7 +896,7 @@ def _curve(plan: _Plan) -> Found:
         reference = material.Reference(bare, inputs)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ours, theirs = directory / "ours", directory / "theirs"
-        made = [sys.executable, "-m", "weightd.ctl", "keygen", str(ours), str(theirs)]
+        made = [sys.executable, "-m", "weightctl", "keygen", str(ours), str(theirs)]
         subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
         listeners: dict[str, dict[str, object]] = {
             "plain": {"address": plain, "insecure": True},

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.material import Arrays, Reference
 from benchmarks.mosec_server import MosecClient, MosecServer
-from weightd.client.aio import AsyncClient
+from weightd.aio import AsyncClient
 
 # Seconds of a round.
 _WARM_UP_S = 0.3

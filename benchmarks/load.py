@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from benchmarks.material import Arrays
-from weightd.client import Client, Pending
+from weightd import Client, Pending
 
 
 def answers(

@@ -18,8 +18,8 @@ from onnx import helper
 from testkit import mindir, models
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Client
-from weightd.protocol.errors import InvalidArgument, Unavailable
+from weightd import Client
+from weightd_protocol.errors import InvalidArgument, Unavailable
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 

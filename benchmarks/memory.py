@@ -25,7 +25,7 @@ from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Client
+from weightd import Client
 
 WORKERS = 8
 REQUESTS = 20  # of each process, before its memory is read

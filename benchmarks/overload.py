@@ -15,8 +15,8 @@ from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Pending
-from weightd.protocol.errors import ResourceExhausted
+from weightd import Pending
+from weightd_protocol.errors import ResourceExhausted
 
 WORKERS = 2
 MAX_QUEUE = 64

@@ -28,7 +28,7 @@ from testkit import ranks
 from testkit.memory import pss_total
 from testkit.ranks import Arrays, Group, Slices
 from testkit.service import Service
-from weightd.client import Client
+from weightd import Client
 
 WORKERS = 1
 MODEL = "mlp"

@@ -17,9 +17,9 @@ from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import Result, Target, progress
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Pending
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.status import ProcessStatus, StatusResponse
+from weightd import Pending
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.status import ProcessStatus, StatusResponse
 
 WORKERS = 2
 REPEATS = 5

@@ -29,7 +29,7 @@ from benchmarks.rounds import Ask, Threads, seconds_of
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import WeightdError
+from weightd import WeightdError
 
 WORKERS = 2
 LARGE_WORKERS = 4  # of the 192 MiB model, for start and memory

@@ -18,7 +18,7 @@ from benchmarks.rounds import Ask, Threads
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess, concurrent_times
 from testkit.service import Service
-from weightd.client import Client
+from weightd import Client
 
 WORKERS = 2
 IN_FLIGHT = 4  # requests for each worker

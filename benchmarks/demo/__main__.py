@@ -20,7 +20,7 @@ from benchmarks.demo import model as digits
 from testkit import memory, mindir
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Client
+from weightd import Client
 
 WORKERS = 4
 # Requests under way at once: two for each worker, one that it computes and one that is ready for it.

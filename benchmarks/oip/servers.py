@@ -88,7 +88,7 @@ def weightd(models: Mapping[str, Path], workers: int) -> Generator[Server, None,
             f'grpc = ["127.0.0.1:{server.grpc}"]\nanonymous = "-"\n',
             "utf-8",
         )
-        command = [sys.executable, "-m", "weightd.gateway", str(config)]
+        command = [sys.executable, "-m", "weightd_gateway", str(config)]
         with _running("weightd gateway", Path(sys.executable), command, server, models):
             yield server
 

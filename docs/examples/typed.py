@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightd.client import AsyncClient, Client, Model, Pending, RequestError, Retry, WeightdError
+from weightd import AsyncClient, Client, Model, Pending, RequestError, Retry, WeightdError
 
 
 def outputs(client: Client, images: NDArray[np.float32]) -> NDArray[Any]:

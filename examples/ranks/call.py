@@ -6,7 +6,7 @@ import argparse
 
 import numpy as np
 
-from weightd.client import Client
+from weightd import Client
 
 
 def main() -> None:

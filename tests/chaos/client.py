@@ -26,10 +26,10 @@ from unittest import mock
 import msgpack
 
 from testkit import users
-from weightd.client import Client, Pending, RequestError, WeightdError
-from weightd.client import session as client_session
-from weightd.client.core import ClientCore, PendingCall
-from weightd.client.core import PreparedCall as Asking
+from weightd import Client, Pending, RequestError, WeightdError
+from weightd import session as client_session
+from weightd.core import ClientCore, PendingCall
+from weightd.core import PreparedCall as Asking
 
 from .ledger import OK, WRONG, Incident, RequestAccounting, SentRequest
 from .material import POISONED, SampleRequest, load, poison

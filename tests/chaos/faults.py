@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from testkit.mindir import REPOSITORY
-from weightd.client import Client, RequestError
-from weightd.protocol.messages.status import ProcessStatus, StatusResponse
+from weightd import Client, RequestError
+from weightd_protocol.messages.status import ProcessStatus, StatusResponse
 
 from . import hostile, hostile_regions, hostile_unix
 from .client import ClientPlan

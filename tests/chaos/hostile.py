@@ -17,9 +17,9 @@ from pathlib import Path
 
 import zmq
 
-from weightd.client import Client
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
+from weightd import Client
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.data import Infer, RequestDescription, TensorSpec
 
 from .material import load
 

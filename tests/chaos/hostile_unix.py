@@ -11,12 +11,12 @@ import struct
 import time
 from collections.abc import Sequence
 
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.framing import MAX_FRAMES
-from weightd.protocol.messages.control import ServerReady
-from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
-from weightd.shared import paths
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.framing import MAX_FRAMES
+from weightd_protocol.messages.control import ServerReady
+from weightd_protocol.messages.data import Infer, RequestDescription, TensorSpec
+from weightd_common import paths
 
 from . import hostile
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from testkit.waiting import until
-from weightd.client import Client, Pending
+from weightd import Client, Pending
 
 from . import material
 from .material import Model, NoEngineError, SampleRequest

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from testkit.waiting import until
-from weightd.client import RequestError
-from weightd.daemon.children.forkservers import FORK_TIMEOUT_S
-from weightd.protocol.messages.status import StatusResponse
+from weightd import RequestError
+from weightd_daemon.children.forkservers import FORK_TIMEOUT_S
+from weightd_protocol.messages.status import StatusResponse
 
 from . import material, verdict
 from .client import ClientPlan

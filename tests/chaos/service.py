@@ -22,8 +22,8 @@ from testkit import census
 from testkit.manager import Manager
 from testkit.mindir import REPOSITORY
 from testkit.waiting import until
-from weightd.client import Client, RequestError
-from weightd.protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
+from weightd import Client, RequestError
+from weightd_protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
 
 from .resources import Usage, usage
 
@@ -39,7 +39,7 @@ _QUIET_S = 5.0
 _ROUTINE = re.compile(r"\S+ \S+ (INFO|DEBUG) ")
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", census.SHIM_MARK)
+_PROGRAMS = (b"weightd_worker", b"weightd_daemon.children.snapshotter", census.SHIM_MARK)
 
 Table = Mapping[str, object]
 
@@ -103,7 +103,7 @@ class Service:
     def start(self) -> None:
         """Start the daemon; it listens a moment later."""
         self._starts += 1
-        command = [sys.executable, "-m", "weightd.daemon", "serve", str(self._config)]
+        command = [sys.executable, "-m", "weightd_daemon", "serve", str(self._config)]
         with self.log.open("ab") as log:
             if self._manager is not None:
                 self._process = self._manager.popen(command, os.environ, stdout=log, stderr=log, start_new_session=True)

@@ -18,7 +18,7 @@ import numpy as np
 from testkit import mindir, models
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client import Client
+from weightd import Client
 
 from .leak import ask
 from .material import Model, SampleRequest, frozen

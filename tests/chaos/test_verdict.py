@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd.protocol.errors import ERRORS
+from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd_daemon.requests.blame.suspects import MAX_PEER_DEATHS
+from weightd_protocol.errors import ERRORS
 
 from . import cut
 from .kinds import Fault

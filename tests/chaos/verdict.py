@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd.daemon.requests.blame.suspects import MAX_PARTY_DEATHS, MAX_PEER_DEATHS, MAX_REFUSAL_S, OFFENSE_RETENTION_S
+from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd_daemon.requests.blame.suspects import (
+    MAX_PARTY_DEATHS,
+    MAX_PEER_DEATHS,
+    MAX_REFUSAL_S,
+    OFFENSE_RETENTION_S,
+)
 
 from . import cut
 from .kinds import BLAMING, GATES, LETHAL, Fault

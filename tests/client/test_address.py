@@ -18,14 +18,14 @@ from unittest.mock import Mock
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
-from weightd.client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
-from weightd.client.address import Address, check_reachable, connect_unix, default_addresses, parse_address
-from weightd.shared import paths
+from weightd import AsyncClient, Client, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
+from weightd.address import Address, check_reachable, connect_unix, default_addresses, parse_address
+from weightd_common import paths
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.
 _AS_NOBODY = """
 import os, sys
-from weightd.client import Client, WeightdError
+from weightd import Client, WeightdError
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -202,7 +202,7 @@ def test_a_permission_that_is_missing_is_told_although_there_is_no_other_way(mon
     def refused(path: str) -> Any:
         raise PermissionDenied("may not")
 
-    monkeypatch.setattr("weightd.client.unix.connecting", refused)
+    monkeypatch.setattr("weightd.unix.connecting", refused)
     with pytest.raises(PermissionDenied, match="may not"):
         Client("/nowhere/d.sock")
 

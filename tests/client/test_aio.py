@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
-from weightd.client import (
+from weightd import (
     AsyncClient,
     Cancelled,
     Client,
@@ -27,12 +27,12 @@ from weightd.client import (
     Unavailable,
     WrongLoop,
 )
-from weightd.client.address import parse_address
-from weightd.client.session import ClientSession
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ReadyResponse
-from weightd.protocol.messages.data import Cancel, Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd.address import parse_address
+from weightd.session import ClientSession
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ReadyResponse
+from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)
 
@@ -253,7 +253,7 @@ def test_another_loop_is_refused_while_it_is_connected(daemon: FakeDaemon) -> No
 
 
 def test_asyncio_is_for_those_who_use_it() -> None:
-    script = "import sys, weightd.client; assert 'asyncio' not in sys.modules; weightd.client.AsyncClient"
+    script = "import sys, weightd; assert 'asyncio' not in sys.modules; weightd.AsyncClient"
     subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
 
 

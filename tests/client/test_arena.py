@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.client import arena as arenas
-from weightd.client.arena import Block, ShmArena
-from weightd.client.space import ALIGNMENT
+from weightd import arena as arenas
+from weightd.arena import Block, ShmArena
+from weightd.space import ALIGNMENT
 
 _PAGE = mmap.PAGESIZE
 
@@ -164,7 +164,7 @@ def test_where_no_memory_can_be_had_an_array_is_like_any_other(monkeypatch: pyte
     def refuse(nbytes: int) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("weightd.shared.memfd.create", refuse)
+    monkeypatch.setattr("weightd_common.memfd.create", refuse)
     arena = ShmArena()
     array = arena.empty((4096,), np.int8)
     assert array.shape == (4096,)

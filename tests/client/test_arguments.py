@@ -21,21 +21,12 @@ from hypothesis import strategies as st
 
 from testkit.examples import examples
 from testkit.fakedaemon import FakeDaemon, taking
-from weightd.client import (
-    AsyncClient,
-    Client,
-    InvalidArgument,
-    NotCopyable,
-    Retry,
-    Unavailable,
-    WeightdError,
-    WrongLoop,
-)
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.control import ModelMetadata, ServerMetadata
-from weightd.protocol.messages.data import Cancel, Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import AsyncClient, Client, InvalidArgument, NotCopyable, Retry, Unavailable, WeightdError, WrongLoop
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.control import ModelMetadata, ServerMetadata
+from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)
 

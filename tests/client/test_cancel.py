@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, echo, silent
-from weightd.client import Client
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import Cancelled, Unavailable
-from weightd.protocol.messages.data import Cancel, Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import Client
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import Cancelled, Unavailable
+from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -17,21 +17,14 @@ import pytest
 import zmq
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
-from weightd.client import (
-    Client,
-    ClientClosed,
-    DeadlineExceeded,
-    InvalidArgument,
-    ProtocolError,
-    Unavailable,
-)
-from weightd.client.address import check_reachable, parse_address
-from weightd.client.core import ClientCore
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelReady, ReadyResponse
-from weightd.protocol.messages.data import Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import Client, ClientClosed, DeadlineExceeded, InvalidArgument, ProtocolError, Unavailable
+from weightd.address import check_reachable, parse_address
+from weightd.core import ClientCore
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelReady, ReadyResponse
+from weightd_protocol.messages.data import Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -251,7 +244,7 @@ def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monk
         if len(looks) > 1:
             check_reachable(where)
 
-    monkeypatch.setattr("weightd.client.zeromq.addresses.check", there_at_the_first_look)
+    monkeypatch.setattr("weightd.zeromq.addresses.check", there_at_the_first_look)
     with pytest.raises(Unavailable, match="there is no socket"):
         Client(f"ipc://{directory}/d.sock", timeout=LIMIT_S)
 
@@ -348,7 +341,7 @@ def test_what_is_no_weightd_is_told(directory: Path) -> None:
 def test_a_forked_process_is_refused_harms_nothing_and_can_have_a_client_of_its_own(daemon: FakeDaemon) -> None:
     script = f"""
 import os, sys
-from weightd.client import Client, WrongProcess
+from weightd import Client, WrongProcess
 client = Client({daemon.address!r})
 client.server()
 child = os.fork()

@@ -8,11 +8,11 @@ from typing import Any, List
 import numpy as np
 import pytest
 
-from weightd.client.core import ClientCore, PendingCall
-from weightd.client.inputs import NeedsMetadata
-from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.errors import (
+from weightd.core import ClientCore, PendingCall
+from weightd.inputs import NeedsMetadata
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import (
     ERRORS,
     InvalidArgument,
     PermissionDenied,
@@ -20,10 +20,17 @@ from weightd.protocol.errors import (
     RequestError,
     Unavailable,
 )
-from weightd.protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
-from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import FROM_CLIENT
+from weightd_protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
+from weightd_protocol.messages.data import (
+    Error,
+    Infer,
+    InferResponse,
+    ResponseDescription,
+    TensorSignature,
+    TensorSpec,
+)
+from weightd_protocol.messages.status import Status
+from weightd_protocol.messages.types import FROM_CLIENT
 
 
 @pytest.fixture
@@ -218,7 +225,7 @@ def test_it_is_forgotten_with_the_connection_by_a_refusal_and_where_it_does_not_
 
 
 def test_of_no_more_models_than_a_daemon_has_is_it_known(core: ClientCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightd.client.core._MAX_KNOWN", 2)
+    monkeypatch.setattr("weightd.core._MAX_KNOWN", 2)
     for name in "abcde":
         learn(core, name)
     assert [name for name in "abcde" if knows(core, name)] == ["e"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.client import Client, InvalidArgument
-from weightd.client.curve import read_keys
+from weightd import Client, InvalidArgument
+from weightd.curve import read_keys
 
 ADDRESS = "tcp://127.0.0.1:1"
 
@@ -15,7 +15,7 @@ ADDRESS = "tcp://127.0.0.1:1"
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     made = tmp_path / "ann"
-    subprocess.run([sys.executable, "-m", "weightd.ctl", "keygen", str(made)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "weightctl", "keygen", str(made)], check=True, stdout=subprocess.DEVNULL)
     return Path(f"{made}.key"), Path(f"{made}.pub")
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, taking
-from weightd.client import AsyncClient, Client, Internal, InvalidArgument, Retry
-from weightd.client.flow import MAX_IN_FLIGHT
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Cancel, Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import AsyncClient, Client, Internal, InvalidArgument, Retry
+from weightd.flow import MAX_IN_FLIGHT
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.client.inputs import as_array, to_typed_inputs
-from weightd.protocol import limits
-from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.tensors import NUMPY_DTYPE
+from weightd.inputs import as_array, to_typed_inputs
+from weightd_protocol import limits
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.tensors import NUMPY_DTYPE
 
 INTEGERS = [each for each in ITEM_BYTES if "INT" in each]
 

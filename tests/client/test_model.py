@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, taking
-from weightd.client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, NotFound
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelMetadata
-from weightd.protocol.messages.data import Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import AsyncClient, Client, DeadlineExceeded, InvalidArgument, NotFound
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelMetadata
+from weightd_protocol.messages.data import Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
-from weightd.client import Client, DeadlineExceeded
-from weightd.client.core import PendingCall
-from weightd.client.polling import READ, WRITE, SelectPoller, new_poller
-from weightd.client.turns import ReaderElection
-from weightd.protocol.messages.control import ReadyResponse
+from weightd import Client, DeadlineExceeded
+from weightd.core import PendingCall
+from weightd.polling import READ, WRITE, SelectPoller, new_poller
+from weightd.turns import ReaderElection
+from weightd_protocol.messages.control import ReadyResponse
 
 # Above 64 KiB, from where on frames over ZeroMQ are not copied.
 LARGE = np.arange(100_000, dtype=np.float32)
@@ -83,7 +83,7 @@ def test_no_thread_keeps_account_of_what_zeromq_has_not_copied(daemon: FakeDaemo
 import select, threading
 del select.poll
 import numpy as np
-from weightd.client import Client
+from weightd import Client
 with Client({daemon.address!r}) as client:
     client.infer("m", {{"x": np.zeros(100_000)}})
     print(threading.active_count())

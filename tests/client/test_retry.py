@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo
-from weightd.client import Client, ClientClosed, InvalidArgument, ResourceExhausted, Retry, Unavailable
-from weightd.client.retry import MAX_ATTEMPTS, Attempts
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import ERRORS
-from weightd.protocol.messages.data import Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import Client, ClientClosed, InvalidArgument, ResourceExhausted, Retry, Unavailable
+from weightd.retry import MAX_ATTEMPTS, Attempts
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import ERRORS
+from weightd_protocol.messages.data import Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)
 

@@ -9,14 +9,14 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import pytest
 
-from weightd.client.core import ClientCore, PendingCall
-from weightd.client.sharing import MIN_SHARED_BYTES
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.errors import Cancelled, InvalidArgument, RemoteProtocolError, Unavailable
-from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSpec
-from weightd.protocol.messages.regions import OutputLocation, Register, Registered, Released, Unregister
-from weightd.protocol.messages.types import FROM_CLIENT
-from weightd.protocol.tensors import from_frame, spec_of
+from weightd.core import ClientCore, PendingCall
+from weightd.sharing import MIN_SHARED_BYTES
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import Cancelled, InvalidArgument, RemoteProtocolError, Unavailable
+from weightd_protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSpec
+from weightd_protocol.messages.regions import OutputLocation, Register, Registered, Released, Unregister
+from weightd_protocol.messages.types import FROM_CLIENT
+from weightd_protocol.tensors import from_frame, spec_of
 
 N = MIN_SHARED_BYTES
 

@@ -7,7 +7,7 @@ from typing import Dict
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weightd.client.space import ALIGNMENT, FreeList
+from weightd.space import ALIGNMENT, FreeList
 
 _NBYTES = 16 * ALIGNMENT
 

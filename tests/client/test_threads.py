@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
-from weightd.client import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
-from weightd.client.session import ClientSession
-from weightd.client.turns import Waiter
-from weightd.protocol.messages.data import Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
+from weightd.session import ClientSession
+from weightd.turns import Waiter
+from weightd_protocol.messages.data import Infer
+from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)
 

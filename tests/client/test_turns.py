@@ -8,10 +8,10 @@ from typing import List, Tuple
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from weightd.client.core import PendingCall
-from weightd.client.turns import ReaderElection, Waiter
-from weightd.protocol.errors import Unavailable
-from weightd.protocol.messages.control import ReadyResponse
+from weightd.core import PendingCall
+from weightd.turns import ReaderElection, Waiter
+from weightd_protocol.errors import Unavailable
+from weightd_protocol.messages.control import ReadyResponse
 
 
 class World(RuleBasedStateMachine):

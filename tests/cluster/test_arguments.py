@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weightd.ray.arguments import ArgumentError, parse_arguments
+from weightd_ray.arguments import ArgumentError, parse_arguments
 
 DIGEST = "ab" * 32
 

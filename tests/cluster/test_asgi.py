@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from weightd.gateway.rest.reply import HttpError, HttpReply
-from weightd.ray import asgi
-from weightd.ray.asgi import AsgiRequest, Body, Message
+from weightd_gateway.rest.reply import HttpError, HttpReply
+from weightd_ray import asgi
+from weightd_ray.asgi import AsgiRequest, Body, Message
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from weightd.protocol.errors import FailedPrecondition, Unavailable
-from weightd.ray import cache
-from weightd.ray.cache import ModelCache, PublishedFile
+from weightd_protocol.errors import FailedPrecondition, Unavailable
+from weightd_ray import cache
+from weightd_ray.cache import ModelCache, PublishedFile
 
 
 class Source:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit.examples import examples
-from weightd.daemon.config.load import load_text
-from weightd.protocol.errors import InvalidArgument
-from weightd.ray import configuration
+from weightd_daemon.config.load import load_text
+from weightd_protocol.errors import InvalidArgument
+from weightd_ray import configuration
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.ray import daemon, guard
-from weightd.ray.daemon import EmbeddedDaemon
+from weightd_ray import daemon, guard
+from weightd_ray.daemon import EmbeddedDaemon
 
 # Leaves itself alone as the guard does, and takes no notice of the end of its leash.
 _STOPPED = """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.protocol.schema import label
-from weightd.ray import cache, configuration
-from weightd.ray.arguments import Arguments, parse_arguments
-from weightd.shared import tables
+from weightd_protocol.schema import label
+from weightd_ray import cache, configuration
+from weightd_ray.arguments import Arguments, parse_arguments
+from weightd_common import tables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "cluster.md").read_text("utf-8")

@@ -17,8 +17,8 @@ import pytest
 
 from testkit import surroundings
 from testkit.fakedaemon import directory
-from weightd.ray import guard
-from weightd.ray.guard import Backoff, DaemonSupervisor
+from weightd_ray import guard
+from weightd_ray.guard import Backoff, DaemonSupervisor
 
 __all__ = ["directory"]
 

@@ -11,14 +11,14 @@ import pytest
 
 from testkit import fakedaemon, looks
 from testkit.fakedaemon import FakeDaemon, directory
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from weightd.protocol.messages.control import ModelReady, ReadyResponse
-from weightd.protocol.messages.data import Infer
-from weightd.protocol.messages.metrics import Metrics
-from weightd.protocol.messages.types import ClientMessage
-from weightd.ray.arguments import parse_arguments
-from weightd.ray.replica import Replica
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weightd_protocol.messages.control import ModelReady, ReadyResponse
+from weightd_protocol.messages.data import Infer
+from weightd_protocol.messages.metrics import Metrics
+from weightd_protocol.messages.types import ClientMessage
+from weightd_ray.arguments import parse_arguments
+from weightd_ray.replica import Replica
 
 __all__ = ["directory"]
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 from textwrap import indent
 
-from weightd.ray.rooms import work_dir
+from weightd_ray.rooms import work_dir
 
 
 def there(base: Path) -> list[str]:
@@ -26,7 +26,7 @@ def test_several_are_side_by_side_and_leave_nothing(tmp_path: Path) -> None:
 PROGRAM = """
 import os
 from pathlib import Path
-from weightd.ray.rooms import room
+from weightd_ray.rooms import room
 with room(Path({base!r})) as mine:
 """
 

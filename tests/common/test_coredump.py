@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weightd.shared.coredump import disable_core_dumps
+from weightd_common.coredump import disable_core_dumps
 
 # Allows core dumps first, which a test runner or a container may not.
 _DIES = """
@@ -15,7 +15,7 @@ _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
 with open("/proc/self/coredump_filter", "w") as file:
     file.write("0x33")
-from weightd.shared.coredump import leave_out_memory
+from weightd_common.coredump import leave_out_memory
 if {leaves_out}:
     leave_out_memory()
 print(resource.getrlimit(resource.RLIMIT_CORE) == (0, hard), open("/proc/self/coredump_filter").read(), flush=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.shared import cores
+from weightd_common import cores
 
 
 @pytest.mark.parametrize(

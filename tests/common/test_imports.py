@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from weightd.shared.imports import gc_disabled
+from weightd_common.imports import gc_disabled
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -23,7 +23,7 @@ BEGIN = """
 import ctypes, os, signal, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 first = os.getpid()
-from weightd.shared import init, signals
+from weightd_common import init, signals
 signals.reset()
 init.serve_as_init()
 assert os.getppid() == first != os.getpid()
@@ -61,7 +61,7 @@ def gone(pid: int) -> bool:
 
 
 def test_a_process_that_adopts_nobody_stays_what_it_is() -> None:
-    program = "import os; from weightd.shared import init; init.serve_as_init(); print(os.getpid())"
+    program = "import os; from weightd_common import init; init.serve_as_init(); print(os.getpid())"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert line(process) == process.pid
     assert process.returncode == 0

@@ -10,7 +10,7 @@ from typing import Iterator
 
 import pytest
 
-from weightd.shared.interrupts import redelivering_interrupts
+from weightd_common.interrupts import redelivering_interrupts
 
 IS_TOLD = sys.version_info >= (3, 8)
 

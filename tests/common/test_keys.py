@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from weightd.shared.keys import PUBLIC, SECRET, KeyFileError, format_key_file, is_key, read_public, read_secret
+from weightd_common.keys import PUBLIC, SECRET, KeyFileError, format_key_file, is_key, read_public, read_secret
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 FORM = "KEY, KEY being 40 characters of Z85, as weightctl keygen writes it"

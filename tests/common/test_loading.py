@@ -4,7 +4,7 @@ from typing import Optional
 
 import pytest
 
-from weightd.shared.loading import progress_text
+from weightd_common.loading import progress_text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from weightd.shared import memfd
+from weightd_common import memfd
 
 _SHRINK, _GROW, _SEAL_WRITE = 2, 4, 8
 _O_PATH = 0o10000000

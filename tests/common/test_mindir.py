@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol import limits
-from weightd.shared import mindir
-from weightd.shared.mindir import MindIr, MindIrTensor
-from weightd.shared.protobuf import Malformed
+from weightd_protocol import limits
+from weightd_common import mindir
+from weightd_common.mindir import MindIr, MindIrTensor
+from weightd_common.protobuf import Malformed
 
 Value = Union[int, bytes, str]
 FREE = 2**64 - 1  # -1, as an int64 is written

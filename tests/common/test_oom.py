@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.shared.oom import raise_score
+from weightd_common.oom import raise_score
 
 # Raises its own score first, as OOMScoreAdjust= of a unit does, then starts the child.
 PARENT = """
@@ -18,7 +18,7 @@ import subprocess, sys
 with open("/proc/self/oom_score_adj", "w") as file:
     file.write("300")
 child = '''
-from weightd.shared.oom import go_before_the_daemon
+from weightd_common.oom import go_before_the_daemon
 go_before_the_daemon("worker")
 print(int(open("/proc/self/oom_score_adj").read()))
 '''
@@ -62,7 +62,7 @@ def test_one_that_was_forked_is_as_far_above_the_daemon_as_any_other(tmp_path: P
 def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     strange = tmp_path / "strange"
     strange.write_text("high")
-    with caplog.at_level(logging.DEBUG, "weightd.protocol"):
+    with caplog.at_level(logging.DEBUG, "weightd_protocol"):
         raise_score("worker", tmp_path / "missing")
         raise_score("worker", strange)
     assert [each.levelname for each in caplog.records] == ["DEBUG", "DEBUG"]

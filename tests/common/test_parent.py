@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import List
 
 from testkit.waiting import until
-from weightd.shared import parent
+from weightd_common import parent
 
 CHILD = """
 import sys, time
-from weightd.shared import parent
+from weightd_common import parent
 parent.die_with(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(600)
@@ -69,7 +69,7 @@ def masks(pid: int) -> List[bool]:
     return [bool(int(status.partition(f"\n{name}:\t")[2].split()[0], 16) & 2) for name in ("SigBlk", "SigIgn")]
 
 
-DEAF = f"import signal; from weightd.shared import parent, signals; signals.reset(signal.SIGINT); {CHILD}"
+DEAF = f"import signal; from weightd_common import parent, signals; signals.reset(signal.SIGINT); {CHILD}"
 # Whoever runs the tests in the background has them ignore SIGINT.
 INTERRUPTED = f"import os, signal as s; s.signal(s.SIGINT, s.SIG_DFL); os.kill(os.getpid(), s.SIGINT); {DEAF}"
 

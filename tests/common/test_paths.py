@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weightd.shared import paths
+from weightd_common import paths
 
 
 def test_the_unix_socket_lies_beside_the_first_and_that_of_a_daemon_on_tcp_with_its_children_s() -> None:

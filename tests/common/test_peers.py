@@ -15,7 +15,7 @@ import pytest
 from testkit import loads
 from testkit.users import ALICE, BOB, User, need_other_users
 from testkit.waiting import until
-from weightd.shared.peers import THIS_HOST, UNKNOWN, Peer, Peers
+from weightd_common.peers import THIS_HOST, UNKNOWN, Peer, Peers
 
 LIMIT_S = 30.0
 
@@ -186,7 +186,7 @@ def test_a_listener_on_the_far_port_is_not_the_client(peers: Peers) -> None:
 _HIDDEN = """
 import ctypes, os, socket, sys
 assert ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())
-from weightd.shared.peers import Peers
+from weightd_common.peers import Peers
 for descriptor in map(int, sys.argv[1:]):
     peer = Peers().of(socket.socket(fileno=descriptor))
     print(peer.key, peer.is_local, peer.is_operator)

@@ -12,8 +12,8 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 
-from weightd.shared.modelfile import ModelFileError, OpenModel, digest, open_file
-from weightd.shared.reach import OPERATOR, AccessDenied, Grant, SafePathWalker, _has_right
+from weightd_common.modelfile import ModelFileError, OpenModel, digest, open_file
+from weightd_common.reach import OPERATOR, AccessDenied, Grant, SafePathWalker, _has_right
 
 from .test_modelfile import mindir, model
 

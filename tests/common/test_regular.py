@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.shared.regular import open_regular, read_regular
+from weightd_common.regular import open_regular, read_regular
 
 
 def test_a_file_is_read_up_to_the_bound(tmp_path: Path) -> None:

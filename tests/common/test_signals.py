@@ -21,7 +21,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
 if sys.argv[1:]:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-from weightd.shared import signals
+from weightd_common import signals
 signals.reset(*(signal.Signals(int(each)) for each in sys.argv[1:]))
 sys.stdout.write(open("/proc/self/status").read())
 """
@@ -57,7 +57,7 @@ def test_a_program_may_ignore_signals_even_one_that_is_pending() -> None:
 def test_a_signal_that_was_blocked_is_delivered() -> None:
     program = (
         "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, {15}); os.kill(os.getpid(), 15); "
-        "from weightd.shared import signals; signals.reset()"
+        "from weightd_common import signals; signals.reset()"
     )
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == -signal.SIGTERM
 
@@ -65,7 +65,7 @@ def test_a_signal_that_was_blocked_is_delivered() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGCHLD])
 def test_a_handler_stays(number: signal.Signals) -> None:
     program = (
-        "import os, signal; from weightd.shared import signals; got = []; "
+        "import os, signal; from weightd_common import signals; got = []; "
         f"signal.signal({int(number)}, lambda *each: got.append(each)); "
         f"signals.reset(); os.kill(os.getpid(), {int(number)}); assert got"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.shared.terminal import Terminal
+from weightd_common.terminal import Terminal
 
 # Of /proc/PID/stat: state, parent, group, session, terminal, foreground group, flags.
 _STAT = "7 (a) b (c) S 1 7 7 {} {} 4194304"
@@ -28,7 +28,7 @@ BACKGROUND = _STAT.format(34816, 9)
 def test_who_ends_with_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, handler: signal.Handlers, after: str, has_closed: bool
 ) -> None:
-    monkeypatch.setattr("weightd.shared.terminal.signal.getsignal", lambda _: handler)
+    monkeypatch.setattr("weightd_common.terminal.signal.getsignal", lambda _: handler)
     stat = tmp_path / "stat"
     stat.write_text(before)
     terminal = Terminal(stat)

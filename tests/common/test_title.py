@@ -15,7 +15,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 SCRIPT = """
 import gc, os, sys
 from pathlib import Path
-from weightd.shared import title
+from weightd_common import title
 title._PR_SET_MM = int(sys.argv[1])
 shown = title.Title()
 first = shown.first_word

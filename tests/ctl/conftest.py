@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, address, client, daemon, directory
-from weightd.ctl.command import main
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Error, InferResponse, ResponseDescription, TensorSpec
-from weightd.protocol.messages.status import ExecutionsStatus, ModelStatus, StatusResponse
-from weightd.protocol.messages.types import ClientMessage
+from weightctl.command import main
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.data import Error, InferResponse, ResponseDescription, TensorSpec
+from weightd_protocol.messages.status import ExecutionsStatus, ModelStatus, StatusResponse
+from weightd_protocol.messages.types import ClientMessage
 
 __all__ = ["address", "client", "daemon", "directory"]
 

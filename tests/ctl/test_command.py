@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, silent
-from weightd.ctl import exits
-from weightd.ctl.command import COMMANDS, main
-from weightd.protocol.messages.data import Infer
+from weightctl import exits
+from weightctl.command import COMMANDS, main
+from weightd_protocol.messages.data import Infer
 
 from .conftest import Ctl, X, fails, outputs, reports
 from .test_status import DIGITS, FAILED, response
@@ -222,7 +222,7 @@ def test_help_tells_the_exit_statuses(alone: Ctl, verb: str) -> None:
 _MAIN = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from weightd.ctl.command import main
+from weightctl.command import main
 sys.exit(main())
 """
 

@@ -11,10 +11,10 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 import pytest
 
-from weightd.ctl import exits
-from weightd.ctl.command import main
-from weightd.ctl.install import files, plan, program
-from weightd.ctl.install.files import FileState
+from weightctl import exits
+from weightctl.command import main
+from weightctl.install import files, plan, program
+from weightctl.install.files import FileState
 
 UNITS = Path(__file__).parents[2] / "systemd"
 WEIGHTD = Path("/opt/weightd/bin/weightd")

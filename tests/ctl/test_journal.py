@@ -11,13 +11,13 @@ import pytest
 
 from testkit import looks
 from testkit.fakedaemon import FakeDaemon, silent
-from weightd.ctl import exits
-from weightd.ctl.text import local_time
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import Unavailable
-from weightd.protocol.messages.journal import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
-from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import ClientMessage
+from weightctl import exits
+from weightctl.text import local_time
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import Unavailable
+from weightd_protocol.messages.journal import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
+from weightd_protocol.messages.status import Status
+from weightd_protocol.messages.types import ClientMessage
 
 from .conftest import Ctl, fails
 
@@ -71,7 +71,7 @@ def test_events_are_followed_over_a_restart(
         if len(pauses) > 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("weightd.ctl.events.time.sleep", sleep)
+    monkeypatch.setattr("weightctl.events.time.sleep", sleep)
     daemon.handle = happened(((OLD,), 0, 0))
     ran = ctl("events", "--follow", "--json")
     assert ran.status == exits.INTERRUPTED

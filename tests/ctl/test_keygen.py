@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import zmq
 
-from weightd.ctl import exits
-from weightd.shared.keys import read_public, read_secret
+from weightctl import exits
+from weightd_common.keys import read_public, read_secret
 
 from .conftest import Ctl
 

@@ -7,9 +7,9 @@ from typing import Iterator, Tuple
 
 import pytest
 
-from weightd.ctl import exits, manual
-from weightd.ctl.command import parser
-from weightd.shared.manual.commands import Argument, read_parser
+from weightctl import exits, manual
+from weightctl.command import parser
+from weightd_common.manual.commands import Argument, read_parser
 
 WEIGHTCTL = read_parser(parser())
 PAGE = manual.page(parser()).replace("\\-", "-")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from testkit.fakedaemon import FakeDaemon, silent
-from weightd.ctl import exits
+from weightctl import exits
 
 from .conftest import Ctl, fails
 

@@ -12,13 +12,13 @@ from typing import Any, List, Optional, Sequence
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, echo
-from weightd.ctl import exits
-from weightd.ctl.command import main
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.status import ModelStatus, Status, StatusResponse
-from weightd.protocol.messages.types import ClientMessage
+from weightctl import exits
+from weightctl.command import main
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.status import ModelStatus, Status, StatusResponse
+from weightd_protocol.messages.types import ClientMessage
 
 from .conftest import Ctl, fails
 
@@ -131,7 +131,7 @@ def test_what_it_says_to_copy_names_the_daemon_where_that_is_not_the_default(
 def default(monkeypatch: pytest.MonkeyPatch, address: str, variable: Optional[str]) -> None:
     if variable is None:
         monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)
-        monkeypatch.setattr("weightd.client.session.default_addresses", lambda: [address])
+        monkeypatch.setattr("weightd.session.default_addresses", lambda: [address])
     else:
         monkeypatch.setenv("WEIGHTD_SOCKET", variable)
 

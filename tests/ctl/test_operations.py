@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo, silent
-from weightd.client import Client
-from weightd.ctl import exits
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import ResourceExhausted
-from weightd.protocol.messages.control import (
+from weightd import Client
+from weightctl import exits
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import ResourceExhausted
+from weightd_protocol.messages.control import (
     ModelReady,
     ReadyResponse,
     Reload,
@@ -23,7 +23,7 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.types import ClientMessage
+from weightd_protocol.messages.types import ClientMessage
 
 from .conftest import Ctl, X, fails
 

@@ -6,13 +6,13 @@ from typing import Any, List, Optional
 
 import pytest
 
-from weightd.client import NotFound
-from weightd.ctl import exits
-from weightd.ctl.status.render import as_json, render
-from weightd.ctl.status.verb import exit_status, filter_model, pss_total
-from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
-from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
-from weightd.protocol.messages.status import (
+from weightd import NotFound
+from weightctl import exits
+from weightctl.status.render import as_json, render
+from weightctl.status.verb import exit_status, filter_model, pss_total
+from weightctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.status import (
     DeviceStatus,
     GenerationStatus,
     MemoryLimit,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.generations import restarts
+from weightd_daemon.generations import restarts
 
 
 @pytest.fixture(autouse=True)

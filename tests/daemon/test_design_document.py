@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.states import ATTACH_TRANSITIONS, CHILD_TRANSITIONS, GENERATION_TRANSITIONS, diagram
-from weightd.daemon.models.stage import DEPLOYMENT_TRANSITIONS
-from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS
+from weightd_daemon.generations.states import ATTACH_TRANSITIONS, CHILD_TRANSITIONS, GENERATION_TRANSITIONS, diagram
+from weightd_daemon.models.stage import DEPLOYMENT_TRANSITIONS
+from weightd_daemon.models.standing import MODEL_PHASE_TRANSITIONS
 
 _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 _TABLES = {

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 
 from testkit import interrupting, mindir
-from weightd.daemon import __main__, exits
+from weightd_daemon import __main__, exits
 
-PROGRAM = interrupting.PROGRAM.format(module="weightd.daemon.__main__")
+PROGRAM = interrupting.PROGRAM.format(module="weightd_daemon.__main__")
 
 
 def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
@@ -53,8 +53,8 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["weightd", *arguments])
     # Whoever runs the tests as PID 1 has them run on in this process.
-    monkeypatch.setattr("weightd.shared.init.serve_as_init", lambda: None)
-    with mock.patch("weightd.daemon.gate.zygote.fork") as fork, mock.patch("weightd.daemon.command.main") as main:
+    monkeypatch.setattr("weightd_common.init.serve_as_init", lambda: None)
+    with mock.patch("weightd_daemon.gate.zygote.fork") as fork, mock.patch("weightd_daemon.command.main") as main:
         __main__.main()
     assert fork.called == forks
     main.assert_called_once_with(zygote=fork.return_value if forks else None)
@@ -70,6 +70,6 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
 def test_ctrl_c_ends_it_without_a_word(module: str, status: int, tmp_path: Path) -> None:
     program = PROGRAM
     if module == "waits":
-        program = "from weightd.daemon import command; command.ConfigFile = lambda *_: __import__('waits')\n" + program
+        program = "from weightd_daemon import command; command.ConfigFile = lambda *_: __import__('waits')\n" + program
     ended = interrupting.interrupted(program, "serve", "weightd.toml", where=module, directory=tmp_path)
     assert ended == (status, b"")

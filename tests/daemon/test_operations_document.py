@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon import exits
-from weightd.daemon.command import parser
-from weightd.daemon.config import identities, listeners
-from weightd.daemon.config import load as config
-from weightd.shared.manual.commands import read_parser
+from weightd_daemon import exits
+from weightd_daemon.command import parser
+from weightd_daemon.config import identities, listeners
+from weightd_daemon.config import load as config
+from weightd_common.manual.commands import read_parser
 
 if sys.version_info >= (3, 11):
     import tomllib

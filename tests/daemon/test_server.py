@@ -10,22 +10,22 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.load import Config
-from weightd.daemon.continuity import handover
-from weightd.daemon.continuity.config_file import ConfigFile
-from weightd.daemon.continuity.reading import read_file
-from weightd.daemon.continuity.service import ServiceManager
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.fleet import ConfigDiff
-from weightd.daemon.observe.memory import MemorySampler
-from weightd.daemon.requests.signature import MetadataRequest
-from weightd.daemon.server import Server
-from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Viewer
-from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.messages.journal import Events, Logs, LogsResponse
-from weightd.protocol.messages.status import StatusResponse
+from weightd_daemon.children.files import GenerationFiles
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.load import Config
+from weightd_daemon.continuity import handover
+from weightd_daemon.continuity.config_file import ConfigFile
+from weightd_daemon.continuity.reading import read_file
+from weightd_daemon.continuity.service import ServiceManager
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.fleet import ConfigDiff
+from weightd_daemon.observe.memory import MemorySampler
+from weightd_daemon.requests.signature import MetadataRequest
+from weightd_daemon.server import Server
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Viewer
+from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd_protocol.messages.journal import Events, Logs, LogsResponse
+from weightd_protocol.messages.status import StatusResponse
 
 
 def begun(path: Path) -> Any:

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from weightd.daemon.generations.states import IllegalTransition
-from weightd.daemon.shutdown import Shutdown, ShutdownEvent, ShutdownState
+from weightd_daemon.generations.states import IllegalTransition
+from weightd_daemon.shutdown import Shutdown, ShutdownEvent, ShutdownState
 
 # Which events lead to a state, and what it then is: begun, finishing, ending.
 LISTED: dict[tuple[ShutdownEvent, ...], tuple[bool, bool, bool]] = {

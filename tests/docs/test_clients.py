@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from weightd.client import Client
-from weightd.protocol import errors
+from weightd import Client
+from weightd_protocol import errors
 
 from .page import DOCS, blocks, broken_links, long_lines, output, run, said, sections
 from .runner import CELL
@@ -165,10 +165,10 @@ def test_links_lead_somewhere_and_lines_are_short() -> None:
 
 
 def test_each_error_of_the_library_is_in_the_table() -> None:
-    import weightd.client
+    import weightd
 
     table = SECTIONS["When something fails"]
-    named = {name for name in weightd.client.__all__ if name[0].isupper() and _is_error(getattr(weightd.client, name))}
+    named = {name for name in weightd.__all__ if name[0].isupper() and _is_error(getattr(weightd, name))}
     assert [name for name in sorted(named - {"WeightdError", "RequestError"}) if f"`{name}`" not in table] == []
 
 

@@ -20,7 +20,7 @@ import pytest
 from onnx import numpy_helper
 
 from testkit import mindir, models
-from weightd.client import Client
+from weightd import Client
 
 from .page import blocks, broken_links, long_lines, output, run, said, sections
 

@@ -26,8 +26,8 @@ from testkit import census, mindir, models
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, Pending
-from weightd.protocol.messages.status import ModelStatus, ProcessStatus
+from weightd import Client, Pending
+from weightd_protocol.messages.status import ModelStatus, ProcessStatus
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -275,7 +275,7 @@ class Weightd:
 
     def __init__(self, log: Path, *arguments: object, session: bool = False, under: Sequence[str] = ()) -> None:
         self._log = log
-        self._command = [*under, sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+        self._command = [*under, sys.executable, "-m", "weightd_daemon", *map(str, arguments)]
         self._session = session
 
     def __enter__(self) -> Weightd:
@@ -318,7 +318,7 @@ class Weightd:
 
 def weightd(*arguments: object, limit: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
     """Run the command `weightd` to its end."""
-    command = [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+    command = [sys.executable, "-m", "weightd_daemon", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
 
 

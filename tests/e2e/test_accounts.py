@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from testkit.waiting import until
-from weightd.client import Client
-from weightd.protocol.messages.accounts import AccountStatus
+from weightd import Client
+from weightd_protocol.messages.accounts import AccountStatus
 
 from .support import ONE_ENGINE, BareEngine, DaemonPaths, Weightd, ask_all, mlp_inputs
 
@@ -53,7 +53,7 @@ def test_accounts_survive_a_restart(
         assert accounts(client)["mlp"] == before
         ask_all(client, "mlp", questions)
         assert accounts(client)["mlp"].served == 4
-        command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "status"]
+        command = [sys.executable, "-m", "weightctl", "--socket", place.address, "status"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
         assert "research: weight 2; 100% of the seconds of the last minute\n" in shown
         told = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False).stdout

@@ -19,11 +19,11 @@ import zmq
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client
-from weightd.protocol import limits
-from weightd.protocol.codec import decode
-from weightd.protocol.messages.data import Error, InferResponse
-from weightd.protocol.messages.types import TO_CLIENT
+from weightd import Client
+from weightd_protocol import limits
+from weightd_protocol.codec import decode
+from weightd_protocol.messages.data import Error, InferResponse
+from weightd_protocol.messages.types import TO_CLIENT
 
 from .support import BareEngine, SampleRequest, Zoo, ask_all, pairs
 

@@ -17,7 +17,7 @@ import pytest
 from testkit import mindir
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, FailedPrecondition, Unavailable
+from weightd import Client, FailedPrecondition, Unavailable
 
 from .support import (
     ENGINES,

@@ -15,7 +15,7 @@ import pytest
 from testkit import mindir, models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import FailedPrecondition, RequestError, Unavailable
+from weightd import FailedPrecondition, RequestError, Unavailable
 
 from .support import (
     ONE_ENGINE,

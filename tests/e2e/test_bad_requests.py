@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from testkit.service import Service
-from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound
+from weightd import Client, DeadlineExceeded, InvalidArgument, NotFound
 
 from .support import (
     ONE_ENGINE,

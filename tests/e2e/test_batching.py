@@ -14,7 +14,7 @@ import pytest
 
 from testkit import models
 from testkit.service import Service
-from weightd.client import Client, DeadlineExceeded, Internal, InvalidArgument, Pending
+from weightd import Client, DeadlineExceeded, Internal, InvalidArgument, Pending
 
 from .support import (
     ONE_ENGINE,

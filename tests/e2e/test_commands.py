@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.protocol.version import VERSION
+from weightd_protocol.version import VERSION
 
 from .support import ONE_ENGINE, BareEngine, DaemonPaths, Weightd, Zoo, ask_all, interpreter, pairs, weightd
 

@@ -17,7 +17,7 @@ from testkit import loads, models, users
 from testkit.loads import OK
 from testkit.service import Service
 from testkit.users import ALICE, BOB, User
-from weightd.client import Client, InvalidArgument, NotFound, PermissionDenied, RequestError, Unauthenticated
+from weightd import Client, InvalidArgument, NotFound, PermissionDenied, RequestError, Unauthenticated
 
 from .support import ONE_ENGINE, Arrays
 
@@ -36,7 +36,7 @@ CURVE_GREETING = NULL_GREETING.replace(b"NULL\0", b"CURVE")
 
 
 def weightctl(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weightd.ctl", *map(str, arguments)]
+    command = [sys.executable, "-m", "weightctl", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -18,19 +18,19 @@ import pytest
 from ascendsim import Host, environment, models
 from testkit import mindir, surroundings
 from testkit.waiting import until
-from weightd.daemon.doctor.verdicts import host as checks
-from weightd.daemon.doctor.verdicts import ranks as rank_checks
-from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS
-from weightd.daemon.doctor.verdicts.trial import ATTACH, BUILD, HOLDER_EXIT, MEMORY
-from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import RankDevice
+from weightd_daemon.doctor.verdicts import host as checks
+from weightd_daemon.doctor.verdicts import ranks as rank_checks
+from weightd_daemon.doctor.verdicts import trial as trial_checks
+from weightd_daemon.doctor.verdicts.finding import PROCESS_EXITS
+from weightd_daemon.doctor.verdicts.trial import ATTACH, BUILD, HOLDER_EXIT, MEMORY
+from weightd_daemon.engines import ranktable
+from weightd_daemon.engines.ranktable import RankDevice
 
 from .support import LIMIT_S, children_of
 
 pytestmark = pytest.mark.e2e
 
-COMMAND = [sys.executable, "-m", "weightd.daemon", "doctor"]
+COMMAND = [sys.executable, "-m", "weightd_daemon", "doctor"]
 # Of files of the vendor's installers and of device nodes, which no test can put there; and there is no service.
 UNSEEN = {"driver", "cann", "device nodes", "service"}
 
@@ -212,7 +212,7 @@ def test_the_report_does_not_outlive_the_doctor(tmp_path: Path, variables: dict[
     library.write_text("import time\nopen(__file__ + '.begun', 'w').close()\ntime.sleep(999)\n")
     variables["PYTHONPATH"] = f"{tmp_path}/sleeping{os.pathsep}{variables['PYTHONPATH']}"
     with subprocess.Popen(COMMAND, env=variables, stdout=subprocess.DEVNULL) as process:
-        report = Path(f"weightd.worker.report --device 0 --parent {process.pid}")  # of its command line
+        report = Path(f"weightd_worker.report --device 0 --parent {process.pid}")  # of its command line
         until(Path(f"{library}.begun").exists, "the report begins")
         assert children_of(report)
         process.kill()

@@ -15,8 +15,8 @@ import pytest
 from testkit import models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Pending
-from weightd.protocol.errors import Cancelled, DeadlineExceeded, Internal, RequestError, Unavailable
+from weightd import Pending
+from weightd_protocol.errors import Cancelled, DeadlineExceeded, Internal, RequestError, Unavailable
 
 from .support import (
     ONE_ENGINE,

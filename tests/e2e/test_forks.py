@@ -11,7 +11,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.protocol.messages.status import ForkServerStatus, ProcessStatus
+from weightd_protocol.messages.status import ForkServerStatus, ProcessStatus
 
 from .support import (
     ONE_ENGINE,
@@ -57,7 +57,7 @@ def test_each_process_tells_how_it_came_to_be(service: Service, engine: str) -> 
     for each in everybody(service):
         stat = Path(f"/proc/{each.pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()
         assert (int(stat[1]), int(stat[3])) == (service.pid, each.pid)
-        words = ["-m", "weightd.worker", "--role", each.role, "--parent", str(service.pid)]
+        words = ["-m", "weightd_worker", "--role", each.role, "--parent", str(service.pid)]
         assert Path(f"/proc/{each.pid}/cmdline").read_text().rstrip("\0").split("\0")[1:] == words
 
 

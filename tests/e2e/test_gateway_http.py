@@ -33,8 +33,8 @@ from testkit import models
 from testkit.gatewayprocess import GatewayProcess
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import InvalidArgument
-from weightd.gateway.arrays import DTYPES
+from weightd import InvalidArgument
+from weightd_gateway.arrays import DTYPES
 
 from .support import ONE_ENGINE
 
@@ -460,7 +460,7 @@ def test_what_is_under_way_is_finished_before_the_end(service: Service, tmp_path
 def test_the_command_becomes_another_program_and_a_wrong_file_ends_it(tmp_path: Path) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text("[gateway]\nhtpp = []\n")
-    command = [sys.executable, "-m", "weightd.daemon", "gateway", str(config)]
+    command = [sys.executable, "-m", "weightd_daemon", "gateway", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr == f"weightd gateway: {config}: gateway.htpp: unknown key; did you mean http?\n"

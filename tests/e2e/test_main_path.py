@@ -14,10 +14,10 @@ import pytest
 from testkit import memory
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import AsyncClient, Client
-from weightd.daemon.host import cgroup
-from weightd.protocol.messages.status import MemoryLimit
-from weightd.protocol.version import VERSION
+from weightd import AsyncClient, Client
+from weightd_daemon.host import cgroup
+from weightd_protocol.messages.status import MemoryLimit
+from weightd_protocol.version import VERSION
 
 from .support import (
     LARGE_WEIGHT_BYTES,

@@ -17,10 +17,10 @@ import pytest
 from testkit.loads import SharedMemoryPeer
 from testkit.managed import ManagedService
 from testkit.waiting import until
-from weightd.client import Client, DeadlineExceeded, Unavailable
-from weightd.protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
-from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions
-from weightd.shared import memfd
+from weightd import Client, DeadlineExceeded, Unavailable
+from weightd_protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
+from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
+from weightd_common import memfd
 
 from .support import MLP_WIDTH, ONE_ENGINE, BareEngine, SampleRequest, assert_same, mlp_inputs, ready_workers
 
@@ -169,7 +169,7 @@ def test_who_scribbles_spoils_its_own_answers_only(service: ManagedService, ques
 
 KILLED = """
 import sys, numpy as np
-from weightd.client import Client
+from weightd import Client
 client = Client(sys.argv[1])
 x = client.empty((64, int(sys.argv[2])), np.float32)
 x[...] = 0

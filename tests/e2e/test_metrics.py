@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from testkit import models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import ResourceExhausted
-from weightd.shared.exposition import FAMILIES
+from weightd import ResourceExhausted
+from weightd_common.exposition import FAMILIES
 
 from .support import ONE_ENGINE, DaemonPaths, Weightd
 
@@ -203,7 +203,7 @@ def test_strangers_are_in_nobodys_way(world: World) -> None:
 def test_counters_and_histograms_go_on_after_a_restart(place: DaemonPaths, tmp_path: Path) -> None:
     """Without any tenant."""
     config = place.config({"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}})
-    command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "metrics"]
+    command = [sys.executable, "-m", "weightctl", "--socket", place.address, "metrics"]
     for served in (2, 4):
         with Weightd(tmp_path / f"{served}.log", "serve", config) as daemon, daemon.client(place.address) as client:
             for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Internal
+from weightd import Internal
 
 from .support import (
     BareEngine,

@@ -14,7 +14,7 @@ import pytest
 from testkit import models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Internal, InvalidArgument, RequestError
+from weightd import Internal, InvalidArgument, RequestError
 
 from .support import Arrays, BareEngine, Load, SampleRequest, Zoo, ask_all, model_status, pairs, ready_workers
 
@@ -68,7 +68,7 @@ def test_other_clients_have_right_answers_while_predicts_fail(
 HOSTILE = """
 import sys
 import numpy as np
-from weightd.client import (Client, RequestError, ResourceExhausted)
+from weightd import (Client, RequestError, ResourceExhausted)
 
 INPUTS = {
     "negated": lambda number: {"a": np.array([-(2**63), number], np.int64)},

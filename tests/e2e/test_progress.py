@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from testkit.managed import ManagedService
-from weightd.protocol.messages.status import GenerationStatus
+from weightd_protocol.messages.status import GenerationStatus
 
 from .support import ONE_ENGINE, model_status
 

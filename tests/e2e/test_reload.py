@@ -13,7 +13,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import InvalidArgument
+from weightd import InvalidArgument
 
 from .support import ONE_ENGINE, Load, SampleRequest, Zoo, ask_all, model_status, ready_workers
 

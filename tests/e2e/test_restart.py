@@ -15,7 +15,7 @@ import pytest
 from testkit import census
 from testkit.managed import ManagedService
 from testkit.waiting import until
-from weightd.client import Client, RequestError, Unavailable
+from weightd import Client, RequestError, Unavailable
 
 from .support import (
     ONE_ENGINE,

@@ -19,9 +19,9 @@ import pytest
 
 from testkit import census, fuse, loads
 from testkit.waiting import until
-from weightd.client import Client
-from weightd.protocol.messages.status import ModelStatus
-from weightd.shared.paths import unix_path
+from weightd import Client
+from weightd_protocol.messages.status import ModelStatus
+from weightd_common.paths import unix_path
 
 from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, DaemonPaths, SampleRequest, Weightd, ask_all, assert_same
 
@@ -195,7 +195,7 @@ def test_it_does_without_dev_shm(mlp: Path, questions: list[SampleRequest], plac
     assert unshare
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     script = tmp_path / "without"
-    script.write_text(f'umount -l /dev/shm || exit 1\nexec "{sys.executable}" -m weightd.daemon serve "{config}"\n')
+    script.write_text(f'umount -l /dev/shm || exit 1\nexec "{sys.executable}" -m weightd_daemon serve "{config}"\n')
     with (tmp_path / "log").open("wb") as log:
         daemon = subprocess.Popen([unshare, "-m", "sh", str(script)], stdout=log, stderr=log)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from testkit.service import Service
-from weightd.client import Client, PermissionDenied, Unavailable
+from weightd import Client, PermissionDenied, Unavailable
 
 from .support import BareEngine, DaemonPaths, SampleRequest, Zoo, ask_all, left_behind, pairs, weightd
 
@@ -100,7 +100,7 @@ def test_clients_connect_wherever_a_listener_is_and_not_at_the_daemons_socket(
 
 _AS_NOBODY = f"""
 import os, sys
-from weightd.client import (Client, PermissionDenied)
+from weightd import (Client, PermissionDenied)
 if os.getuid() == 0:
     os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 try:

@@ -13,7 +13,7 @@ import pytest
 from testkit import models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, DeadlineExceeded, InvalidArgument, Pending
+from weightd import Client, DeadlineExceeded, InvalidArgument, Pending
 
 from .support import (
     ONE_ENGINE,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from testkit.waiting import until
-from weightd.client import Client, Pending, RequestError, Unavailable
+from weightd import Client, Pending, RequestError, Unavailable
 
 from .support import (
     LIMIT_S,
@@ -161,7 +161,7 @@ IN_THE_FOREGROUND = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
-os.execv(sys.executable, [sys.executable, "-m", "weightd.daemon", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-m", "weightd_daemon", *sys.argv[2:]])
 """
 
 

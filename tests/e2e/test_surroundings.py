@@ -17,7 +17,7 @@ import pytest
 from testkit import census, surroundings
 from testkit.managed import ManagedService
 from testkit.waiting import until
-from weightd.client import Client
+from weightd import Client
 
 from .support import (
     LIMIT_S,
@@ -209,7 +209,7 @@ def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_
 def test_weightctl_ends_as_it_is_told(mlp: Path, place: DaemonPaths) -> None:
     with place.serve({"mlp": {"path": mlp, "workers": 1}}) as daemon:
         daemon.wait_for("listens on")
-        command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "events", "--follow"]
+        command = [sys.executable, "-m", "weightctl", "--socket", place.address, "events", "--follow"]
         for how, status in (("blocked", -signal.SIGTERM), ("subreaper", 128 + signal.SIGTERM)):
             with subprocess.Popen([*surroundings.command(how), *command], stdout=subprocess.PIPE) as follower:
                 assert follower.stdout is not None

@@ -18,9 +18,9 @@ from testkit.loads import OK
 from testkit.service import Service
 from testkit.users import ALICE, BOB, CAROL, User
 from testkit.waiting import until
-from weightd.client import FailedPrecondition, NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.accounts import AccountStatus
+from weightd import FailedPrecondition, NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.accounts import AccountStatus
 
 from .support import ONE_ENGINE, Arrays, ready_workers
 

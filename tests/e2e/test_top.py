@@ -27,7 +27,7 @@ HAVE_IT = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-m", "weightd.ctl", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, "-m", "weightctl", *sys.argv[1:]])
 """
 
 

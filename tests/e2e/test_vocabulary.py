@@ -21,13 +21,13 @@ import zmq
 
 from testkit import models
 from testkit.service import Service
-from weightd.ctl.command import parser as ctl_parser
-from weightd.daemon.command import parser
-from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import FrameReader
-from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
-from weightd.protocol.messages.control import (
+from weightctl.command import parser as ctl_parser
+from weightd_daemon.command import parser
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.framing import FrameReader
+from weightd_protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
     ModelReady,
@@ -40,15 +40,15 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
-from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
-from weightd.protocol.messages.metrics import Metrics, MetricsResponse
-from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
-from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
-from weightd.shared.manual.commands import read_parser
-from weightd.shared.paths import unix_path
-from weightd.shared.stream import Stream
+from weightd_protocol.messages.data import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
+from weightd_protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.metrics import Metrics, MetricsResponse
+from weightd_protocol.messages.regions import Register, Registered, Released, Unregister
+from weightd_protocol.messages.status import Status, StatusResponse
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
+from weightd_common.manual.commands import read_parser
+from weightd_common.paths import unix_path
+from weightd_common.stream import Stream
 
 from .support import LIMIT_S
 
@@ -193,7 +193,7 @@ def test_each_command_has_a_row(program: str) -> None:
 )
 def test_every_command(program: str, verb: str, service: Service, names: dict[str, Path]) -> None:
     use = PROGRAMS[program][1][verb]
-    module = {"weightd": ["weightd.daemon"], "weightctl": ["weightd.ctl", "--socket", service.address]}[program]
+    module = {"weightd": ["weightd_daemon"], "weightctl": ["weightctl", "--socket", service.address]}[program]
     command = [sys.executable, "-m", *module, verb, *use.arguments.format_map(names).split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == use.status, done.stdout + done.stderr

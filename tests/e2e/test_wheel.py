@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from testkit import mindir
-from weightd.protocol.version import VERSION
+from weightd_protocol.version import VERSION
 
 ENGINES = ["mindspore", "mindspore-lite", "onnxruntime"]
 
@@ -93,19 +93,19 @@ def test_it_holds_the_packages_with_their_types_and_nothing_else(wheel: Path) ->
 
 def test_the_worker_runs_on_python_37(installed: Path, python37: Path) -> None:
     assert run(python37, installed, "-c", "import sys; print(sys.version_info[:2])") == "(3, 7)\n"
-    assert "python -m weightd.worker" in run(python37, installed, "-m", "weightd.worker", "--help")
-    assert "weightctl" in run(python37, installed, "-m", "weightd.ctl", "--help")
+    assert "python -m weightd_worker" in run(python37, installed, "-m", "weightd_worker", "--help")
+    assert "weightctl" in run(python37, installed, "-m", "weightctl", "--help")
 
 
 _IMPORT = """
 import pkgutil, sys
-import weightd.client, weightd.ctl, weightd.protocol, weightd.shared, weightd.worker
-for package in (weightd.client, weightd.ctl, weightd.protocol, weightd.shared, weightd.worker):
+import weightd, weightctl, weightd_protocol, weightd_common, weightd_worker
+for package in (weightd, weightctl, weightd_protocol, weightd_common, weightd_worker):
     assert package.__file__.startswith(sys.argv[1]), package.__file__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith("__main__"):
             __import__(module.name)
-print(weightd.client.Client.__name__, "mindspore_lite" in sys.modules, "onnxruntime" in sys.modules)
+print(weightd.Client.__name__, "mindspore_lite" in sys.modules, "onnxruntime" in sys.modules)
 """
 
 
@@ -117,9 +117,9 @@ def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_en
 
 
 def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) -> None:
-    where = run(sys.executable, installed, "-c", "from weightd.ctl.install.plan import source; print(source())")
+    where = run(sys.executable, installed, "-c", "from weightctl.install.plan import source; print(source())")
     assert where.startswith(str(installed))
-    run(sys.executable, installed, "-m", "weightd.ctl", "install-units", "--prefix", str(tmp_path))
+    run(sys.executable, installed, "-m", "weightctl", "install-units", "--prefix", str(tmp_path))
     units = {path.name for path in (mindir.REPOSITORY / "systemd").iterdir() if path.is_file()}
     assert "weightd.service" in units
     assert {path.name for path in (tmp_path / "etc/systemd/system").iterdir()} == units
@@ -132,6 +132,6 @@ def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) 
 
 
 def test_the_daemon_runs_from_it(installed: Path) -> None:
-    assert run(sys.executable, installed, "-m", "weightd.daemon", "--version") == f"weightd {VERSION}\n"
-    said = run(sys.executable, installed, "-c", "import weightd.daemon; print(weightd.daemon.__file__)")
+    assert run(sys.executable, installed, "-m", "weightd_daemon", "--version") == f"weightd {VERSION}\n"
+    said = run(sys.executable, installed, "-c", "import weightd_daemon; print(weightd_daemon.__file__)")
     assert said.startswith(str(installed))

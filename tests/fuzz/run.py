@@ -18,7 +18,7 @@ _SCRATCH = _HERE.parents[1] / "build" / "fuzz"
 # msgpack's decoder is compiled, unless MSGPACK_PUREPYTHON=1 asks for the one in Python.
 _GUIDED_BY = ("weightd", "tomllib", "msgpack")
 # atheris 3.0 loses memory, a kilobyte at a time, where arrays are compared in code that it watches.
-_NOT_GUIDED_BY = ("weightd.worker.pagesharing.runs",)
+_NOT_GUIDED_BY = ("weightd_worker.pagesharing.runs",)
 
 # An input takes about a millisecond. What takes ten seconds, or memory beyond what interpreter, numpy and coverage
 # need, is a finding, on a busy machine as well.

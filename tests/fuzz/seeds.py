@@ -13,14 +13,14 @@ from typing import Any
 
 from targets import decoder, framing, store, zmtp
 from targets.decoder import TABLES
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.framing import LARGE_BYTES, message_prefix
-from weightd.protocol.messages.children import TO_CHILD, Predict
-from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSpec
-from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import FROM_CLIENT
-from weightd.worker.pagesharing.store import encode_header, size_of
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.framing import LARGE_BYTES, message_prefix
+from weightd_protocol.messages.children import TO_CHILD, Predict
+from weightd_protocol.messages.data import Infer, Parameters, RequestDescription, TensorSpec
+from weightd_protocol.messages.status import Status
+from weightd_protocol.messages.types import FROM_CLIENT
+from weightd_worker.pagesharing.store import encode_header, size_of
 
 CORPUS = Path(__file__).parent / "corpus"
 

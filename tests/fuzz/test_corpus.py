@@ -13,14 +13,14 @@ import seeds
 import targets
 from targets import decoder
 from targets.decoder import TABLES, Refusal
-from weightd.daemon.config import load as product_config
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.gate.zmtp import ZmtpConnection
-from weightd.protocol import codec
-from weightd.protocol.framing import FrameReader, Message
-from weightd.protocol.messages.data import RequestDescription
-from weightd.worker.pagesharing import store as product_store
-from weightd.worker.pagesharing.store import OpenStore
+from weightd_daemon.config import load as product_config
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.gate.zmtp import ZmtpConnection
+from weightd_protocol import codec
+from weightd_protocol.framing import FrameReader, Message
+from weightd_protocol.messages.data import RequestDescription
+from weightd_worker.pagesharing import store as product_store
+from weightd_worker.pagesharing.store import OpenStore
 
 FILES = sorted(path for path in seeds.CORPUS.glob("*/*") if path.is_file())
 

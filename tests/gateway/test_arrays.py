@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from weightd.gateway.arrays import (
+from weightd_gateway.arrays import (
     DTYPES,
     check_datatype,
     check_shape,
@@ -21,9 +21,9 @@ from weightd.gateway.arrays import (
     nbytes_of,
     to_values,
 )
-from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.tensors import frame_of
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.tensors import frame_of
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 

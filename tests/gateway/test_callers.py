@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.gateway.callers import Authenticator, Caller, parse_bearer, token_digest
-from weightd.protocol.errors import Unauthenticated
+from weightd_gateway.callers import Authenticator, Caller, parse_bearer, token_digest
+from weightd_protocol.errors import Unauthenticated
 
 TOKEN = Caller("research", "a token")
 CERTIFICATE = Caller("sales", "a certificate")

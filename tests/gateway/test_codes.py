@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.client import ClientClosed
-from weightd.gateway.codes import STATUSES, TooLarge, retry_after, status_of, to_request_error
-from weightd.protocol.errors import (
+from weightd import ClientClosed
+from weightd_gateway.codes import STATUSES, TooLarge, retry_after, status_of, to_request_error
+from weightd_protocol.errors import (
     ERRORS,
     Internal,
     NotFound,

@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-from weightd.gateway import arrays
-from weightd.gateway.codes import STATUSES
-from weightd.gateway.config.load import parse
-from weightd.gateway.config.table import GatewayConfig
-from weightd.gateway.rest import api, form
-from weightd.gateway.rest.routes import Operation, parse_route
-from weightd.shared import tables
-from weightd.shared.tables import ErrorCollector
+from weightd_gateway import arrays
+from weightd_gateway.codes import STATUSES
+from weightd_gateway.config.load import parse
+from weightd_gateway.config.table import GatewayConfig
+from weightd_gateway.rest import api, form
+from weightd_gateway.rest.routes import Operation, parse_route
+from weightd_common import tables
+from weightd_common.tables import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,7 +67,7 @@ def test_so_are_those_of_no_configuration() -> None:
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
 def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", mock.Mock(return_value=True))
-    monkeypatch.setattr("weightd.gateway.config.load._user_id", hash)
+    monkeypatch.setattr("weightd_gateway.config.load._user_id", hash)
     problems = ErrorCollector()
     parse(tomllib.loads(block), Path("/"), problems)
     assert problems.errors == []

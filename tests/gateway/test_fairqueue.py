@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.fairqueue import FairQueue
+from weightd_gateway.fairqueue import FairQueue
 
 
 def test_users_without_seconds_take_turns() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weightd.gateway.heap import GROWTH_BYTES, HeapGrowth
+from weightd_gateway.heap import GROWTH_BYTES, HeapGrowth
 
 SMALL = 50 * 1024 * 1024
 LARGE = SMALL + GROWTH_BYTES + 1

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from weightd.gateway import helper
-from weightd.gateway.callers import Caller
-from weightd.gateway.helper import SMALL_BYTES, Helpers, ParserProcess
-from weightd.gateway.rest import form
-from weightd.protocol.errors import Internal, InvalidArgument, Unavailable
+from weightd_gateway import helper
+from weightd_gateway.callers import Caller
+from weightd_gateway.helper import SMALL_BYTES, Helpers, ParserProcess
+from weightd_gateway.rest import form
+from weightd_protocol.errors import Internal, InvalidArgument, Unavailable
 
 T = TypeVar("T")
 

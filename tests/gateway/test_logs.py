@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
-from weightd.gateway.logs import log_failure
-from weightd.gateway.rpc.calls import Context, report_errors
+from weightd_gateway.logs import log_failure
+from weightd_gateway.rpc.calls import Context, report_errors
 
-LOG = logging.getLogger("weightd.gateway.test")
+LOG = logging.getLogger("weightd_gateway.test")
 
 
 class UnforeseenError(Exception):

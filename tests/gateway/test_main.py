@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.gateway.__main__ import main
-from weightd.gateway.server import GatewayServer
+from weightd_gateway.__main__ import main
+from weightd_gateway.server import GatewayServer
 
 ANYBODY = "[gateway]\nanonymous = '-'\n"
 
@@ -50,7 +50,7 @@ def test_an_extra_that_is_missing(
         raise AssertionError
 
     monkeypatch.setattr(GatewayServer, "run", run)
-    monkeypatch.setitem(sys.modules, "weightd.gateway.rest.front", None)
+    monkeypatch.setitem(sys.modules, "weightd_gateway.rest.front", None)
     assert main([str(config)]) == 78
     assert "pip install 'weightd[gateway]'" in capsys.readouterr().err
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from weightd.gateway import manual
-from weightd.gateway.callers import Caller
-from weightd.gateway.config.load import load
-from weightd.gateway.config.table import GatewayConfig
-from weightd.shared import tables
+from weightd_gateway import manual
+from weightd_gateway.callers import Caller
+from weightd_gateway.config.load import load
+from weightd_gateway.config.table import GatewayConfig
+from weightd_common import tables
 
 KEYS = [field.name for field in tables.table_keys(GatewayConfig)]
 
@@ -22,7 +22,7 @@ KEYS = [field.name for field in tables.table_keys(GatewayConfig)]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("manual") / "new"
-    subprocess.run([sys.executable, "-m", "weightd.gateway.manual", str(directory)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "weightd_gateway.manual", str(directory)], check=True, timeout=60)
     return directory
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.gateway.model_view import model_config, model_metadata, repository_index, server_metadata, statistics
-from weightd.protocol.errors import NotFound
-from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
-from weightd.protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ReloadCounts
+from weightd_gateway.model_view import model_config, model_metadata, repository_index, server_metadata, statistics
+from weightd_protocol.errors import NotFound
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ReloadCounts
 
 METADATA = ModelMetadataResponse(
     "1",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weightd.gateway.callers import Caller
-from weightd.gateway.regions import MAX_REGIONS_PER_CALLER, RegisteredRegions
-from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
+from weightd_gateway.callers import Caller
+from weightd_gateway.regions import MAX_REGIONS_PER_CALLER, RegisteredRegions
+from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 
 ANN = Caller("a", "ann")
 BEN = Caller("b", "ben")

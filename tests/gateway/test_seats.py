@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.gateway.callers import Caller
-from weightd.gateway.codes import TooLarge
-from weightd.gateway.seats import AdmissionControl
-from weightd.protocol.errors import ResourceExhausted
+from weightd_gateway.callers import Caller
+from weightd_gateway.codes import TooLarge
+from weightd_gateway.seats import AdmissionControl
+from weightd_protocol.errors import ResourceExhausted
 
 ALICE, BOB = Caller("a", "alice"), Caller("b", "bob")
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, directory, silent
-from weightd.gateway.callers import Caller
-from weightd.gateway.question import InferenceRequest
-from weightd.gateway.seats import AdmissionControl
-from weightd.gateway.service import DaemonClient
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from weightd.protocol.messages.data import Cancel
-from weightd.protocol.messages.status import Status, StatusResponse
+from weightd_gateway.callers import Caller
+from weightd_gateway.question import InferenceRequest
+from weightd_gateway.seats import AdmissionControl
+from weightd_gateway.service import DaemonClient
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from weightd_protocol.messages.data import Cancel
+from weightd_protocol.messages.status import Status, StatusResponse
 
 __all__ = ["directory"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.callers import Caller
-from weightd.gateway.shares import FairLimit
+from weightd_gateway.callers import Caller
+from weightd_gateway.shares import FairLimit
 
 ALICE, BOB, EVE = Caller("a", "alice"), Caller("b", "bob"), Caller("e", "eve")
 

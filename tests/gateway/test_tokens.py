@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.callers import Caller
-from weightd.gateway.tokens import TokenFileError, parse_tokens, read_tokens
+from weightd_gateway.callers import Caller
+from weightd_gateway.tokens import TokenFileError, parse_tokens, read_tokens
 
 ONE = hashlib.sha256(b"one").hexdigest()
 TWO = hashlib.sha256(b"two").hexdigest()

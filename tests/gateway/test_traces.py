@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.gateway.traces import valid_traceparent
+from weightd_gateway.traces import valid_traceparent
 
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -6,7 +6,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.turns import CHUNK_S, PIPELINE_PASSES, SLICE_S, FairRunner, ParseChunk
+from weightd_gateway.turns import CHUNK_S, PIPELINE_PASSES, SLICE_S, FairRunner, ParseChunk
 
 
 class World:

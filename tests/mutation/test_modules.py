@@ -25,8 +25,8 @@ def _make(repository: Path, *names: str) -> None:
     ("package", "tests"),
     [
         ("daemon/weightd_daemon", "tests/daemon"),
-        ("daemon/weightd/daemon", "tests/daemon"),
-        ("cluster/weightd/ray", "tests/cluster"),
+        ("daemon/weightd_daemon", "tests/daemon"),
+        ("cluster/weightd_ray", "tests/cluster"),
     ],
 )
 def test_a_root_with_one_package_has_its_tests_under_the_name_of_the_root(

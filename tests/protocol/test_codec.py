@@ -15,12 +15,12 @@ import msgpack
 import pytest
 import zmq
 
-from weightd.protocol import codec, limits
-from weightd.protocol.codec import clip, decode, encode
-from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages.children import TO_CHILD, Predict
-from weightd.protocol.messages.control import ReadyResponse
-from weightd.protocol.messages.data import (
+from weightd_protocol import codec, limits
+from weightd_protocol.codec import clip, decode, encode
+from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd_protocol.messages.children import TO_CHILD, Predict
+from weightd_protocol.messages.control import ReadyResponse
+from weightd_protocol.messages.data import (
     Error,
     Infer,
     InferResponse,
@@ -29,8 +29,8 @@ from weightd.protocol.messages.data import (
     ResponseDescription,
     TensorSpec,
 )
-from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.messages.status import Status, StatusResponse
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
 
 X = TensorSpec("x", "FP32", (2, 3))
 INFER = encode(Infer("7", RequestDescription("digits", (X,)), Parameters(500_000)))

@@ -12,17 +12,17 @@ from typing import Any, Dict, Iterator, List, Mapping, Type
 import msgpack
 import pytest
 
-from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.errors import ERRORS, RemoteProtocolError
-from weightd.protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
-from weightd.protocol.messages import children as worker_messages
-from weightd.protocol.messages import data as messages
-from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
-from weightd.protocol.messages.data import NO_PARAMETERS
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import describe_fields
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import ERRORS, RemoteProtocolError
+from weightd_protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
+from weightd_protocol.messages import children as worker_messages
+from weightd_protocol.messages import data as messages
+from weightd_protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd_protocol.messages.data import NO_PARAMETERS
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.schema import describe_fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIRE = (DOCS / "protocol.md").read_text("utf-8")

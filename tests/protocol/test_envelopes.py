@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, decode, encode
-from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
-from weightd.protocol.messages.data import (
+from weightd_protocol import limits
+from weightd_protocol.codec import Decoder, decode, encode
+from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd_protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd_protocol.messages.data import (
     Infer,
     InferResponse,
     Parameters,
@@ -21,7 +21,7 @@ from weightd.protocol.messages.data import (
     ResponseDescription,
     TensorSpec,
 )
-from weightd.protocol.messages.regions import (
+from weightd_protocol.messages.regions import (
     InputLocation,
     MappedInput,
     MappedOutput,
@@ -29,8 +29,8 @@ from weightd.protocol.messages.regions import (
     OutputLocation,
     Regions,
 )
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import FieldError, plain
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.schema import FieldError, plain
 
 REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())
 X = TensorSpec("x", "UINT8", (0,))

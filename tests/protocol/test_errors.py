@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
-from weightd.protocol import errors
-from weightd.protocol.errors import ERRORS, RemoteProtocolError, RequestError, WeightdError, request_error
+from weightd_protocol import errors
+from weightd_protocol.errors import ERRORS, RemoteProtocolError, RequestError, WeightdError, request_error
 
 # https://grpc.io/docs/guides/status-codes/
 GRPC = (

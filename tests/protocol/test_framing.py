@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol import framing, limits
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, FrameReader, FrameWriter, Message, message_prefix
+from weightd_protocol import framing, limits
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.framing import LARGE_BYTES, FrameReader, FrameWriter, Message, message_prefix
 
 HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
 

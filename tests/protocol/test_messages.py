@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from weightd.protocol import limits
-from weightd.protocol.codec import clip, decode, encode
-from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
-from weightd.protocol.messages import children as worker_messages
-from weightd.protocol.messages import data as messages
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import describe_fields
+from weightd_protocol import limits
+from weightd_protocol.codec import clip, decode, encode
+from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd_protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
+from weightd_protocol.messages import children as worker_messages
+from weightd_protocol.messages import data as messages
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.schema import describe_fields
 
 Raw = Dict[str, Any]
 Path = Tuple[Any, ...]

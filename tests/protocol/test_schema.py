@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 
-from weightd.protocol.schema import (
+from weightd_protocol.schema import (
     FieldError,
     Metadata,
     boolean,

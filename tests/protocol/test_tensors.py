@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
-from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
-from weightd.protocol.messages.types import FROM_CLIENT
-from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, from_frame, spec_of, to_wire
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
+from weightd_protocol.messages.data import Infer, RequestDescription, TensorSpec
+from weightd_protocol.messages.types import FROM_CLIENT
+from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, from_frame, spec_of, to_wire
 
 CUBE = np.arange(24).reshape(2, 3, 4)
 

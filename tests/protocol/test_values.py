@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol import messages
-from weightd.protocol.messages.journal import Event
-from weightd.protocol.values import dataclass
+from weightd_protocol import messages
+from weightd_protocol.messages.journal import Event
+from weightd_protocol.values import dataclass
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Nothing:
     """Nothing."""
 
 
-PREFIX = "weightd.protocol.messages."
+PREFIX = "weightd_protocol.messages."
 
 ARGUMENTS = st.tuples(st.integers(0, 1), st.text(max_size=1), st.floats(), st.just((3,)))
 

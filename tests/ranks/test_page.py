@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from testkit.ranks import EXAMPLE, REPOSITORY, Slices
-from weightd.shared import mindir
+from weightd_common import mindir
 
 PAGE = (REPOSITORY / "docs" / "ranks.md").read_text("utf-8")
 SCRIPTS = [each.read_text("utf-8") for each in sorted(EXAMPLE.iterdir()) if each.is_file()]
@@ -58,7 +58,7 @@ def configuration(slices: Slices, python: Path, tmp_path: Path) -> Path:
 
 
 def weightd(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+    return [sys.executable, "-m", "weightd_daemon", *map(str, arguments)]
 
 
 def test_the_configuration_is_right(configuration: Path) -> None:

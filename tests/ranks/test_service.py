@@ -13,8 +13,8 @@ from testkit.managed import ManagedService
 from testkit.ranks import Group, Slices, export, inputs
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, FailedPrecondition
-from weightd.protocol.messages.status import GenerationStatus
+from weightd import Client, FailedPrecondition
+from weightd_protocol.messages.status import GenerationStatus
 
 from ..e2e.support import Load, SampleRequest, ask_all
 

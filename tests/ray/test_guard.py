@@ -14,8 +14,8 @@ from typing import IO
 import pytest
 
 from testkit.waiting import until
-from weightd.ray import guard
-from weightd.ray.rooms import work_dir
+from weightd_ray import guard
+from weightd_ray.rooms import work_dir
 
 
 class Started:

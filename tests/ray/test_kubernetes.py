@@ -37,7 +37,7 @@ DAEMON, GATEWAY = POD["containers"]
 # The oldest that is still maintained, and the newest that the schemas are of.
 VERSIONS = ["1.34", "1.37"]
 
-PROGRAMS = {"weightd": "weightd.daemon", "weightctl": "weightd.ctl"}
+PROGRAMS = {"weightd": "weightd_daemon", "weightctl": "weightctl"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

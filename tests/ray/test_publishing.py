@@ -18,9 +18,9 @@ from ray import serve
 
 from testkit import models
 from testkit.raynodes import Nodes
-from weightd.protocol.errors import NotFound, Unavailable
-from weightd.ray import publish, publishing, unpublish
-from weightd.shared.modelfile import ModelFileError, digest
+from weightd_protocol.errors import NotFound, Unavailable
+from weightd_ray import publish, publishing, unpublish
+from weightd_common.modelfile import ModelFileError, digest
 
 from .asking import SampleRequests, ask, output
 
@@ -123,7 +123,7 @@ def test_the_command_publishes_for_whoever_comes_later(one: Nodes, zoo: Path) ->
 
     # Its address is a loopback one: see testkit.raynodes.
     program = "from ray._private import ray_constants as c; c.ENABLE_RAY_CLUSTER = False; import sys; "
-    program += "from weightd.ray.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    program += "from weightd_ray.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         full = [sys.executable, "-c", program, *arguments]

@@ -27,7 +27,7 @@ from testkit.memory import rollup
 from testkit.raynodes import Nodes
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
 
 from .asking import SampleRequests, ask, inference, output
 
@@ -235,7 +235,7 @@ def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: SampleRe
     (replica,) = app.replicas("m")
     os.kill(replica, signal.SIGKILL)
     until(lambda: not room.exists(), "its files are gone")
-    until(lambda: guard not in app.pids("weightd.ray.guard"), "its guard ends")
+    until(lambda: guard not in app.pids("weightd_ray.guard"), "its guard ends")
     until(lambda: ask(app.http, "/m/v2/models/a/infer", questions.bodies[4]).status == 200, "another serves", 60)
 
 

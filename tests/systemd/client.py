@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from weightd.client import Client, RequestError, WeightdError
+from weightd import Client, RequestError, WeightdError
 
 TIMEOUT_S = 60.0
 

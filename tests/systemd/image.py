@@ -47,7 +47,7 @@ def write(scratch: Path) -> None:
     mslite = mindir.REPOSITORY / ".venv-mslite/bin/python"
     if mslite.exists():
         _python(files, binds, "-mslite", mslite)
-    for name, module in (("weightd", "weightd.daemon"), ("weightctl", "weightd.ctl")):
+    for name, module in (("weightd", "weightd_daemon"), ("weightctl", "weightctl")):
         command = f"{HOME}/venv/bin/{name}"
         files.write(command.lstrip("/"), f'#!/bin/sh\nexec {PYTHON} -m {module} "$@"\n', 0o755)
         files.link(f"usr/bin/{name}", command)

@@ -32,12 +32,12 @@ import pytest
 import zmq
 
 from testkit import mindir
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, ContinueSelfTest, Predict, Result, Stop, TryingSelfTest
-from weightd.protocol.messages.data import RequestDescription
-from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import BuildSettings, Engine
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.children import FROM_CHILD, ContinueSelfTest, Predict, Result, Stop, TryingSelfTest
+from weightd_protocol.messages.data import RequestDescription
+from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import BuildSettings, Engine
 
 M = TypeVar("M")
 
@@ -159,7 +159,7 @@ class Daemon:
         variables: Optional[Mapping[str, str]] = None,
     ) -> None:
         """Start a child; `more` are further arguments, `variables` of its environment."""
-        command = [sys.executable, "-m", "weightd.worker", "--parent", str(parent or self.parent)]
+        command = [sys.executable, "-m", "weightd_worker", "--parent", str(parent or self.parent)]
         self.launch(name, command, variables, [*self.arguments(name, model, engine, device), *more])
 
     def arguments(self, name: str, model: Path, engine: str = ENGINE, device: str = "cpu") -> List[str]:

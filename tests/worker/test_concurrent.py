@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit.fakeengine import FakeEngine
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import (
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.children import (
     FROM_CHILD,
     BeginBatch,
     CancelPredict,
@@ -32,14 +32,14 @@ from weightd.protocol.messages.children import (
     Stop,
     UnmapRegion,
 )
-from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.tensors import frame_of, spec_of
-from weightd.worker import exits
-from weightd.worker.batching import trials
-from weightd.worker.concurrent import ConcurrentSession
-from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import MaybeCorrupted, ModelCorrupted
-from weightd.worker.session import ChildFiles
+from weightd_protocol.messages.data import RequestDescription, TensorSignature
+from weightd_protocol.tensors import frame_of, spec_of
+from weightd_worker import exits
+from weightd_worker.batching import trials
+from weightd_worker.concurrent import ConcurrentSession
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted
+from weightd_worker.session import ChildFiles
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 1)),), (TensorSignature("y", "FP32", (-1, 1)),))
 SIZE = 3

@@ -14,11 +14,11 @@ from typing import Any, Generator, List, Optional, Union
 import pytest
 import zmq
 
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, ChildMessage, Forked, Reconnected
-from weightd.shared import monitor
-from weightd.shared.stream import Stream
-from weightd.worker.connection import WorkerConnection
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.children import FROM_CHILD, ChildMessage, Forked, Reconnected
+from weightd_common import monitor
+from weightd_common.stream import Stream
+from weightd_worker.connection import WorkerConnection
 
 LIMIT_MS = 20_000
 

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from weightd.worker.pagesharing.libc import unsupported_reason
+from weightd_worker.pagesharing.libc import unsupported_reason
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason="knows the malloc of glibc only")
 
 _BEFORE = """
 import resource
 import numpy as np
-from weightd.worker import pagesharing
-from weightd.worker.heap import MOST_KEPT_BYTES, Heap, own_bytes
+from weightd_worker import pagesharing
+from weightd_worker.heap import MOST_KEPT_BYTES, Heap, own_bytes
 pagesharing.prepare()
 asked = []
 heap = Heap(lambda: asked.append(1))

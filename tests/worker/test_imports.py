@@ -32,7 +32,7 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("module", ["weightd.worker", "weightd.worker.forkserver"])
+@pytest.mark.parametrize("module", ["weightd_worker", "weightd_worker.forkserver"])
 def test_one_that_is_stopped_while_it_imports_ends_with_its_parent(module: str, tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text(NUMPY)

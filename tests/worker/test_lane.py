@@ -13,9 +13,9 @@ from typing import Any, Generator, List, Optional, Sequence
 
 import pytest
 
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.shared.stream import Stream
-from weightd.worker.lane import ChannelConnection
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_common.stream import Stream
+from weightd_worker.lane import ChannelConnection
 
 LIMIT_S = 20
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.worker import libraries
-from weightd.worker.libraries import unchanged_mappings
+from weightd_worker import libraries
+from weightd_worker.libraries import unchanged_mappings
 
 LINES = """\
 1000-3000 r-xp 00000000 fe:00 11 /lib/libone.so.1
@@ -28,7 +28,7 @@ Anonymous: 0 kB
 # The code of a library that has been used, in KiB, before and after; and whether it can be used again.
 SCRIPT = """
 import re, sys, numpy
-from weightd.worker import libraries
+from weightd_worker import libraries
 def mapped():
     text = open("/proc/self/smaps").read()
     return sum(map(int, re.findall(r" r-xp .*numpy.*\\.so\\n(?:.*\\n)??Size.*\\n(?:.*\\n)*?Rss: *(\\d+)", text)))

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import zmq
 
-from weightd.protocol.messages.children import Attach, Attached, Build, Built, Hello, ProcessFailed, TrimStore
-from weightd.protocol.version import VERSION
-from weightd.worker import exits
+from weightd_protocol.messages.children import Attach, Attached, Build, Built, Hello, ProcessFailed, TrimStore
+from weightd_protocol.version import VERSION
+from weightd_worker import exits
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -83,7 +83,7 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
         daemon.ask("w", size, x=x)
         assert np.array_equal(daemon.answer("w", size), x @ weights)
     assert [daemon.stop("w"), daemon.stop("h")] == [exits.OK, exits.OK]
-    assert "WARNING weightd.worker: the page store's cold pages stay in memory: " in daemon.log("h")
+    assert "WARNING weightd_worker: the page store's cold pages stay in memory: " in daemon.log("h")
     assert "KeyboardInterrupt" not in daemon.log("h") + daemon.log("w")
 
 

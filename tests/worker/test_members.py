@@ -13,8 +13,8 @@ import pytest
 from ascendsim import Host, environment, ledger, models
 from testkit.fakeengine import FakeEngine, sequence
 from testkit.script import Script
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.children import (
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.children import (
     Failed,
     Hello,
     Ping,
@@ -25,13 +25,13 @@ from weightd.protocol.messages.children import (
     Result,
     Stop,
 )
-from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
-from weightd.protocol.tensors import frame_of, spec_of
-from weightd.shared.members import GroupMember, GroupMembers, joint_digest
-from weightd.worker import exits
-from weightd.worker.engines.engine import ModelSignature
-from weightd.worker.members import MultiModelSession
+from weightd_protocol.messages.data import RequestDescription, TensorSignature
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
+from weightd_protocol.tensors import frame_of, spec_of
+from weightd_common.members import GroupMember, GroupMembers, joint_digest
+from weightd_worker import exits
+from weightd_worker.engines.engine import ModelSignature
+from weightd_worker.members import MultiModelSession
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

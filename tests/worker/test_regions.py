@@ -16,14 +16,14 @@ from typing import Any, Iterator, List
 import numpy as np
 import pytest
 
-from weightd.protocol.errors import Internal, InvalidArgument
-from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.tensors import frame_of, from_frame, to_wire
-from weightd.shared import memfd
-from weightd.worker import regions as module
-from weightd.worker import userfault
-from weightd.worker.regions import AttachedRegions
-from weightd.worker.userfault import UserFaults
+from weightd_protocol.errors import Internal, InvalidArgument
+from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.tensors import frame_of, from_frame, to_wire
+from weightd_common import memfd
+from weightd_worker import regions as module
+from weightd_worker import userfault
+from weightd_worker.regions import AttachedRegions
+from weightd_worker.userfault import UserFaults
 
 _BYTES = 1 << 16
 

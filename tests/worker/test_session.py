@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine, sequence
 from testkit.script import PAUSE, Script
-from weightd.protocol import limits
-from weightd.protocol.codec import clip, decode, encode
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
-from weightd.protocol.messages.children import (
+from weightd_protocol import limits
+from weightd_protocol.codec import clip, decode, encode
+from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
+from weightd_protocol.messages.children import (
     FROM_CHILD,
     Allow,
     Allowed,
@@ -47,21 +47,21 @@ from weightd.protocol.messages.children import (
     TryingSelfTest,
     UnmapRegion,
 )
-from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory, RowSupport
-from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
-from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
-from weightd.protocol.version import VERSION
-from weightd.shared import memfd
-from weightd.worker import exits, life, nativelog, predictor
-from weightd.worker import session as session_module
-from weightd.worker.batching import trials
-from weightd.worker.canary import canary
-from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd.worker.engines.errors import AttachRefused, BuildError, ModelCorrupted, NotRun, OutOfDeviceMemory
-from weightd.worker.engines.sharing import SharedWeights
-from weightd.worker.forking.forker import InheritedModel, ReportForked
-from weightd.worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
+from weightd_protocol.messages.data import RequestDescription, TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory, RowSupport
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd_protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
+from weightd_protocol.version import VERSION
+from weightd_common import memfd
+from weightd_worker import exits, life, nativelog, predictor
+from weightd_worker import session as session_module
+from weightd_worker.batching import trials
+from weightd_worker.canary import canary
+from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
+from weightd_worker.engines.errors import AttachRefused, BuildError, ModelCorrupted, NotRun, OutOfDeviceMemory
+from weightd_worker.engines.sharing import SharedWeights
+from weightd_worker.forking.forker import InheritedModel, ReportForked
+from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
 
 M = TypeVar("M")
 

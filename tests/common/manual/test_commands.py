@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from weightd.shared.manual.commands import Argument, ProgramCommand, read_parser
+from weightd_common.manual.commands import Argument, ProgramCommand, read_parser
 
 
 @pytest.fixture

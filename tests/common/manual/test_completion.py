@@ -7,8 +7,8 @@ from typing import Callable, List
 
 import pytest
 
-from weightd.shared.manual.commands import read_parser
-from weightd.shared.manual.completion import DIRECTORY, FILE, MODEL, bash_script
+from weightd_common.manual.commands import read_parser
+from weightd_common.manual.completion import DIRECTORY, FILE, MODEL, bash_script
 
 Complete = Callable[..., List[str]]
 

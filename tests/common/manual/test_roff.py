@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.shared.manual.roff import ManPage, bold, escape, prose
+from weightd_common.manual.roff import ManPage, bold, escape, prose
 
 WIDE = 4096
 

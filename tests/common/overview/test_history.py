@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.protocol.messages.metrics import Histogram, MetricsResponse
-from weightd.shared.overview.history import RATE_WINDOW_S, SPARKLINE_POINTS, History
-from weightd.shared.overview.rows import ModelRow, Overview, RatePoint
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse
+from weightd_common.overview.history import RATE_WINDOW_S, SPARKLINE_POINTS, History
+from weightd_common.overview.rows import ModelRow, Overview, RatePoint
 
 
 def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:

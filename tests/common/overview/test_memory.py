@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.shared.overview.memory import MemoryUsage, model_memory, service_memory
+from weightd_common.overview.memory import MemoryUsage, model_memory, service_memory
 
 sizes = st.integers(0, 10**12)
 

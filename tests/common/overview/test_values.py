@@ -6,8 +6,8 @@ import json
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.shared.overview.history import History
-from weightd.shared.overview.values import to_json_values
+from weightd_common.overview.history import History
+from weightd_common.overview.values import to_json_values
 
 
 def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:

@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
-from weightd.ctl import exits
-from weightd.ctl.advise.evidence import Comparison, Difference
-from weightd.ctl.advise.render import config_text, render
-from weightd.ctl.advise.rule import BatchSizeResult, Recommendation, Verdict
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
-from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.status import GenerationStatus, ModelStatus, Status, StatusResponse
-from weightd.protocol.messages.types import ClientMessage
+from weightctl import exits
+from weightctl.advise.evidence import Comparison, Difference
+from weightctl.advise.render import config_text, render
+from weightctl.advise.rule import BatchSizeResult, Recommendation, Verdict
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
+from weightd_protocol.messages.data import (
+    Error,
+    Infer,
+    InferResponse,
+    ResponseDescription,
+    TensorSignature,
+    TensorSpec,
+)
+from weightd_protocol.messages.status import GenerationStatus, ModelStatus, Status, StatusResponse
+from weightd_protocol.messages.types import ClientMessage
 
 from ..conftest import Ctl, counted, fails
 

@@ -7,7 +7,7 @@ from typing import Dict, List, Set
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.advise.rounds import block_requests, count_blocks
+from weightctl.advise.rounds import block_requests, count_blocks
 
 SIZES = st.sets(st.integers(2, 40), min_size=1, max_size=5).map(lambda sizes: [1, *sorted(sizes)])
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.advise.evidence import Comparison, Difference
-from weightd.ctl.advise.rule import BatchSizeResult, Verdict, gain, is_worth_its_latency, recommend
+from weightctl.advise.evidence import Comparison, Difference
+from weightctl.advise.rule import BatchSizeResult, Verdict, gain, is_worth_its_latency, recommend
 
 ROWS = (1, 2, 4, 8, 16, 32)
 

@@ -14,14 +14,14 @@ from typing import Any, List, Sequence
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
-from weightd.ctl import exits
-from weightd.ctl.bench.render import render
-from weightd.ctl.bench.windows import Level
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
-from weightd.protocol.messages.data import Cancel, Error, Infer, TensorSignature, TensorSpec
-from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import ClientMessage
+from weightctl import exits
+from weightctl.bench.render import render
+from weightctl.bench.windows import Level
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
+from weightd_protocol.messages.data import Cancel, Error, Infer, TensorSignature, TensorSpec
+from weightd_protocol.messages.status import Status
+from weightd_protocol.messages.types import ClientMessage
 
 from ..conftest import Ctl, counted, fails
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> N
 
 
 def test_no_other_verb_waits_until_asyncio_is_imported() -> None:
-    program = "import sys, weightd.ctl.command; sys.exit('asyncio' in sys.modules)"
+    program = "import sys, weightctl.command; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

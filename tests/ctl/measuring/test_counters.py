@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.ctl.measuring.counters import CounterSample, has_split, per_execution
+from weightctl.measuring.counters import CounterSample, has_split, per_execution
 
 
 def test_requests_in_an_execution() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.measuring import samples, shapes
-from weightd.ctl.measuring.shapes import Shape, WrongShape
-from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
-from weightd.protocol.tensors import to_wire
+from weightctl.measuring import samples, shapes
+from weightctl.measuring.shapes import Shape, WrongShape
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.messages.data import TensorSignature, TensorSpec
+from weightd_protocol.tensors import to_wire
 
 X = TensorSignature("x", "FP32", (-1, 3, -1))
 IDS = TensorSignature("ids", "INT64", (-1,))

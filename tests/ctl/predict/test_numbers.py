@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.predict.numbers import CsvTable, WrongNumbers, array_of_lists, array_of_table, read_json
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.tensors import NUMPY_DTYPE
+from weightctl.predict.numbers import CsvTable, WrongNumbers, array_of_lists, array_of_table, read_json
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.tensors import NUMPY_DTYPE
 
 
 def x(datatype: str = "FP32", *shape: int) -> TensorSignature:

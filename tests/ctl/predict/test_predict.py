@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, echo
-from weightd.ctl import exits
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
-from weightd.protocol.messages.data import Infer, TensorSignature
-from weightd.protocol.messages.types import ClientMessage
-from weightd.protocol.tensors import from_frame
+from weightctl import exits
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
+from weightd_protocol.messages.data import Infer, TensorSignature
+from weightd_protocol.messages.types import ClientMessage
+from weightd_protocol.tensors import from_frame
 
 from ..conftest import Ctl, outputs
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_input_of_the_model(
 
 @pytest.mark.parametrize("bound", ["arrays._MOST_TOGETHER", "predict.sources._MOST_TEXT_BYTES"])
 def test_files_are_bounded(ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
-    monkeypatch.setattr(f"weightd.ctl.{bound}", 4)
+    monkeypatch.setattr(f"weightctl.{bound}", 4)
     ran = ctl("predict", "m", "--input", "ids=ids.json")
     assert (ran.status, "at most 4 bytes" in ran.err) == (exits.NO_INPUT, True)
 
@@ -163,11 +163,11 @@ def test_what_a_file_unpacks_to_and_what_comes_from_a_pipe_is_bounded(
     ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.savez_compressed("bomb.npz", ids=np.zeros(10**5))
-    monkeypatch.setattr("weightd.ctl.arrays._MOST_TOGETHER", 10**5)
+    monkeypatch.setattr("weightctl.arrays._MOST_TOGETHER", 10**5)
     assert (
         "expected arrays of at most 100,000 bytes together, got 800" in ctl("predict", "m", "--input", "bomb.npz").err
     )
-    monkeypatch.setattr("weightd.ctl.arrays._MOST_BYTES", 4)
+    monkeypatch.setattr("weightctl.arrays._MOST_BYTES", 4)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"[1, 2]")))
     assert "stdin: expected at most 4 bytes" in ctl("predict", "m", "--input", "ids=-").err
     os.mkfifo("pipe")
@@ -286,6 +286,6 @@ def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch
     monkeypatch.setattr(sys, "stdin", None)
     ran = ctl("predict", "m", "--input", "ids=-")
     assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
-    monkeypatch.setattr("weightd.ctl.arrays.opened", Broken)
+    monkeypatch.setattr("weightctl.arrays.opened", Broken)
     ran = ctl("predict", "m", "--input", "ids=x.json")
     assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.shared.overview.history import History
-from weightd.shared.overview.rows import Overview
+from weightd_common.overview.history import History
+from weightd_common.overview.rows import Overview
 
 
 def picture(*names: str) -> Overview:

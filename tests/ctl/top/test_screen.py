@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import looks
-from weightd.ctl.top.bars import ASCII, BLOCKS
-from weightd.ctl.top.lines import Style, narrow, text_line, truncate
-from weightd.ctl.top.screen import PollStatus, ScreenSize, draw, render_text
-from weightd.ctl.top.view import View
-from weightd.shared.overview.history import History
+from weightctl.top.bars import ASCII, BLOCKS
+from weightctl.top.lines import Style, narrow, text_line, truncate
+from weightctl.top.screen import PollStatus, ScreenSize, draw, render_text
+from weightctl.top.view import View
+from weightd_common.overview.history import History
 
 from .pictures import picture
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.ctl.top import terminal
+from weightctl.top import terminal
 
 
 def test_who_types_ctrl_c_again_has_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import pytest
 from testkit import looks
 from testkit.fakedaemon import FakeDaemon, silent
 from testkit.looks import MB
-from weightd.ctl import exits
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.metrics import Metrics
-from weightd.protocol.messages.types import ClientMessage
+from weightctl import exits
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.metrics import Metrics
+from weightd_protocol.messages.types import ClientMessage
 
 from ..conftest import Ctl, fails
 

@@ -7,8 +7,8 @@ from typing import Any, List
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.top.tables import MODELS, PROCESSES, TENANTS
-from weightd.ctl.top.view import MAX_DELAY_S, MIN_DELAY_S, KeyAction, View, faster, slower
+from weightctl.top.tables import MODELS, PROCESSES, TENANTS
+from weightctl.top.view import MAX_DELAY_S, MIN_DELAY_S, KeyAction, View, faster, slower
 
 from .pictures import picture
 

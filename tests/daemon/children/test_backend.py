@@ -20,28 +20,28 @@ from unittest import mock
 import pytest
 import zmq
 
-from weightd.daemon.children.backend import ProcessSupervisor
-from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.forks import ForkRequest
-from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
-from weightd.daemon.children.launchers.direct import DirectLauncher
-from weightd.daemon.children.nursery import ForkCoordinator
-from weightd.daemon.children.owner import ProcessEventHandler, Snapshot
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import GenerationSpec, ModelSource
-from weightd.daemon.host import processes
-from weightd.daemon.host.ends import ExitCause, MissingFile
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.host.processes import ChildProcess
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.requests.request import Request
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import message_prefix
-from weightd.protocol.messages.children import (
+from weightd_daemon.children.backend import ProcessSupervisor
+from weightd_daemon.children.files import GenerationFiles
+from weightd_daemon.children.forks import ForkRequest
+from weightd_daemon.children.launch import ProcessSpec, WorkerProgram
+from weightd_daemon.children.launchers.direct import DirectLauncher
+from weightd_daemon.children.nursery import ForkCoordinator
+from weightd_daemon.children.owner import ProcessEventHandler, Snapshot
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.generation import Generation
+from weightd_daemon.generations.plan import GenerationSpec, ModelSource
+from weightd_daemon.host import processes
+from weightd_daemon.host.ends import ExitCause, MissingFile
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.host.processes import ChildProcess
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.requests.request import Request
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.framing import message_prefix
+from weightd_protocol.messages.children import (
     TO_CHILD,
     Attach,
     Attached,
@@ -56,9 +56,9 @@ from weightd.protocol.messages.children import (
     Stop,
     Traits,
 )
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.version import VERSION
-from weightd.shared.stream import Stream
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.version import VERSION
+from weightd_common.stream import Stream
 
 SHA = "5" * 64
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
@@ -335,7 +335,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     children: list[list[str]] = []
 
     def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.ChildProcess:
-        if "weightd.worker" in argv:
+        if "weightd_worker" in argv:
             children.append(json.loads(named["order"]))
         return original(argv, *more, **named)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from weightd.daemon.children.files import GenerationFiles, SnapshotFiles
+from weightd_daemon.children.files import GenerationFiles, SnapshotFiles
 
 
 def test_what_belongs_together_is_in_one_directory(tmp_path: Path) -> None:

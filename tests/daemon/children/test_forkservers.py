@@ -4,10 +4,10 @@ import errno
 from dataclasses import replace
 from pathlib import Path
 
-from weightd.daemon.children.forkservers import FORK_TIMEOUT_S, START_TIMEOUT_S, ForkServers
-from weightd.daemon.children.launch import ProcessSpec, WorkerProgram
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause
+from weightd_daemon.children.forkservers import FORK_TIMEOUT_S, START_TIMEOUT_S, ForkServers
+from weightd_daemon.children.launch import ProcessSpec, WorkerProgram
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause
 
 ONNX = ModelConfig("/m.onnx", "onnxruntime", "/python")
 LITE = ModelConfig("/m.mindir", "mindspore_lite", "/python37")
@@ -41,8 +41,8 @@ def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
         [ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")]
     )
     assert [" ".join([*each.command, *each.arguments]) for each in host.started] == [
-        "/python -m weightd.worker.forkserver --engine onnxruntime --address ipc://s --name forkserver.1",
-        "/python37 -m weightd.worker.forkserver --engine mindspore_lite --address ipc://s --name forkserver.2",
+        "/python -m weightd_worker.forkserver --engine onnxruntime --address ipc://s --name forkserver.1",
+        "/python37 -m weightd_worker.forkserver --engine mindspore_lite --address ipc://s --name forkserver.2",
     ]
     assert [each.log for each in host.started] == [Path("/private/forkserver.1.log"), Path("/private/forkserver.2.log")]
     assert (host.find(ONNX), host.find(LITE)) == (FIRST, SECOND)

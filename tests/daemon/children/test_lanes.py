@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.children.lanes import WorkerChannels
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.requests.regions import SharedRegion
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import MapRegion, UnmapRegion
-from weightd.shared import memfd
-from weightd.shared.stream import Stream
+from weightd_daemon.children.lanes import WorkerChannels
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.requests.regions import SharedRegion
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.children import MapRegion, UnmapRegion
+from weightd_common import memfd
+from weightd_common.stream import Stream
 
 LARGE = bytes(3_000_000)
 

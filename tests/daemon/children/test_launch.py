@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.children import launch
-from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.launch import WorkerProgram
-from weightd.daemon.generations.actions import Role
+from weightd_daemon.children import launch
+from weightd_daemon.children.files import GenerationFiles
+from weightd_daemon.children.launch import WorkerProgram
+from weightd_daemon.generations.actions import Role
 
 FILES = GenerationFiles(Path("/private/m.1"))
 PLAIN = WorkerProgram("/python", "onnxruntime", "/m.onnx", "cpu")
@@ -54,7 +54,7 @@ def test_a_child_that_is_not_forked_tells_why() -> None:
 @pytest.mark.parametrize("role", Role)
 def test_a_command_line_names_no_model(role: Role) -> None:
     child = launch.child_spec(replace(PLAIN, weights="/w.npz", sample="/s.npz"), "m.1.w1", role, "ipc://s", FILES)
-    assert child.with_parent(7).command == ["/python", "-m", "weightd.worker", "--role", role.value, "--parent", "7"]
+    assert child.with_parent(7).command == ["/python", "-m", "weightd_worker", "--role", role.value, "--parent", "7"]
     assert json.loads(child.stdin_data) == child.arguments
 
 

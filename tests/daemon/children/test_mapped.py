@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.children.mapped import WorkerRegions
-from weightd.daemon.requests.regions import SharedRegion
+from weightd_daemon.children.mapped import WorkerRegions
+from weightd_daemon.requests.regions import SharedRegion
 
 MEMORIES = [SharedRegion(number, os.dup(0), 1, os.close) for number in range(8)]
 

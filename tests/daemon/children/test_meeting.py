@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children import launch, meeting
-from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.children.launch import WorkerProgram
-from weightd.daemon.children.owner import SliceSnapshot, Snapshot
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RanksConfig
-from weightd.daemon.generations.actions import Role
-from weightd.shared.meeting import RendezvousInfo
+from weightd_daemon.children import launch, meeting
+from weightd_daemon.children.files import GenerationFiles
+from weightd_daemon.children.launch import WorkerProgram
+from weightd_daemon.children.owner import SliceSnapshot, Snapshot
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.generations.actions import Role
+from weightd_common.meeting import RendezvousInfo
 
 
 def test_a_port_is_one_on_which_nobody_listens() -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightd.daemon.children import meter
-from weightd.daemon.children.meter import CopyProgressFile
+from weightd_daemon.children import meter
+from weightd_daemon.children.meter import CopyProgressFile
 
 
 def test_who_looks_sees_how_much_was_copied_of_how_much(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.children.forks import ForkRequest
-from weightd.daemon.children.launch import ProcessSpec
-from weightd.daemon.children.nursery import ForkCoordinator
-from weightd.daemon.host.processes import ChildProcess
-from weightd.daemon.host.timers import Timers
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Fork, Forked
+from weightd_daemon.children.forks import ForkRequest
+from weightd_daemon.children.launch import ProcessSpec
+from weightd_daemon.children.nursery import ForkCoordinator
+from weightd_daemon.host.processes import ChildProcess
+from weightd_daemon.host.timers import Timers
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.children import Fork, Forked
 
 PARENTS = st.sampled_from(["forkserver.1", "forkserver.2", "m.1.holder"])
 PATIENCE_S = 10.0

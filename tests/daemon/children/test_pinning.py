@@ -14,19 +14,19 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.children import snapshotter
-from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.children.pinning import SnapshotService, snapshot_directory_name
-from weightd.daemon.children.probing import DeviceProbe
-from weightd.daemon.children.running import ProcessTable
-from weightd.daemon.children.snapshotter import SnapshotResult
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RanksConfig
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.host.loop import EventLoop
-from weightd.shared.modelfile import files_identity, model_files
-from weightd.shared.reach import OPERATOR, Grant
+from weightd_daemon.children import snapshotter
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.children.pinning import SnapshotService, snapshot_directory_name
+from weightd_daemon.children.probing import DeviceProbe
+from weightd_daemon.children.running import ProcessTable
+from weightd_daemon.children.snapshotter import SnapshotResult
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.host.loop import EventLoop
+from weightd_common.modelfile import files_identity, model_files
+from weightd_common.reach import OPERATOR, Grant
 
 SHA = "5" * 64
 
@@ -227,7 +227,7 @@ def test_the_limit_is_named_that_keeps_a_snapshot_from_being_taken(
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         arguments[4]({"error": "cannot copy /m to /c: Too many open files"}, ExitCause(1))
 
-    monkeypatch.setattr("weightd.daemon.children.pinning.helpers.ask", ask)
+    monkeypatch.setattr("weightd_daemon.children.pinning.helpers.ask", ask)
     scene.pin()
     for each in scene.later:
         each(0.0)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.probing import DeviceProbe
-from weightd.daemon.children.running import ProcessTable
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.models.budget import DeviceBudget
+from weightd_daemon.children.probing import DeviceProbe
+from weightd_daemon.children.running import ProcessTable
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.models.budget import DeviceBudget
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.running import ProcessTable
-from weightd.daemon.host import processes
-from weightd.daemon.host.ends import ExitInitiator
-from weightd.daemon.host.loop import EventLoop
+from weightd_daemon.children.running import ProcessTable
+from weightd_daemon.host import processes
+from weightd_daemon.host.ends import ExitInitiator
+from weightd_daemon.host.loop import EventLoop
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.seals import FileFingerprint, fingerprint_of
+from weightd_daemon.children.seals import FileFingerprint, fingerprint_of
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 
 from testkit import models
-from weightd.daemon.children import meter, snapshotter
-from weightd.daemon.children.meter import CopyProgressFile
-from weightd.daemon.children.snapshotter import SingleFile, SnapshotOrder, SnapshotRequest
-from weightd.shared.modelfile import ModelFileError, digest, files_identity, model_files
+from weightd_daemon.children import meter, snapshotter
+from weightd_daemon.children.meter import CopyProgressFile
+from weightd_daemon.children.snapshotter import SingleFile, SnapshotOrder, SnapshotRequest
+from weightd_common.modelfile import ModelFileError, digest, files_identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
 

@@ -6,15 +6,15 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.clients.access import Authorizer
-from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
-from weightd.daemon.config.tenants import RIGHTS, TenantConfig
-from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.tenants.accounts import QuotaExceeded, UsageTable
-from weightd.daemon.tenants.directory import PeerCredential, TenantResolver
-from weightd.protocol.errors import PermissionDenied, RequestError
-from weightd.shared.reach import OPERATOR, Grant
+from weightd_daemon.clients.access import Authorizer
+from weightd_daemon.clients.connection import ClientConnection, ClientIdentity
+from weightd_daemon.config.tenants import RIGHTS, TenantConfig
+from weightd_daemon.host.crowding import NO_TENANT
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.tenants.accounts import QuotaExceeded, UsageTable
+from weightd_daemon.tenants.directory import PeerCredential, TenantResolver
+from weightd_protocol.errors import PermissionDenied, RequestError
+from weightd_common.reach import OPERATOR, Grant
 
 KEY = "k" * 40
 

@@ -15,22 +15,22 @@ from typing import Any, cast
 
 import pytest
 
-from weightd.daemon.clients import connections, departed
-from weightd.daemon.clients.connection import ClientConnection, ClientIdentity, proxied_identity, unix_identity
-from weightd.daemon.clients.connections import ClientConnections, ConnectionCallbacks
-from weightd.daemon.clients.departed import unread_bytes
-from weightd.daemon.clients.room import MemoryBudget
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.admission import ConnectionAdmission, UserConnectionLimits
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.requests.request import ClientOrigin
-from weightd.daemon.tenants.directory import PeerCredential
-from weightd.daemon.tenants.tenant import Tenant
-from weightd.protocol.errors import RequestError, ResourceExhausted
-from weightd.protocol.framing import Message, message_prefix
-from weightd.shared import memfd
-from weightd.shared.stream import Stream
+from weightd_daemon.clients import connections, departed
+from weightd_daemon.clients.connection import ClientConnection, ClientIdentity, proxied_identity, unix_identity
+from weightd_daemon.clients.connections import ClientConnections, ConnectionCallbacks
+from weightd_daemon.clients.departed import unread_bytes
+from weightd_daemon.clients.room import MemoryBudget
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.gate.link import PeerIdentity
+from weightd_daemon.host.admission import ConnectionAdmission, UserConnectionLimits
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.requests.request import ClientOrigin
+from weightd_daemon.tenants.directory import PeerCredential
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol.errors import RequestError, ResourceExhausted
+from weightd_protocol.framing import Message, message_prefix
+from weightd_common import memfd
+from weightd_common.stream import Stream
 
 LIMIT_S = 20.0
 ROOM = 2**20
@@ -479,7 +479,7 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd_daemon.clients.connection.is_operator", lambda uid: False)
     introduced: list[ClientConnection] = []
 
     def introduce(connection: ClientConnection) -> None:
@@ -516,7 +516,7 @@ def _has_answer(peer: socket.socket, answers: list[bytes]) -> bool:
 def test_the_limits_of_a_user_hold_for_all_users_of_one_owner(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd_daemon.clients.connection.is_operator", lambda uid: False)
     owners = ["one", "other"]
     monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, owner=lambda identity: owners[-1]))
     for _ in range(3):
@@ -569,7 +569,7 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
 def test_a_connection_counts_as_open_until_its_client_has_read_everything(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd_daemon.clients.connection.is_operator", lambda uid: False)
     monkeypatch.setattr(departed, "_INTERVAL_S", 0.0)
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
@@ -597,7 +597,7 @@ def test_a_connection_counts_as_open_until_its_client_has_read_everything(
 def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd_daemon.clients.connection.is_operator", lambda uid: False)
     monkeypatch.setattr(connections, "_MOST_REFUSED", 2)
     monkeypatch.setattr(departed, "_INTERVAL_S", 0.0)
     for _ in range(3):

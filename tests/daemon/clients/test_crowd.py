@@ -10,15 +10,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from weightd.daemon.clients import crowd
-from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
-from weightd.daemon.clients.crowd import ClientConnectionLimiter, max_total_regions
-from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.crowding import EVERYONE as EVERYBODY
-from weightd.daemon.host.crowding import NO_TENANT, ConnectionLimiter, max_client_descriptors, raise_descriptor_limit
-from weightd.daemon.requests.request import ClientOrigin
-from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
-from weightd.shared.stream import Stream
+from weightd_daemon.clients import crowd
+from weightd_daemon.clients.connection import ClientConnection, ClientIdentity
+from weightd_daemon.clients.crowd import ClientConnectionLimiter, max_total_regions
+from weightd_daemon.host.clientlog import ClientLog
+from weightd_daemon.host.crowding import EVERYONE as EVERYBODY
+from weightd_daemon.host.crowding import NO_TENANT, ConnectionLimiter, max_client_descriptors, raise_descriptor_limit
+from weightd_daemon.requests.request import ClientOrigin
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
+from weightd_common.stream import Stream
 
 
 class Hall:

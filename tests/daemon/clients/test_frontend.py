@@ -12,24 +12,24 @@ from typing import NoReturn, cast
 import msgpack
 import pytest
 
-from weightd.daemon.clients.access import Authorizer
-from weightd.daemon.clients.connection import ClientIdentity
-from weightd.daemon.clients.frontend import DaemonControl, RequestRouter
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host.admission import UserConnectionLimits
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.models.fleet import ModelRegistry
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.signature import MetadataRequest, Signature
-from weightd.daemon.tenants.accounts import UsageTable
-from weightd.daemon.tenants.directory import PeerCredential, TenantResolver
-from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, decode, encode, max_request_items
-from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.framing import Message
-from weightd.protocol.messages.children import Built, Result
-from weightd.protocol.messages.control import ModelMetadata, Reload, ServerReady, Update, UpdateResponse
-from weightd.protocol.messages.data import (
+from weightd_daemon.clients.access import Authorizer
+from weightd_daemon.clients.connection import ClientIdentity
+from weightd_daemon.clients.frontend import DaemonControl, RequestRouter
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.host.admission import UserConnectionLimits
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.models.fleet import ModelRegistry
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.signature import MetadataRequest, Signature
+from weightd_daemon.tenants.accounts import UsageTable
+from weightd_daemon.tenants.directory import PeerCredential, TenantResolver
+from weightd_protocol import limits
+from weightd_protocol.codec import Decoder, decode, encode, max_request_items
+from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd_protocol.framing import Message
+from weightd_protocol.messages.children import Built, Result
+from weightd_protocol.messages.control import ModelMetadata, Reload, ServerReady, Update, UpdateResponse
+from weightd_protocol.messages.data import (
     Cancel,
     Error,
     Infer,
@@ -39,11 +39,11 @@ from weightd.protocol.messages.data import (
     TensorSignature,
     TensorSpec,
 )
-from weightd.protocol.messages.journal import Events, Logs
-from weightd.protocol.messages.regions import Unregister
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage
-from weightd.shared.reach import OPERATOR, Grant
-from weightd.shared.stream import Stream
+from weightd_protocol.messages.journal import Events, Logs
+from weightd_protocol.messages.regions import Unregister
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage
+from weightd_common.reach import OPERATOR, Grant
+from weightd_common.stream import Stream
 
 LIMIT_S = 20.0
 NBYTES = 1000

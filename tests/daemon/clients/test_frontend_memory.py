@@ -14,20 +14,20 @@ from typing import Any, cast
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.clients.access import Authorizer
-from weightd.daemon.clients.connection import ClientIdentity
-from weightd.daemon.clients.frontend import DaemonControl, RequestRouter
-from weightd.daemon.host.admission import UserConnectionLimits
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.models.fleet import ModelRegistry
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.tenants.accounts import UsageTable
-from weightd.daemon.tenants.directory import TenantResolver
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.errors import Cancelled, InvalidArgument
-from weightd.protocol.framing import message_prefix
-from weightd.protocol.messages.children import Result
-from weightd.protocol.messages.data import (
+from weightd_daemon.clients.access import Authorizer
+from weightd_daemon.clients.connection import ClientIdentity
+from weightd_daemon.clients.frontend import DaemonControl, RequestRouter
+from weightd_daemon.host.admission import UserConnectionLimits
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.models.fleet import ModelRegistry
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.tenants.accounts import UsageTable
+from weightd_daemon.tenants.directory import TenantResolver
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import Cancelled, InvalidArgument
+from weightd_protocol.framing import message_prefix
+from weightd_protocol.messages.children import Result
+from weightd_protocol.messages.data import (
     Error,
     Infer,
     InferResponse,
@@ -36,7 +36,7 @@ from weightd.protocol.messages.data import (
     ResponseDescription,
     TensorSpec,
 )
-from weightd.protocol.messages.regions import (
+from weightd_protocol.messages.regions import (
     InputLocation,
     OutputLocation,
     Regions,
@@ -45,9 +45,9 @@ from weightd.protocol.messages.regions import (
     Released,
     Unregister,
 )
-from weightd.protocol.messages.types import TO_CLIENT
-from weightd.shared import memfd
-from weightd.shared.stream import Stream
+from weightd_protocol.messages.types import TO_CLIENT
+from weightd_common import memfd
+from weightd_common.stream import Stream
 
 X = TensorSpec("x", "UINT8", (1000,))
 
@@ -279,7 +279,7 @@ def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
 
 
 def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightd.daemon.host.closing.Closing.is_behind", lambda self, user: True)
+    monkeypatch.setattr("weightd_daemon.host.closing.Closing.is_behind", lambda self, user: True)
     client = world.client()
     client.send(encode(Register("1")), [0])
     assert "64 descriptors that this user has sent are not closed yet" in world.refusal(client)

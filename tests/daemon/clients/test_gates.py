@@ -22,16 +22,16 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.clients.gates import ListenerAuth, ProxyLimits, ZmqProxies, backoff_s
-from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.admission import UserConnectionLimits
-from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.listening import listen_on
-from weightd.daemon.host.logs import client_of
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.host.membership import Members
-from weightd.protocol.framing import MAX_FRAMES
-from weightd.shared.stream import Stream
+from weightd_daemon.clients.gates import ListenerAuth, ProxyLimits, ZmqProxies, backoff_s
+from weightd_daemon.gate.link import PeerIdentity
+from weightd_daemon.host.admission import UserConnectionLimits
+from weightd_daemon.host.clientlog import ClientLog
+from weightd_daemon.host.listening import listen_on
+from weightd_daemon.host.logs import client_of
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.host.membership import Members
+from weightd_protocol.framing import MAX_FRAMES
+from weightd_common.stream import Stream
 
 LIMIT_MS = 20_000
 MIB = 2**20
@@ -345,7 +345,7 @@ def test_one_that_keeps_dying_is_replaced_at_once_and_then_ever_more_seldom() ->
 def test_a_gate_for_which_there_is_no_descriptor_is_started_later(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.gates._LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr("weightd_daemon.clients.gates._LONGEST_DELAY_S", 0.1)
     [gate] = serve().gates.proxies
     tried: list[None] = []
 
@@ -371,7 +371,7 @@ def test_without_zygote_all_gates_are_back(serve: Callable[..., Daemon], connect
 def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.gates._FORK_LIMIT_S", 1.0)
+    monkeypatch.setattr("weightd_daemon.clients.gates._FORK_LIMIT_S", 1.0)
     daemon = serve()
     before = daemon.gates.pids
     os.kill(before[0], signal.SIGSTOP)
@@ -385,7 +385,7 @@ def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
 def test_where_no_zygote_can_be_started_it_is_tried_again(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.gates._LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr("weightd_daemon.clients.gates._LONGEST_DELAY_S", 0.1)
     daemon = serve()
     tried: list[None] = []
 
@@ -394,7 +394,7 @@ def test_where_no_zygote_can_be_started_it_is_tried_again(
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     with monkeypatch.context() as few:
-        few.setattr("weightd.daemon.clients.gates.launch", refuse)
+        few.setattr("weightd_daemon.clients.gates.launch", refuse)
         os.kill(daemon.gates.pids[0], signal.SIGKILL)
         until(lambda: len(tried) > 1, "it is tried again")
         assert daemon.gates.pids == []
@@ -417,12 +417,12 @@ def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
 
 _DAEMON = """
 import sys
-from weightd.daemon.clients.gates import Bounds, Gates, Lock
-from weightd.daemon.gate import zygote
-from weightd.daemon.host.admission import Limits
-from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.listening import listening
-from weightd.daemon.host.loop import Loop
+from weightd_daemon.clients.gates import Bounds, Gates, Lock
+from weightd_daemon.gate import zygote
+from weightd_daemon.host.admission import Limits
+from weightd_daemon.host.clientlog import ClientLog
+from weightd_daemon.host.listening import listening
+from weightd_daemon.host.loop import Loop
 forked = zygote.fork()
 loop = Loop()
 with listening(sys.argv[1]) as listener:

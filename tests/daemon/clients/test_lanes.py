@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightd.daemon.clients.connection import ClientConnection, ClientIdentity
-from weightd.daemon.clients.lanes import TenantReadQueue
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.requests.request import ClientOrigin
-from weightd.daemon.tenants.tenant import Tenant
-from weightd.shared.stream import Stream
+from weightd_daemon.clients.connection import ClientConnection, ClientIdentity
+from weightd_daemon.clients.lanes import TenantReadQueue
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.requests.request import ClientOrigin
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_common.stream import Stream
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> 
 
 def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("weightd.daemon.host.clock.now", lambda: now)
+    monkeypatch.setattr("weightd_daemon.host.clock.now", lambda: now)
     lanes = TenantReadQueue()
     a, nobody = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
     assert [lanes.is_contended(each) for each in (a, a, nobody, a)] == [False, False, True, True]

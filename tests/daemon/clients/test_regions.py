@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.clients.regions import MAX_USER_REGIONS, RegionRegistry
-from weightd.daemon.requests.regions import TensorLocations
-from weightd.daemon.tenants.accounts import QuotaExceeded
-from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
-from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions
-from weightd.shared import memfd
+from weightd_daemon.clients.regions import MAX_USER_REGIONS, RegionRegistry
+from weightd_daemon.requests.regions import TensorLocations
+from weightd_daemon.tenants.accounts import QuotaExceeded
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
+from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
+from weightd_common import memfd
 
 FOUR_FLOATS = (TensorSpec("x", "FP32", (2, 2)),)
 
@@ -137,7 +137,7 @@ def test_a_connection_and_a_user_have_bounds(
 def test_all_clients_together_leave_descriptors_to_others(
     registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.regions.max_regions", lambda: 2)
+    monkeypatch.setattr("weightd_daemon.clients.regions.max_regions", lambda: 2)
     registry.register(b"a1", deque([memfd.create(1)]))
     second = registry.register(b"b1", deque([memfd.create(1)]))
     with pytest.raises(ResourceExhausted, match="together have 2 regions"):
@@ -187,7 +187,7 @@ def test_nobody_waits_until_memory_is_freed(registry: RegionRegistry, monkeypatc
         hangs.wait(10)
         closed.put(descriptor)
 
-    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
+    monkeypatch.setattr("weightd_daemon.host.closing.os.close", close)
     descriptor = memfd.create(9_000)
     registry.unregister(b"a1", registry.register(b"a1", deque([descriptor])))
     assert len(registry.free_closed()) == 1

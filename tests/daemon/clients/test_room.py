@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.clients.room import MemoryBudget
+from weightd_daemon.clients.room import MemoryBudget
 
 CLIENTS = st.sampled_from([b"a1", b"a2", b"b1", b"c1"])
 BYTES = st.integers(0, 100)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.clients.room import LARGE_BYTES, MemoryBudget
-from weightd.daemon.clients.upkeep import TRIM_DELAY_S, HeapTrimmer
-from weightd.daemon.host import memory
+from weightd_daemon.clients.room import LARGE_BYTES, MemoryBudget
+from weightd_daemon.clients.upkeep import TRIM_DELAY_S, HeapTrimmer
+from weightd_daemon.host import memory
 
 
 def test_memory_is_given_back_once_after_large_messages_when_none_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

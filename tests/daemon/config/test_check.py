@@ -8,12 +8,12 @@ import pytest
 from onnx import TensorProto, helper
 
 from testkit import models
-from weightd.daemon.config import check
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.load import Config
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.protocol.version import VERSION
+from weightd_daemon.config import check
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.load import Config
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_protocol.version import VERSION
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.groups import GroupConfig
-from weightd.daemon.config.load import ConfigError, parse
+from weightd_daemon.config.groups import GroupConfig
+from weightd_daemon.config.load import ConfigError, parse
 
 BASE = Path("/etc/weightd")
 

@@ -20,8 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 # Who takes the keys of a table: those of MindSpore Lite travel as JSON to a worker, whose class has the same.
-CONFIG = Path("daemon/weightd/daemon/config")
-OPTIONS = Path("worker/weightd/worker/engines/mindspore_lite/options.py")
+CONFIG = Path("daemon/weightd_daemon/config")
+OPTIONS = Path("worker/weightd_worker/engines/mindspore_lite/options.py")
 TABLES = {
     CONFIG / "daemon.py": ("DaemonConfig",),
     CONFIG / "devices.py": ("DeviceConfig",),

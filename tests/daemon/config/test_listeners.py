@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.listeners import allowed_keys
-from weightd.daemon.config.load import Config, ConfigError, parse
-from weightd.protocol import limits
-from weightd.shared import keys as keys_module
-from weightd.shared import tcp
-from weightd.shared.keys import format_key_file
+from weightd_daemon.config.listeners import allowed_keys
+from weightd_daemon.config.load import Config, ConfigError, parse
+from weightd_protocol import limits
+from weightd_common import keys as keys_module
+from weightd_common import tcp
+from weightd_common.keys import format_key_file
 
 DEFAULT = "ipc:///run/w/weightd.sock"
 

@@ -12,18 +12,18 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.config import defaults
-from weightd.daemon.config.batching import BatchingConfig, SplitConfig
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.defaults import default_path
-from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
-from weightd.daemon.config.membership import Membership
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RanksConfig
-from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.shared import tables, tcp
-from weightd.shared.tables import ErrorCollector
+from weightd_daemon.config import defaults
+from weightd_daemon.config.batching import BatchingConfig, SplitConfig
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.defaults import default_path
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
+from weightd_daemon.config.membership import Membership
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd_common import tables, tcp
+from weightd_common.tables import ErrorCollector
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 

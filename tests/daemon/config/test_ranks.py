@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.config.load import ConfigError, parse
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RanksConfig
-from weightd.daemon.host.memory import MIB
-from weightd.protocol.schema import decode, plain
+from weightd_daemon.config.load import ConfigError, parse
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.host.memory import MIB
+from weightd_protocol.schema import decode, plain
 
 BASE = Path("/etc/weightd")
 SHARDS = "/srv/big/rank{rank}.mindir"

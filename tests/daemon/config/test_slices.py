@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightd.daemon.config import check, slices
-from weightd.daemon.config.load import parse
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import RankDevice
-from weightd.protocol.version import VERSION
+from weightd_daemon.config import check, slices
+from weightd_daemon.config.load import parse
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.engines import ranktable
+from weightd_daemon.engines.ranktable import RankDevice
+from weightd_protocol.version import VERSION
 
 FP32, INT32 = 1, 6
 X, OUT = ("main:x", FP32, [4, 2]), ("main:CNode_1:1", FP32, [4, 3])

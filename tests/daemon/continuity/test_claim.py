@@ -20,17 +20,17 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.launchers.keeper import link
-from weightd.daemon.children.launchers.keeper.link import ShimClient
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.continuity.claim import lock_instance, make_private_directory
-from weightd.daemon.host.directories import PathInUse
+from weightd_daemon.children.launchers.keeper import link
+from weightd_daemon.children.launchers.keeper.link import ShimClient
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.continuity.claim import lock_instance, make_private_directory
+from weightd_daemon.host.directories import PathInUse
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """
 import socket, sys
-from weightd.daemon.continuity.claim import claim
-from weightd.daemon.config.daemon import DaemonConfig
+from weightd_daemon.continuity.claim import claim
+from weightd_daemon.config.daemon import DaemonConfig
 config = DaemonConfig(*sys.argv[1:])
 with claim(config), socket.socket(socket.AF_UNIX) as listener:
     listener.bind(str(config.children_socket))
@@ -197,7 +197,7 @@ def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonC
         os.umask(before)
 
 
-@pytest.mark.parametrize("step", ["weightd.daemon.continuity.claim.wait_until_gone", "pathlib.Path.unlink"])
+@pytest.mark.parametrize("step", ["weightd_daemon.continuity.claim.wait_until_gone", "pathlib.Path.unlink"])
 def test_another_users_files_are_an_error_of_one_line(
     config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -239,7 +239,7 @@ def keeper(config: DaemonConfig) -> Iterator[ShimClient]:
 def test_a_directory_whose_keeper_does_not_end_is_refused(
     config: DaemonConfig, keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.continuity.claim._PATIENCE_S", 0.05)
+    monkeypatch.setattr("weightd_daemon.continuity.claim._PATIENCE_S", 0.05)
     why = f"{config.private_dir}: the processes of an earlier weightd have not ended within 0.05 s; kill them"
     assert refused(config).startswith(why)
     assert (config.private_dir / "left").exists()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.load import Config, ConfigError
-from weightd.daemon.continuity.config_file import ConfigFile
-from weightd.daemon.host.directories import PathInUse
+from weightd_daemon.config.load import Config, ConfigError
+from weightd_daemon.continuity.config_file import ConfigFile
+from weightd_daemon.host.directories import PathInUse
 
 WRONG = "nonsense"
 

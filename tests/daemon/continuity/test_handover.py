@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.model import ModelConfig, complete_model
-from weightd.daemon.continuity import handover
-from weightd.daemon.continuity.handover import Handover, HandoverError
-from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
-from weightd.daemon.models.records import DeviceRecord, ModelRecord, SourceRecord
-from weightd.protocol.messages.children import CHILD_PROTOCOL_VERSION, Built, Hello, Traits
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory
-from weightd.protocol.version import VERSION
-from weightd.shared.tables import ErrorCollector
+from weightd_daemon.config.model import ModelConfig, complete_model
+from weightd_daemon.continuity import handover
+from weightd_daemon.continuity.handover import Handover, HandoverError
+from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd_daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
+from weightd_daemon.models.records import DeviceRecord, ModelRecord, SourceRecord
+from weightd_protocol.messages.children import CHILD_PROTOCOL_VERSION, Built, Hello, Traits
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.version import VERSION
+from weightd_common.tables import ErrorCollector
 
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))

@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.continuity.herald import SystemdNotifier
-from weightd.daemon.models.model import ServedModel
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.continuity.herald import SystemdNotifier
+from weightd_daemon.models.model import ServedModel
 
 EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
 LOAD_TIMEOUT_S = 100.0

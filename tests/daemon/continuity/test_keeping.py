@@ -18,16 +18,16 @@ import pytest
 
 import testkit.manager
 from testkit.keeping import LIMIT_S, ended
-from weightd.daemon.children.launch import ProcessSpec
-from weightd.daemon.children.launchers.keeper import link
-from weightd.daemon.children.launchers.keeper.link import ShimLost
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.continuity import handover, keeping
-from weightd.daemon.continuity.claim import make_private_directory
-from weightd.daemon.continuity.keeping import ShimLauncher
-from weightd.daemon.continuity.service import SHIM, ServiceManager
-from weightd.daemon.host.directories import PathInUse
-from weightd.daemon.host.processes import reap
+from weightd_daemon.children.launch import ProcessSpec
+from weightd_daemon.children.launchers.keeper import link
+from weightd_daemon.children.launchers.keeper.link import ShimLost
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.continuity import handover, keeping
+from weightd_daemon.continuity.claim import make_private_directory
+from weightd_daemon.continuity.keeping import ShimLauncher
+from weightd_daemon.continuity.service import SHIM, ServiceManager
+from weightd_daemon.host.directories import PathInUse
+from weightd_daemon.host.processes import reap
 
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.continuity import ledger
-from weightd.daemon.continuity.ledger import INTERVAL_S, CounterEntry, CounterSource, CounterStore, CounterStoreError
-from weightd.daemon.meters.meters import CounterRegistry, ModelCounterRecord
-from weightd.daemon.meters.totals import DaemonCounterRecord, DaemonCounters
-from weightd.daemon.observe.tenants import tenant_statuses
-from weightd.daemon.tenants.accounts import OTHER_MODELS, UsageRecord, UsageTable
-from weightd.daemon.tenants.tenant import Tenant
-from weightd.protocol import limits
-from weightd.protocol.errors import NotFound
-from weightd.protocol.schema import plain
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.continuity import ledger
+from weightd_daemon.continuity.ledger import INTERVAL_S, CounterEntry, CounterSource, CounterStore, CounterStoreError
+from weightd_daemon.meters.meters import CounterRegistry, ModelCounterRecord
+from weightd_daemon.meters.totals import DaemonCounterRecord, DaemonCounters
+from weightd_daemon.observe.tenants import tenant_statuses
+from weightd_daemon.tenants.accounts import OTHER_MODELS, UsageRecord, UsageTable
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol import limits
+from weightd_protocol.errors import NotFound
+from weightd_protocol.schema import plain
 
 RECORDS = {"account": UsageRecord, "model": ModelCounterRecord, "daemon": DaemonCounterRecord}
 

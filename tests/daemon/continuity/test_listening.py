@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.config.load import Config, parse
-from weightd.daemon.continuity.listening import listen
-from weightd.daemon.host.directories import PathInUse
-from weightd.daemon.host.listening import listen_addresses, listen_on
+from weightd_daemon.config.load import Config, parse
+from weightd_daemon.continuity.listening import listen
+from weightd_daemon.host.directories import PathInUse
+from weightd_daemon.host.listening import listen_addresses, listen_on
 
 MODELS = {"m": {"path": "/m.onnx"}}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.running import ProcessTable
-from weightd.daemon.config.load import load
-from weightd.daemon.continuity.reading import ConfigReader, ReadConfig
-from weightd.daemon.host.loop import EventLoop
+from weightd_daemon.children.running import ProcessTable
+from weightd_daemon.config.load import load
+from weightd_daemon.continuity.reading import ConfigReader, ReadConfig
+from weightd_daemon.host.loop import EventLoop
 
 MODEL = '[models.m]\npath = "m.mindir"\npython = "python3"\n'
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.continuity.service import CLIENTS, CONFIG, SHIM, ServiceManager
+from weightd_daemon.continuity.service import CLIENTS, CONFIG, SHIM, ServiceManager
 
 # Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
 _SERVICE = """
 import json, os, sys
-from weightd.daemon.continuity.service import Manager
+from weightd_daemon.continuity.service import Manager
 read, write = os.pipe()
 free = os.dup2(read, 100), os.dup2(write, 101)
 for row in json.loads(sys.argv[1]):
@@ -117,7 +117,7 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
 def test_a_socket_that_is_full_keeps_nobody(
     manager: ServiceManager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.continuity.service.PATIENCE_S", 0.05)
+    monkeypatch.setattr("weightd_daemon.continuity.service.PATIENCE_S", 0.05)
     sent = 1000
     for number in range(sent):
         manager.notify(f"STATUS={number} {'x' * 1000}")

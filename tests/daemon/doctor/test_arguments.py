@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from weightd.daemon.doctor import arguments
+from weightd_daemon.doctor import arguments
 
 
 @pytest.fixture

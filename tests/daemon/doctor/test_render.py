@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from weightd.daemon.doctor.render import render_json, render_table
-from weightd.daemon.doctor.verdicts.finding import (
+from weightd_daemon.doctor.render import render_json, render_table
+from weightd_daemon.doctor.verdicts.finding import (
     PROCESS_EXITS,
     CheckResult,
     Finding,
@@ -14,7 +14,7 @@ from weightd.daemon.doctor.verdicts.finding import (
     passed,
     untestable,
 )
-from weightd.protocol.version import VERSION
+from weightd_protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")
 DRIVER = passed("driver", "24.1")

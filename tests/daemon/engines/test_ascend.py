@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.engines.ascend import physical_id
+from weightd_daemon.engines.ascend import physical_id
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.protocol.schema import FieldError, decode, describe_fields
-from weightd.worker.engines.mindspore_lite.options import Options
+from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd_protocol.schema import FieldError, decode, describe_fields
+from weightd_worker.engines.mindspore_lite.options import Options
 
 CARDS = ["ascend:0", "ascend:1"]
 ALL: dict[str, Any] = {

@@ -13,8 +13,8 @@ from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from testkit import models
 from testkit.examples import examples
-from weightd.daemon.engines import onnx as onnx_signature
-from weightd.protocol import limits
+from weightd_daemon.engines import onnx as onnx_signature
+from weightd_protocol import limits
 
 
 def problems(path: Path) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import RankDevice
-from weightd.protocol.schema import FieldError
+from weightd_daemon.engines import ranktable
+from weightd_daemon.engines.ranktable import RankDevice
+from weightd_protocol.schema import FieldError
 
 Path = tuple[str | int, ...]
 GONE = object()

@@ -10,18 +10,18 @@ import time
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.gate.client import (
+from weightd_daemon.gate.client import (
     DescriptorsSent,
     ProxyClient,
     configure_socket,
     identify_user,
     kernel_buffer_bytes,
 )
-from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.gate.zmtp import NullMechanism, ZmtpConnection, ZmtpLimits
-from weightd.daemon.host.closing import DescriptorCloser
-from weightd.shared.peers import Peers
-from weightd.shared.stream import Stream
+from weightd_daemon.gate.link import PeerIdentity
+from weightd_daemon.gate.zmtp import NullMechanism, ZmtpConnection, ZmtpLimits
+from weightd_daemon.host.closing import DescriptorCloser
+from weightd_common.peers import Peers
+from weightd_common.stream import Stream
 
 from .peer import GREETING, READY
 

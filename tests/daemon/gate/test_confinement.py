@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.gate import confinement
+from weightd_daemon.gate import confinement
 
 _PROGRAM = """
 import os, socket, sys
-from weightd.daemon.gate import confinement
+from weightd_daemon.gate import confinement
 status, file = open("/proc/self/status"), open(sys.argv[1], "w")
 read, write = os.pipe()
 confinement.give_up_rights()

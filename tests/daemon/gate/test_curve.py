@@ -11,10 +11,10 @@ from hypothesis import strategies as some
 from nacl import bindings
 from zmq.utils import z85
 
-from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.curve import CurveMechanism, decode_secret_key
-from weightd.daemon.gate.zmtp import CRYPTO_THREAD_BYTES, ZmtpConnection, ZmtpLimits
-from weightd.protocol.framing import MAX_FRAMES
+from weightd_daemon.gate import zmtp
+from weightd_daemon.gate.curve import CurveMechanism, decode_secret_key
+from weightd_daemon.gate.zmtp import CRYPTO_THREAD_BYTES, ZmtpConnection, ZmtpLimits
+from weightd_protocol.framing import MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, DEALER, MORE, SEALED_COMMAND, CurveClient, frame, metadata
 

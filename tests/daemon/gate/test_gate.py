@@ -17,22 +17,22 @@ from typing import Any
 import pytest
 
 from testkit.waiting import until
-from weightd.daemon.gate import client as clients
-from weightd.daemon.gate import gate as module
-from weightd.daemon.gate import link
-from weightd.daemon.gate.client import ProxyClient
-from weightd.daemon.gate.gate import ZmqProxy
-from weightd.daemon.gate.link import PeerConnected, ProxyConfig, ProxyLogLine
-from weightd.daemon.host.credentials import Credentials
-from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.host.listening import listen_on
-from weightd.daemon.host.membership import Members
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import MAX_FRAMES
-from weightd.protocol.messages.data import Error
-from weightd.protocol.messages.types import TO_CLIENT
-from weightd.shared.stream import Stream
+from weightd_daemon.gate import client as clients
+from weightd_daemon.gate import gate as module
+from weightd_daemon.gate import link
+from weightd_daemon.gate.client import ProxyClient
+from weightd_daemon.gate.gate import ZmqProxy
+from weightd_daemon.gate.link import PeerConnected, ProxyConfig, ProxyLogLine
+from weightd_daemon.host.credentials import Credentials
+from weightd_daemon.host.crowding import NO_TENANT
+from weightd_daemon.host.listening import listen_on
+from weightd_daemon.host.membership import Members
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.framing import MAX_FRAMES
+from weightd_protocol.messages.data import Error
+from weightd_protocol.messages.types import TO_CLIENT
+from weightd_common.stream import Stream
 
 from .peer import COMMAND, GREETING, MORE, PING, READY, frame, message
 
@@ -466,7 +466,7 @@ def received_all(lane: Stream) -> list[list[Any]]:
 
 
 def link_incoming() -> Any:
-    from weightd.protocol.framing import FrameReader
+    from weightd_protocol.framing import FrameReader
 
     return FrameReader(max_header_bytes=2**30)
 

@@ -16,17 +16,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightd.daemon.gate import client as clients
-from weightd.daemon.gate import link
-from weightd.daemon.gate.gate import ZmqProxy
-from weightd.daemon.gate.link import PeerConnected, ProxyConfig
-from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.host.listening import listen_on
-from weightd.daemon.host.membership import Members
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.data import Error
-from weightd.shared.stream import Stream
+from weightd_daemon.gate import client as clients
+from weightd_daemon.gate import link
+from weightd_daemon.gate.gate import ZmqProxy
+from weightd_daemon.gate.link import PeerConnected, ProxyConfig
+from weightd_daemon.host.crowding import NO_TENANT
+from weightd_daemon.host.listening import listen_on
+from weightd_daemon.host.membership import Members
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.data import Error
+from weightd_common.stream import Stream
 
 from .peer import GREETING, MORE, PING, READY, frame, message
 

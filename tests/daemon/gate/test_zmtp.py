@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.zmtp import (
+from weightd_daemon.gate import zmtp
+from weightd_daemon.gate.zmtp import (
     MAX_COMMAND_BYTES,
     MAX_FRAMES_PER_PARSE,
     MAX_MESSAGES_PER_PARSE,
@@ -19,7 +19,7 @@ from weightd.daemon.gate.zmtp import (
     ZmtpConnection,
     ZmtpLimits,
 )
-from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
+from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, GREETING, MORE, PING, READY, frame, message, metadata
 

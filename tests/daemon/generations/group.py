@@ -6,19 +6,19 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from weightd.daemon.generations.actions import Action, Kill, Role, Send
-from weightd.daemon.generations.plan import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
-from weightd.daemon.generations.records import GenerationRecord
-from weightd.daemon.generations.resume import record_generation, resume_rank_group
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.generations.unit import RankGroup
-from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import Hello, ProcessFailed, Stop, Traits
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases
-from weightd.protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd.protocol.schema import decode, plain
-from weightd.protocol.version import VERSION
+from weightd_daemon.generations.actions import Action, Kill, Role, Send
+from weightd_daemon.generations.plan import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
+from weightd_daemon.generations.records import GenerationRecord
+from weightd_daemon.generations.resume import record_generation, resume_rank_group
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.generations.unit import RankGroup
+from weightd_daemon.host.ends import ExitCause
+from weightd_protocol.messages.children import Hello, ProcessFailed, Stop, Traits
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import SelfTestCases
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.schema import decode, plain
+from weightd_protocol.version import VERSION
 
 LOAD_TIMEOUT_S, CONNECT_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 120.0, 40.0
 SHA = "5" * 64

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightd.daemon.generations.actions import Action, Kill, Role, Send
-from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import GenerationSpec, ModelSource, SelfTestSpec
-from weightd.daemon.generations.records import GenerationRecord, SealRecord
-from weightd.daemon.generations.resume import record_generation, resume_generation
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import (
+from weightd_daemon.generations.actions import Action, Kill, Role, Send
+from weightd_daemon.generations.generation import Generation
+from weightd_daemon.generations.plan import GenerationSpec, ModelSource, SelfTestSpec
+from weightd_daemon.generations.records import GenerationRecord, SealRecord
+from weightd_daemon.generations.resume import record_generation, resume_generation
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.host.ends import ExitCause
+from weightd_protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
@@ -24,9 +24,9 @@ from weightd.protocol.messages.children import (
     Traits,
     TrimStore,
 )
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.schema import decode, plain
-from weightd.protocol.version import VERSION
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.schema import decode, plain
+from weightd_protocol.version import VERSION
 
 FOREVER = float("inf")
 SEAL = SealRecord(8192, 10**18)

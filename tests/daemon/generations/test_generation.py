@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.generations.access import ALLOW_TIMEOUT_S
-from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
-from weightd.daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S
-from weightd.daemon.generations.progress import ProgressLogger, RetryHint
-from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
-from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState
-from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import Attached, Build, Built, Hello, Traits, TrimStore
-from weightd.protocol.messages.findings import DeviceMemory, RowSupport
-from weightd.protocol.version import VERSION
+from weightd_daemon.generations.access import ALLOW_TIMEOUT_S
+from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.generation import ABORT_TIMEOUT_S
+from weightd_daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S
+from weightd_daemon.generations.progress import ProgressLogger, RetryHint
+from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
+from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
+from weightd_daemon.host.ends import ExitCause
+from weightd_protocol.messages.children import Attached, Build, Built, Hello, Traits, TrimStore
+from weightd_protocol.messages.findings import DeviceMemory, RowSupport
+from weightd_protocol.version import VERSION
 
 from .life import (
     ATTACHED,

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd.daemon.generations.child import WorkerProcess
-from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import GenerationSpec
-from weightd.daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
-from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
-from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import (
+from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.child import WorkerProcess
+from weightd_daemon.generations.generation import Generation
+from weightd_daemon.generations.plan import GenerationSpec
+from weightd_daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
+from weightd_daemon.generations.tries import MAX_HOLDER_DEATHS
+from weightd_daemon.host.ends import ExitCause
+from weightd_protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
@@ -31,8 +31,8 @@ from weightd.protocol.messages.children import (
     Traits,
     TryingSelfTest,
 )
-from weightd.protocol.messages.findings import SelfTestCases
-from weightd.protocol.version import VERSION
+from weightd_protocol.messages.findings import SelfTestCases
+from weightd_protocol.version import VERSION
 
 from .life import BUILT, FOREVER, SHA, pid
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn
-from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
-from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import Traits
-from weightd.protocol.messages.findings import DeviceMemory
+from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn
+from weightd_daemon.generations.generation import ABORT_TIMEOUT_S
+from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.host.ends import ExitCause
+from weightd_protocol.messages.children import Traits
+from weightd_protocol.messages.findings import DeviceMemory
 
 from .life import (
     ATTACHED,

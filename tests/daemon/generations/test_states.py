@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations import states
-from weightd.daemon.generations.access import PERSISTED_STATES
-from weightd.daemon.generations.states import (
+from weightd_daemon.generations import states
+from weightd_daemon.generations.access import PERSISTED_STATES
+from weightd_daemon.generations.states import (
     ATTACH_TRANSITIONS,
     CHILD_TRANSITIONS,
     GENERATION_TRANSITIONS,

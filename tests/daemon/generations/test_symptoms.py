@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from weightd.daemon.generations import symptoms
-from weightd.daemon.generations.actions import Role
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.generations import symptoms
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, Role, Send, Spawn
-from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
-from weightd.daemon.generations.plan import SelfTestSpec
-from weightd.daemon.generations.progress import RetryHint
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.protocol import limits
-from weightd.protocol.messages.children import Build, ContinueSelfTest, TryingSelfTest
-from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
+from weightd_daemon.generations.actions import Action, Role, Send, Spawn
+from weightd_daemon.generations.generation import ABORT_TIMEOUT_S
+from weightd_daemon.generations.plan import SelfTestSpec
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.generations.tries import MAX_HOLDER_DEATHS
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_protocol import limits
+from weightd_protocol.messages.children import Build, ContinueSelfTest, TryingSelfTest
+from weightd_protocol.messages.findings import SelfTestCase, SelfTestCases
 
 from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, GenerationHarness, abort, pid
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
-from weightd.daemon.generations.life import STOP_TIMEOUT_S
-from weightd.daemon.generations.plan import CONCAT, GenerationSpec, RowTestSpec
-from weightd.daemon.generations.progress import RetryHint
-from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.generations.unit import RankGroup
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import RowSupport as Found
-from weightd.protocol.messages.ranks import (
+from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
+from weightd_daemon.generations.life import STOP_TIMEOUT_S
+from weightd_daemon.generations.plan import CONCAT, GenerationSpec, RowTestSpec
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.generations.unit import RankGroup
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import RowSupport as Found
+from weightd_protocol.messages.ranks import (
     JoinedGroup,
     RankMember,
     RankSlice,
@@ -28,7 +28,7 @@ from weightd.protocol.messages.ranks import (
     SelfTestDone,
     SelfTestResult,
 )
-from weightd.protocol.version import VERSION
+from weightd_protocol.version import VERSION
 
 from .group import (
     BROKER,

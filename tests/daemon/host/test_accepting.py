@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from weightd.daemon.host import accepting
-from weightd.daemon.host.accepting import Acceptor
-from weightd.daemon.host.credentials import peer_credentials
-from weightd.daemon.host.loop import EventLoop
+from weightd_daemon.host import accepting
+from weightd_daemon.host.accepting import Acceptor
+from weightd_daemon.host.credentials import peer_credentials
+from weightd_daemon.host.loop import EventLoop
 
 
 class Scene:

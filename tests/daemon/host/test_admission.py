@@ -3,7 +3,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from weightd.daemon.host.admission import ConnectionAdmission, UserConnectionLimits
+from weightd_daemon.host.admission import ConnectionAdmission, UserConnectionLimits
 
 
 def test_a_user_with_as_many_connections_as_it_may_have_is_refused_until_one_ends() -> None:

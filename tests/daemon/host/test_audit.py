@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host import audit
-from weightd.daemon.host.audit import AuditEntry, RefusalLog
-from weightd.daemon.host.logs import LineFormatter
+from weightd_daemon.host import audit
+from weightd_daemon.host.audit import AuditEntry, RefusalLog
+from weightd_daemon.host.logs import LineFormatter
 
 ENTRY = AuditEntry("update", "uid 1001", "ann", "m", "/m.onnx")
 

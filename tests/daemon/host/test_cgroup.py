@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.cgroup import TaskLimit, cores, free_bytes, locate, memory, tasks
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.status import MemoryLimit, StatusResponse
+from weightd_daemon.host.cgroup import TaskLimit, cores, free_bytes, locate, memory, tasks
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.status import MemoryLimit, StatusResponse
 
 GIB = 2**30
 

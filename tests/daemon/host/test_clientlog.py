@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.clientlog import WINDOW_S, ClientLog
+from weightd_daemon.host.clientlog import WINDOW_S, ClientLog
 
 LOG = logging.getLogger("weightd.test")
 

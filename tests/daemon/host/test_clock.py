@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 
 from testkit.stopping import stopped
-from weightd.daemon.host import clock
-from weightd.daemon.host.clock import TICK_S, Clock
+from weightd_daemon.host import clock
+from weightd_daemon.host.clock import TICK_S, Clock
 
 
 class World:

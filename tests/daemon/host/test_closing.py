@@ -16,9 +16,9 @@ import pytest
 
 from testkit.lingering import lingering
 from testkit.waiting import until
-from weightd.daemon.host import closing as closing_module
-from weightd.daemon.host.closing import INTERRUPT, MAX_PENDING, DescriptorCloser
-from weightd.daemon.host.logs import log_resource_error
+from weightd_daemon.host import closing as closing_module
+from weightd_daemon.host.closing import INTERRUPT, MAX_PENDING, DescriptorCloser
+from weightd_daemon.host.logs import log_resource_error
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytes
             goes_on.wait()
         really(descriptor)
 
-    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
+    monkeypatch.setattr("weightd_daemon.host.closing.os.close", close)
     closing = DescriptorCloser(print)
     waits, *behind = (os.dup(0) for _ in range(64))
     closing.close("a", waits)
@@ -67,7 +67,7 @@ def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         closed.append(descriptor)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
+    monkeypatch.setattr("weightd_daemon.host.closing.os.close", close)
     closing = DescriptorCloser(print)
     for descriptor in range(1000, 1200):
         closing.close("a", descriptor)
@@ -106,7 +106,7 @@ def test_without_a_thread_descriptors_wait_until_there_is_one(
     closing = DescriptorCloser(log_resource_error)
     descriptors = [os.dup(0) for _ in range(64)]
     with monkeypatch.context() as patched:
-        patched.setattr("weightd.daemon.host.closing.threading.Thread.start", refused)
+        patched.setattr("weightd_daemon.host.closing.threading.Thread.start", refused)
         for descriptor in descriptors:
             closing.close("a", descriptor)
         assert closing.is_backlogged("a")
@@ -182,8 +182,8 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
             goes_on.wait()
         really(descriptor)
 
-    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
-    monkeypatch.setattr("weightd.daemon.host.closing._MAX_THREADS", 2)
+    monkeypatch.setattr("weightd_daemon.host.closing.os.close", close)
+    monkeypatch.setattr("weightd_daemon.host.closing._MAX_THREADS", 2)
     closing = DescriptorCloser(print)
     waits = {f"user {number}": os.dup(0) for number in range(5)}
     for number, descriptor in enumerate([*stuck]):

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host import cgroup, cores
+from weightd_daemon.host import cgroup, cores
 
 
 @pytest.mark.parametrize(("quota", "usable"), [(None, 3), (8.0, 3), (2.0, 2), (1.5, 2), (0.2, 1)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.directories import PathInUse, make_directory
+from weightd_daemon.host.directories import PathInUse, make_directory
 
 
 def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from weightd.daemon.host.ends import ExitCause, ExitClassifier, ExitInitiator
+from weightd_daemon.host.ends import ExitCause, ExitClassifier, ExitInitiator
 
 PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host import environment
+from weightd_daemon.host import environment
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRETS = {"https_proxy": "http://me:secret@proxy", "AWS_SECRET_ACCESS_KEY": "secret", "PASSWORD": "secret"}
@@ -29,7 +29,7 @@ def test_children_get_what_engines_read_and_what_is_named(more: tuple[str, ...],
 
 def test_what_the_drop_in_for_cards_and_the_workers_set_is_passed() -> None:
     """A variable that the project itself names for an engine is one that children get."""
-    sources = [*ROOT.glob("worker/weightd/worker/engines/**/*.py"), *ROOT.glob("systemd/**/*.conf")]
+    sources = [*ROOT.glob("worker/weightd_worker/engines/**/*.py"), *ROOT.glob("systemd/**/*.conf")]
     text = "\n".join(each.read_text("utf-8") for each in sources)
     names = set(re.findall(r'os\.environ(?:\[|\.get\(|\.setdefault\()"(\w+)"', text))
     names |= set(re.findall(r'^#?\s*Environment="?(\w+)=', text, re.MULTILINE))

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from testkit.waiting import until
-from weightd.daemon.host import exitwatch
+from weightd_daemon.host import exitwatch
 
 
 def refuse(number: int) -> mock.Mock:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.happened import MAX_EVENTS, EventLog
-from weightd.daemon.host.logs import client_extra, subject_extra
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.journal import Event, Events
+from weightd_daemon.host.happened import MAX_EVENTS, EventLog
+from weightd_daemon.host.logs import client_extra, subject_extra
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.journal import Event, Events
 
 LOG = logging.getLogger("weightd")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.host.directories import PathInUse
-from weightd.daemon.host.listening import listen_addresses, listen_on
+from weightd_daemon.host.directories import PathInUse
+from weightd_daemon.host.listening import listen_addresses, listen_on
 
 LIMIT_S = 20.0
 

@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host import logs
-from weightd.daemon.host.journal import Journal
-from weightd.daemon.host.logs import JournalHandler, LineFormatter, print_error, subject_extra
-from weightd.shared.journal import add_priority, is_connected_to_journal, to_one_line
+from weightd_daemon.host import logs
+from weightd_daemon.host.journal import Journal
+from weightd_daemon.host.logs import JournalHandler, LineFormatter, print_error, subject_extra
+from weightd_common.journal import add_priority, is_connected_to_journal, to_one_line
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -176,14 +176,14 @@ def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
 
 def test_a_command_says_why_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "missing"
-    program = [sys.executable, "-m", "weightd.ctl", "--socket", f"ipc://{path}", "reload"]
+    program = [sys.executable, "-m", "weightctl", "--socket", f"ipc://{path}", "reload"]
     said = stderr_of(program, tmp_path / "log", journal=True)
     assert re.fullmatch(rf"<3>UNAVAILABLE: no daemon at {re.escape(str(path))}: .*\n", said)
 
 
 PROGRAM = """
 import logging, sys
-from weightd.daemon.host import (journal, logs)
+from weightd_daemon.host import (journal, logs)
 journal.ADDRESS = sys.argv[-1]
 logs.set_up(logging.INFO)
 logging.getLogger("weightd").info("serving")

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from weightd.daemon.host.clock import TICK_S, Clock
-from weightd.daemon.host.loop import EventLoop, watch_signals
-from weightd.daemon.host.sockets import watch_socket
-from weightd.daemon.host.timers import Timer
+from weightd_daemon.host.clock import TICK_S, Clock
+from weightd_daemon.host.loop import EventLoop, watch_signals
+from weightd_daemon.host.sockets import watch_socket
+from weightd_daemon.host.timers import Timer
 
 
 class Pipe:

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host import cgroup, memory
-from weightd.daemon.host.memory import resident_bytes
-from weightd.protocol.messages.status import MemoryLimit
+from weightd_daemon.host import cgroup, memory
+from weightd_daemon.host.memory import resident_bytes
+from weightd_protocol.messages.status import MemoryLimit
 
 PAGE = mmap.PAGESIZE
 

@@ -20,9 +20,9 @@ from unittest import mock
 import pytest
 
 from testkit.waiting import until
-from weightd.daemon.host import spawning
-from weightd.daemon.host.memory import read_process_memory
-from weightd.daemon.host.processes import ChildProcess, adopt, is_alive, kill, log_tail, reap, start
+from weightd_daemon.host import spawning
+from weightd_daemon.host.memory import read_process_memory
+from weightd_daemon.host.processes import ChildProcess, adopt, is_alive, kill, log_tail, reap, start
 
 SLEEP = ["sleep", "1000"]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.shortage import ResourceShortage, check_threads, find_shortage, with_limit_hint
+from weightd_daemon.host.shortage import ResourceShortage, check_threads, find_shortage, with_limit_hint
 
 # As they were written under a limit.
 ONNXRUNTIME = (
@@ -78,7 +78,7 @@ def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def limit(number: int) -> tuple[int, int]:
         return (1000 + number if request.param else resource.RLIM_INFINITY), resource.RLIM_INFINITY
 
-    monkeypatch.setattr("weightd.daemon.host.shortage.resource.getrlimit", limit)
+    monkeypatch.setattr("weightd_daemon.host.shortage.resource.getrlimit", limit)
     is_limited: bool = request.param
     return is_limited
 
@@ -106,8 +106,8 @@ def test_the_limit_is_named_and_what_raises_it(tmp_path: Path, limited: bool, gr
 _UNDER_A_LIMIT = """
 import os, resource, sys, time
 sys.path[:] = {path!r}
-from weightd.daemon.host.shortage import check_threads
-from weightd.daemon.host.directories import ClaimError
+from weightd_daemon.host.shortage import check_threads
+from weightd_daemon.host.directories import ClaimError
 def check(count):
     # What has ended counts until the kernel has taken it away.
     while len(os.listdir("/proc/self/task")) > 1:

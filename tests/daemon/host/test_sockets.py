@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.host.sockets import peer_pid
+from weightd_daemon.host.sockets import peer_pid
 
 LIMIT_MS = 20_000
 
@@ -38,7 +38,7 @@ def test_only_an_address_of_a_unix_peer_is_some_process(address: str, pid: int |
 # one is taken: this takes those that it gives in a process that has called rand() `n` times, and lets others come.
 _SQUAT = """
 import ctypes, sys, zmq
-from weightd.daemon.host.sockets import (bind, receive)
+from weightd_daemon.host.sockets import (bind, receive)
 libc = ctypes.CDLL(None)
 libc.rand.restype = ctypes.c_uint
 drawn = [libc.rand() for _ in range(6)]

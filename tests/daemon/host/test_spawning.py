@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host import spawning
+from weightd_daemon.host import spawning
 
 LISTED = "import os; print(*sorted(os.listdir('/proc/self/fd'), key=int), os.getsid(0) == os.getpid())"
 

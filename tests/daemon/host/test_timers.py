@@ -5,7 +5,7 @@ import functools
 import hypothesis.strategies as st
 from hypothesis import given
 
-from weightd.daemon.host.timers import Timer, Timers
+from weightd_daemon.host.timers import Timer, Timers
 
 NEVER = float("inf")
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon import exits
-from weightd.daemon.command import parser
-from weightd.daemon.config import load as config
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.groups import GroupConfig
-from weightd.daemon.config.listeners import ListenerConfig
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.manual import configuration, program
-from weightd.shared import tables
-from weightd.shared.manual.commands import read_parser
-from weightd.shared.manual.reference import iterate_keys
+from weightd_daemon import exits
+from weightd_daemon.command import parser
+from weightd_daemon.config import load as config
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.config.groups import GroupConfig
+from weightd_daemon.config.listeners import ListenerConfig
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.manual import configuration, program
+from weightd_common import tables
+from weightd_common.manual.commands import read_parser
+from weightd_common.manual.reference import iterate_keys
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,7 +38,7 @@ TOML = configuration.page().replace("\\-", "-").replace("\\(ti", "~")
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("manual") / "new"
-    subprocess.run([sys.executable, "-m", "weightd.daemon.manual", str(directory)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "weightd_daemon.manual", str(directory)], check=True, timeout=60)
     return directory
 
 
@@ -81,7 +81,7 @@ def test_each_exit_status_is_there() -> None:
 
 
 def test_each_variable_that_is_read_is_there() -> None:
-    files = [*SOURCES.glob("daemon/**/*.py"), SOURCES / "protocol/weightd/shared/paths.py"]
+    files = [*SOURCES.glob("daemon/**/*.py"), SOURCES / "common/weightd_common/paths.py"]
     read_there = {
         name
         for path in files

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, HistogramCounter, HistogramRecord
-from weightd.protocol import limits
+from weightd_daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, HistogramCounter, HistogramRecord
+from weightd_protocol import limits
 
 BOUNDS = (1.0, 10.0)
 

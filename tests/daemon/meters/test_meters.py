@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from weightd.daemon.meters.meter import ModelCounters, ProcessCounters
-from weightd.daemon.meters.meters import CounterRegistry
+from weightd_daemon.meters.meter import ModelCounters, ProcessCounters
+from weightd_daemon.meters.meters import CounterRegistry
 
 
 def test_as_many_are_started_again_as_were_lost() -> None:

@@ -7,20 +7,20 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from weightd.daemon.children.launch import WorkerProgram
-from weightd.daemon.children.owner import ProcessEventHandler, Snapshot
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.requests.regions import SharedRegion
-from weightd.daemon.requests.request import UNKNOWN_ORIGIN, ClientOrigin, Request
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import (
+from weightd_daemon.children.launch import WorkerProgram
+from weightd_daemon.children.owner import ProcessEventHandler, Snapshot
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.life import GenerationBase
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.generations.records import SealRecord
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.requests.regions import SharedRegion
+from weightd_daemon.requests.request import UNKNOWN_ORIGIN, ClientOrigin, Request
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import (
     Attached,
     Built,
     ChildMessage,
@@ -30,10 +30,10 @@ from weightd.protocol.messages.children import (
     Result,
     Traits,
 )
-from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.version import VERSION
-from weightd.shared.reach import OPERATOR
+from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.version import VERSION
+from weightd_common.reach import OPERATOR
 
 SHA = "5" * 64
 SEAL = SealRecord(8192, 10**18)

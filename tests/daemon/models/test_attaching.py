@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import GenerationSpec
-from weightd.daemon.generations.states import ChildEvent
-from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.attaching import LoadLimiter
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.generation import Generation
+from weightd_daemon.generations.plan import GenerationSpec
+from weightd_daemon.generations.states import ChildEvent
+from weightd_daemon.host.memory import MIB
+from weightd_daemon.models.attaching import LoadLimiter
 
 ATTACHING = ChildEvent.HELLO, ChildEvent.ADMIT, ChildEvent.ATTACH
 NEED = 2 * 100 + 64

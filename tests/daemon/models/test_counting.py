@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.config.batching import BatchingConfig, SplitConfig
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.meters.meter import ModelCounters
-from weightd.daemon.models.rows import describe_batching
-from weightd.protocol import limits
-from weightd.protocol.messages.children import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
-from weightd.protocol.messages.findings import RowSupport
+from weightd_daemon.config.batching import BatchingConfig, SplitConfig
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.meters.meter import ModelCounters
+from weightd_daemon.models.rows import describe_batching
+from weightd_protocol import limits
+from weightd_protocol.messages.children import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
+from weightd_protocol.messages.findings import RowSupport
 
 from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, ModelHarness
 from .test_household import P1, P2, Home

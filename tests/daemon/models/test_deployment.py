@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.config.policies import ReplacementPolicy
-from weightd.daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import GenerationSpec, ModelSource
-from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import DeviceBudget, Placement, ResourceRequest
-from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.stage import RolloutPolicy
-from weightd.protocol.messages.children import Attached, Built, Hello, ProcessFailed
-from weightd.protocol.messages.findings import DeviceMemory
-from weightd.protocol.version import VERSION
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.generation import Generation
+from weightd_daemon.generations.plan import GenerationSpec, ModelSource
+from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.host.memory import MIB
+from weightd_daemon.models.budget import DeviceBudget, Placement, ResourceRequest
+from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.stage import RolloutPolicy
+from weightd_protocol.messages.children import Attached, Built, Hello, ProcessFailed
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.version import VERSION
 
 from .fakehost import ATTACHED, CARD, SHA, X
 

@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
-from weightd.daemon.config.batching import BatchingConfig
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.models.fleet import ConfigDiff, ModelRegistry
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.sources import IdSequence
-from weightd.protocol.errors import Unavailable
+from weightd_daemon.config.batching import BatchingConfig
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.models.fleet import ConfigDiff, ModelRegistry
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.sources import IdSequence
+from weightd_protocol.errors import Unavailable
 
 ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))
 LEAVES = f"drain {ONE.predict_timeout:g} replaced"

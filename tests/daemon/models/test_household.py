@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.config.membership import Membership
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.household import ModelFactory
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.sources import IdSequence
-from weightd.protocol.errors import FailedPrecondition
-from weightd.protocol.messages.children import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
-from weightd.protocol.version import VERSION
-from weightd.shared.members import joint_digest
-from weightd.shared.reach import OPERATOR
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.config.membership import Membership
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.household import ModelFactory
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.sources import IdSequence
+from weightd_protocol.errors import FailedPrecondition
+from weightd_protocol.messages.children import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
+from weightd_protocol.version import VERSION
+from weightd_common.members import joint_digest
+from weightd_common.reach import OPERATOR
 
 from .fakehost import CPU, FakeHost, request
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.batching import BatchingConfig, SplitConfig
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import ExitCause, MissingFile
-from weightd.daemon.models.budget import DeviceBudget, ResourceRequest
-from weightd.daemon.models.rows import describe_batching
-from weightd.daemon.requests.signature import MetadataRequest
-from weightd.protocol.errors import (
+from weightd_daemon.config.batching import BatchingConfig, SplitConfig
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.host.ends import ExitCause, MissingFile
+from weightd_daemon.models.budget import DeviceBudget, ResourceRequest
+from weightd_daemon.models.rows import describe_batching
+from weightd_daemon.requests.signature import MetadataRequest
+from weightd_protocol.errors import (
     FailedPrecondition,
     InvalidArgument,
     PermissionDenied,
@@ -26,10 +26,10 @@ from weightd.protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from weightd.protocol.messages.children import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
-from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import RowSupport
+from weightd_protocol.messages.children import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
+from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.findings import RowSupport
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import ExitInitiator
-from weightd.daemon.requests.blame.contents import SLICE_BYTES
-from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.signature import MetadataRequest
-from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import Attached, Built, CancelPredict, Failed, Ping, Pong, ProcessFailed
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.host.ends import ExitInitiator
+from weightd_daemon.requests.blame.contents import SLICE_BYTES
+from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd_daemon.requests.blame.suspects import MAX_PEER_DEATHS
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.signature import MetadataRequest
+from weightd_protocol.errors import Internal, ResourceExhausted
+from weightd_protocol.messages.children import Attached, Built, CancelPredict, Failed, Ping, Pong, ProcessFailed
 
 from .fakehost import BUILT, CARD, W1, W2, W3, W4, ModelHarness, request
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.seat import MAX_QUICK_S
-from weightd.protocol.messages.children import CancelPredict, Failed, Predict, PredictCancelled
-from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import Request
+from weightd_daemon.requests.seat import MAX_QUICK_S
+from weightd_protocol.messages.children import CancelPredict, Failed, Predict, PredictCancelled
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
 from .fakehost import W1, W2, ModelHarness, request
 

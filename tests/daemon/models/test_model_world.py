@@ -14,30 +14,30 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.children.launch import WorkerProgram
-from weightd.daemon.children.owner import ProcessEventHandler, Snapshot
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.policies import ReplacementPolicy
-from weightd.daemon.engines.ascend import card_bytes
-from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.generations.states import ACTIVE, USABLE, ChildState
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import IdSequence
-from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd.daemon.requests.regions import SharedRegion
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.signature import MetadataRequest
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import (
+from weightd_daemon.children.launch import WorkerProgram
+from weightd_daemon.children.owner import ProcessEventHandler, Snapshot
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.life import GenerationBase
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.generations.records import SealRecord
+from weightd_daemon.generations.states import ACTIVE, USABLE, ChildState
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.host.memory import MIB
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.records import ModelRecord
+from weightd_daemon.models.sources import IdSequence
+from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd_daemon.requests.blame.suspects import MAX_PEER_DEATHS
+from weightd_daemon.requests.regions import SharedRegion
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.signature import MetadataRequest
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
@@ -57,12 +57,12 @@ from weightd.protocol.messages.children import (
     Stop,
     Traits,
 )
-from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import DeviceMemory
-from weightd.protocol.schema import decode, plain
-from weightd.protocol.version import VERSION
-from weightd.shared.reach import OPERATOR
+from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.schema import decode, plain
+from weightd_protocol.version import VERSION
+from weightd_common.reach import OPERATOR
 
 FOREVER = float("inf")
 

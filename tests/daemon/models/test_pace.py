@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.models.pace import LoadEstimate, LoadProgress, LoadSpeed
-from weightd.protocol.schema import FieldError, decode, plain
+from weightd_daemon.models.pace import LoadEstimate, LoadProgress, LoadSpeed
+from weightd_protocol.schema import FieldError, decode, plain
 
 MB = 10**6
 SECONDS = st.floats(0, 1e6)

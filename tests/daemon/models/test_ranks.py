@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.children.owner import SliceSnapshot, Snapshot
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RanksConfig
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import IdSequence
-from weightd.protocol.messages.children import (
+from weightd_daemon.children.owner import SliceSnapshot, Snapshot
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.host.memory import MIB
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.records import ModelRecord
+from weightd_daemon.models.sources import IdSequence
+from weightd_protocol.messages.children import (
     BatchMismatch,
     ChildMessage,
     Failed,
@@ -30,12 +30,12 @@ from weightd.protocol.messages.children import (
     Result,
     Stop,
 )
-from weightd.protocol.messages.data import ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory, SelfTestCases
-from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd.protocol.schema import decode, plain
-from weightd.protocol.version import VERSION
-from weightd.shared.reach import OPERATOR
+from weightd_protocol.messages.data import ResponseDescription, TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory, SelfTestCases
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.schema import decode, plain
+from weightd_protocol.version import VERSION
+from weightd_common.reach import OPERATOR
 
 from .fakehost import CPU, OUT, FakeHost, X, Y, request
 

@@ -8,24 +8,24 @@ import logging
 
 import pytest
 
-from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.life import GenerationBase
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.fleet import ModelRegistry
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.models.records import ModelRecord
-from weightd.daemon.models.sources import IdSequence
-from weightd.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
-from weightd.protocol.messages.children import Hello, Predict, Reconnected, Result, Stop
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription
-from weightd.protocol.schema import decode, plain
-from weightd.protocol.version import VERSION
-from weightd.shared.reach import OPERATOR
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.life import GenerationBase
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.generations.records import SealRecord
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.fleet import ModelRegistry
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.records import ModelRecord
+from weightd_daemon.models.sources import IdSequence
+from weightd_protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
+from weightd_protocol.messages.children import Hello, Predict, Reconnected, Result, Stop
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription
+from weightd_protocol.schema import decode, plain
+from weightd_protocol.version import VERSION
+from weightd_common.reach import OPERATOR
 
 from .fakehost import ATTACHED, BAD, BUILT, CPU, GOOD, OUT, SEAL, SHA, FakeHost, request
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.generations.plan import ModelSource, SelfTestSpec
-from weightd.daemon.models.snapshots import Snapshots
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.generations.plan import ModelSource, SelfTestSpec
+from weightd_daemon.models.snapshots import Snapshots
 
 SOURCE, OTHER = ModelSource("/m.onnx", number=1), ModelSource("/m.onnx", number=2)
 THERE = Snapshot("/cache/1", "", "5" * 64, 100)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.children.owner import SliceSnapshot, Snapshot
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.models.sources import IdSequence, ModelVersions
-from weightd.shared.reach import OPERATOR, Grant
+from weightd_daemon.children.owner import SliceSnapshot, Snapshot
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.models.sources import IdSequence, ModelVersions
+from weightd_common.reach import OPERATOR, Grant
 
 
 class Shelf(ModelVersions):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.daemon.models.stage import DEPLOYMENT_TRANSITIONS, LOADING_STATES, DeploymentEvent, DeploymentState
+from weightd_daemon.models.stage import DEPLOYMENT_TRANSITIONS, LOADING_STATES, DeploymentEvent, DeploymentState
 
 
 def reached(start: DeploymentState) -> set[DeploymentState]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightd.daemon.generations.states import advance
-from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent
+from weightd_daemon.generations.states import advance
+from weightd_daemon.models.standing import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent
 
 
 def test_what_is_closed_stays_so_though_another_one_takes_its_place() -> None:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.observe.accounting import UsageIntervals, UsageReporter
-from weightd.daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded, UsageTable
-from weightd.daemon.tenants.directory import TenantResolver
-from weightd.protocol.errors import Cancelled, NotFound
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.observe.accounting import UsageIntervals, UsageReporter
+from weightd_daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded, UsageTable
+from weightd_daemon.tenants.directory import TenantResolver
+from weightd_protocol.errors import Cancelled, NotFound
 
 
 def ask(accounts: UsageTable, tenant: str, model: str, seconds: float) -> None:

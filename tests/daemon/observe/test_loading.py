@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.models.pace import LoadProgress, LoadSpeed, LoadSpeedRecord
-from weightd.daemon.observe import loading
-from weightd.daemon.observe.loading import LoadMonitor
-from weightd.protocol.schema import decode, plain
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.models.pace import LoadProgress, LoadSpeed, LoadSpeedRecord
+from weightd_daemon.observe import loading
+from weightd_daemon.observe.loading import LoadMonitor
+from weightd_protocol.schema import decode, plain
 
 SOURCE = ModelSource("/m.onnx", number=7)
 

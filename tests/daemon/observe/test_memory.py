@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host.memory import ProcessMemory
-from weightd.daemon.observe import memory
-from weightd.daemon.observe.memory import INTERVAL_S, MemorySampler, MemorySubject, measure_footprint, memory_subjects
-from weightd.daemon.observe.metrics import MemoryFootprint
+from weightd_daemon.host.memory import ProcessMemory
+from weightd_daemon.observe import memory
+from weightd_daemon.observe.memory import INTERVAL_S, MemorySampler, MemorySubject, measure_footprint, memory_subjects
+from weightd_daemon.observe.metrics import MemoryFootprint
 
 from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness
 

@@ -3,18 +3,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
-from weightd.daemon.meters.meters import CounterRegistry
-from weightd.daemon.meters.totals import DaemonCounters
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.observe.metrics import MemoryFootprint, MetricsInputs, MetricsTime, build_metrics
-from weightd.daemon.tenants.accounts import Usage, UsageTable
-from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import ERRORS
-from weightd.protocol.messages.metrics import Histogram, ModelMetrics, ProcessCount, ReloadCounts
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
+from weightd_daemon.meters.meters import CounterRegistry
+from weightd_daemon.meters.totals import DaemonCounters
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.observe.metrics import MemoryFootprint, MetricsInputs, MetricsTime, build_metrics
+from weightd_daemon.tenants.accounts import Usage, UsageTable
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import ERRORS
+from weightd_protocol.messages.metrics import Histogram, ModelMetrics, ProcessCount, ReloadCounts
 
 from ..models.fakehost import SHA, W1, ModelHarness
 

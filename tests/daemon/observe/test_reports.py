@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.observe.reports import BURST_S, LOOP_SHARE, MAX_PENDING, MAX_PER_USER, Reports
-from weightd.daemon.requests.signature import MetadataRequest
-from weightd.protocol.errors import ResourceExhausted
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.observe.reports import BURST_S, LOOP_SHARE, MAX_PENDING, MAX_PER_USER, Reports
+from weightd_daemon.requests.signature import MetadataRequest
+from weightd_protocol.errors import ResourceExhausted
 
 COST_S = 0.01
 

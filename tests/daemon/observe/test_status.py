@@ -4,20 +4,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.clients.gates import ProxyInfo
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.engines.ascend import card_bytes
-from weightd.daemon.generations.plan import ModelSource
-from weightd.daemon.host.memory import MIB, ProcessMemory
-from weightd.daemon.models.budget import DeviceBudget
-from weightd.daemon.models.model import ServedModel
-from weightd.daemon.observe.status import StatusInputs, build_status
-from weightd.daemon.observe.survey import MemoryScan, TtlCache
-from weightd.protocol.messages.children import Attached, Built, Hello, Traits
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.status import ProxyStatus
-from weightd.protocol.version import VERSION
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.clients.gates import ProxyInfo
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.host.memory import MIB, ProcessMemory
+from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.observe.status import StatusInputs, build_status
+from weightd_daemon.observe.survey import MemoryScan, TtlCache
+from weightd_protocol.messages.children import Attached, Built, Hello, Traits
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.status import ProxyStatus
+from weightd_protocol.version import VERSION
 
 SHA = "5" * 64
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)

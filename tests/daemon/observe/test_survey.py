@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.host.memory import ProcessMemory
-from weightd.daemon.observe import survey
-from weightd.daemon.observe.survey import MAX_AGE_S, MemoryScan, TtlCache
+from weightd_daemon.host.memory import ProcessMemory
+from weightd_daemon.observe import survey
+from weightd_daemon.observe.survey import MAX_AGE_S, MemoryScan, TtlCache
 
 
 class Kernel:

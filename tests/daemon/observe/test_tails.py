@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.observe import tails
-from weightd.daemon.observe.tails import LogTailReader
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.journal import Logs, LogsResponse
+from weightd_daemon.children.files import GenerationFiles
+from weightd_daemon.observe import tails
+from weightd_daemon.observe.tails import LogTailReader
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.journal import Logs, LogsResponse
 
 
 def read(directory: Path, process: str = "", lines: int = 100) -> LogsResponse:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.observe.own import build_tenant_status
-from weightd.daemon.observe.tenants import queued_counts, tenant_statuses
-from weightd.daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
-from weightd.daemon.tenants.tenant import Tenant
-from weightd.protocol import limits
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import NotFound
-from weightd.protocol.messages.accounts import AccountStatus
-from weightd.protocol.messages.status import ModelStatus, StatusResponse
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.observe.own import build_tenant_status
+from weightd_daemon.observe.tenants import queued_counts, tenant_statuses
+from weightd_daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import NotFound
+from weightd_protocol.messages.accounts import AccountStatus
+from weightd_protocol.messages.status import ModelStatus, StatusResponse
 
 ANN = Tenant("ann", TenantConfig(weight=3.0, models=("m", "b*")))
 BOB = Tenant("bob", TenantConfig())

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.requests.deadlines import Deadlines
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.scheduler import MAX_ENDED_PER_TURN, Scheduler
-from weightd.protocol.errors import RequestError, Unavailable
-from weightd.protocol.messages.children import Built, ChildOrder, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.requests.deadlines import Deadlines
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.request import Request
+from weightd_daemon.requests.scheduler import MAX_ENDED_PER_TURN, Scheduler
+from weightd_protocol.errors import RequestError, Unavailable
+from weightd_protocol.messages.children import Built, ChildOrder, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
 COUNT = 5 * MAX_ENDED_PER_TURN + 3
 WRONG = RequestDescription("m", (TensorSpec("no_input", "FP32", (1,)),))

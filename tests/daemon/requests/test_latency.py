@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.requests.latency import LatencyWindow
+from weightd_daemon.requests.latency import LatencyWindow
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from weightd.daemon.requests.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
-from weightd.protocol import limits
-from weightd.protocol.messages.children import Failed, Result
-from weightd.protocol.messages.data import ResponseDescription, TensorSpec
+from weightd_daemon.requests.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
+from weightd_protocol import limits
+from weightd_protocol.messages.children import Failed, Result
+from weightd_protocol.messages.data import ResponseDescription, TensorSpec
 
 RANKS = ("r0", "r1", "r2")
 

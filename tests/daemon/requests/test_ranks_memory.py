@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.lockstep import LockstepTracker
-from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import Request
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import ChildOrder, Failed, Predict, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.lockstep import LockstepTracker
+from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import Request
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 KILLED = ExitCause(-9, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))

@@ -23,18 +23,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit import desks
 from testkit.examples import examples
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.lockstep import LockstepTracker
-from weightd.daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import BeginBatch, ChildOrder, Failed, Predict, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.ranks import Done
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.lockstep import LockstepTracker
+from weightd_daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import BeginBatch, ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.ranks import Done
 
 TIMEOUT_S, WIDTH = 50.0, 2
 

@@ -12,24 +12,24 @@ from typing import cast
 
 import pytest
 
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.requests.desk import Dispatcher, ResponseSink
-from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
-from weightd.daemon.requests.rows import parties as parties_module
-from weightd.daemon.requests.rows.cut import SplitRequest
-from weightd.daemon.requests.rows.forming import MAX_BATCH_S, BatchGroup, SlotConstraints, form_batch, next_split_rows
-from weightd.daemon.requests.rows.joining import PartialResult, join_results
-from weightd.daemon.requests.rows.parties import RecentNames, party_number
-from weightd.daemon.requests.rows.terms import BatchingPolicy, BatchKey
-from weightd.daemon.requests.rows.times import DurationEstimates
-from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
-from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import BeginBatch, ChildOrder, Predict, Result
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.regions import MappedOutput, MappedRegions
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.requests.desk import Dispatcher, ResponseSink
+from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import ClientOrigin, Isolation, Request
+from weightd_daemon.requests.rows import parties as parties_module
+from weightd_daemon.requests.rows.cut import SplitRequest
+from weightd_daemon.requests.rows.forming import MAX_BATCH_S, BatchGroup, SlotConstraints, form_batch, next_split_rows
+from weightd_daemon.requests.rows.joining import PartialResult, join_results
+from weightd_daemon.requests.rows.parties import RecentNames, party_number
+from weightd_daemon.requests.rows.terms import BatchingPolicy, BatchKey
+from weightd_daemon.requests.rows.times import DurationEstimates
+from weightd_daemon.requests.scheduler import AT_ONCE, Scheduler
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
+from weightd_protocol.errors import Internal, ResourceExhausted
+from weightd_protocol.messages.children import BeginBatch, ChildOrder, Predict, Result
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.regions import MappedOutput, MappedRegions
 
 ROWS = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
 CUT = replace(ROWS, part_rows=4)

@@ -22,18 +22,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from testkit import desks
 from testkit.examples import examples
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.rows.terms import BatchingPolicy
-from weightd.daemon.requests.seat import Slot
-from weightd.protocol.errors import RequestError, ResourceExhausted
-from weightd.protocol.messages.children import BeginBatch, CancelPredict, ChildOrder, Failed, Predict, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.regions import MappedOutput
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.regions import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.rows.terms import BatchingPolicy
+from weightd_daemon.requests.seat import Slot
+from weightd_protocol.errors import RequestError, ResourceExhausted
+from weightd_protocol.messages.children import BeginBatch, CancelPredict, ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.regions import MappedOutput
 
 MAX_ROWS, PART_ROWS, TIMEOUT_S = 8, 4, 50.0
 DEVICES = {"cpu:0": 0.001, "cpu:1": 0.01, "cpu:2": 0.08}

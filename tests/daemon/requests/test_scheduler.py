@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd.daemon.requests.request import Isolation, Request
-from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.requests.seat import MAX_QUICK_S
-from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
-from weightd.protocol.messages.data import RequestDescription
+from weightd_daemon.requests.request import Isolation, Request
+from weightd_daemon.requests.scheduler import AT_ONCE, Scheduler
+from weightd_daemon.requests.seat import MAX_QUICK_S
+from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
+from weightd_protocol.messages.data import RequestDescription
 
 _numbers = itertools.count(1)
 

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 
 from testkit import desks
 from testkit.examples import examples
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.long_jobs import ACTIVE_S, Durations
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
-from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClocks
-from weightd.daemon.requests.turns import SharedProcessScheduler
-from weightd.daemon.tenants.tenant import Tenant
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import BeginBatch, CancelPredict, ChildOrder, Predict, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.long_jobs import ACTIVE_S, Durations
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.rows.terms import NO_BATCHING, BatchingPolicy
+from weightd_daemon.requests.shares import MULTI_TENANT_HOLD_S, FairClocks
+from weightd_daemon.requests.turns import SharedProcessScheduler
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import BeginBatch, CancelPredict, ChildOrder, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 SHARES_FOR_S = 30.0
 ERROR = 0.05

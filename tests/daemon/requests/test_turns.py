@@ -14,16 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from testkit import desks
 from testkit.examples import examples
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.daemon.requests.rows.terms import BatchingPolicy
-from weightd.daemon.requests.turns import SharedProcessScheduler
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import BeginBatch, ChildOrder, Failed, Ping, Predict, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_daemon.requests.rows.terms import BatchingPolicy
+from weightd_daemon.requests.turns import SharedProcessScheduler
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import BeginBatch, ChildOrder, Failed, Ping, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 TIMEOUT_S = 60.0
 CRASH, OURS = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)

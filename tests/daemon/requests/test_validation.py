@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.requests import signature
-from weightd.daemon.requests.signature import NO_ROW_LIMITS, Signature
-from weightd.daemon.requests.validation import RowLimits, check_gears, check_inputs, check_outputs, describe_difference
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Built
-from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import RowSupport
+from weightd_daemon.requests import signature
+from weightd_daemon.requests.signature import NO_ROW_LIMITS, Signature
+from weightd_daemon.requests.validation import RowLimits, check_gears, check_inputs, check_outputs, describe_difference
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.children import Built
+from weightd_protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.findings import RowSupport
 
 IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())
 IMAGES, SCALES = TensorSignature("image", "FP32", (-1, 8, 8)), TensorSignature("scale", "FP64", ())

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.waiting import PRIORITY_LEVEL_S, PriorityQueue, sort_key
-from weightd.protocol.messages.data import RequestDescription
+from weightd_daemon.requests.request import Request
+from weightd_daemon.requests.waiting import PRIORITY_LEVEL_S, PriorityQueue, sort_key
+from weightd_protocol.messages.data import RequestDescription
 
 
 def request(number: int, arrived: float, level: int) -> Request:

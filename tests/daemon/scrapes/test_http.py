@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.scrapes.http import MAX_HEAD_BYTES, HttpRequestHead, build_response, error_response
+from weightd_daemon.scrapes.http import MAX_HEAD_BYTES, HttpRequestHead, build_response, error_response
 
 
 def head(content: bytes) -> HttpRequestHead:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.scrapes import page
-from weightd.daemon.scrapes.page import MAX_AGE_S, MetricsPage
-from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
-from weightd.shared.exposition import exposition
+from weightd_daemon.scrapes import page
+from weightd_daemon.scrapes.page import MAX_AGE_S, MetricsPage
+from weightd_protocol.messages.metrics import MetricsResponse, ReloadCounts
+from weightd_common.exposition import exposition
 
 
 class PageMaker:

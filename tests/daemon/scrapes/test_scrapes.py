@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.host.listening import is_loopback_listener, listen_on
-from weightd.daemon.host.loop import EventLoop
-from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
-from weightd.daemon.scrapes.page import MetricsPage
-from weightd.daemon.scrapes.scrapes import MAX_CONNECTIONS, TIMEOUT_S, MetricsEndpoint
-from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
-from weightd.shared.peers import UNKNOWN, Peer, Peers
+from weightd_daemon.host.listening import is_loopback_listener, listen_on
+from weightd_daemon.host.loop import EventLoop
+from weightd_daemon.scrapes.http import MAX_HEAD_BYTES
+from weightd_daemon.scrapes.page import MetricsPage
+from weightd_daemon.scrapes.scrapes import MAX_CONNECTIONS, TIMEOUT_S, MetricsEndpoint
+from weightd_protocol.messages.metrics import MetricsResponse, ReloadCounts
+from weightd_common.peers import UNKNOWN, Peer, Peers
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIMIT_S = 30.0

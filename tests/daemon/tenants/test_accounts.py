@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.tenants.accounts import OTHER_MODELS, REASONS, QuotaExceeded, Usage, UsageRecord, UsageTable
-from weightd.protocol import limits
-from weightd.protocol.errors import Cancelled, NotFound, RequestError
-from weightd.protocol.schema import decode, plain
+from weightd_daemon.tenants.accounts import OTHER_MODELS, REASONS, QuotaExceeded, Usage, UsageRecord, UsageTable
+from weightd_protocol import limits
+from weightd_protocol.errors import Cancelled, NotFound, RequestError
+from weightd_protocol.schema import decode, plain
 
 
 def busy(accounts: UsageTable, tenant: str, model: str, seconds: float = 1.0) -> Usage:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.tenants.accounts import QuotaExceeded
-from weightd.daemon.tenants.quota import Quota
-from weightd.protocol.messages.data import RequestDescription, TensorSpec
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.tenants.accounts import QuotaExceeded
+from weightd_daemon.tenants.quota import Quota
+from weightd_protocol.messages.data import RequestDescription, TensorSpec
 
 
 def asked(*shapes: tuple[int, ...]) -> RequestDescription:

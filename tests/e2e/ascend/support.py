@@ -15,7 +15,7 @@ from ascendsim import Host, environment, models
 from testkit.managed import ManagedService
 from testkit.service import Models, Service
 from testkit.waiting import until
-from weightd.protocol.messages.status import DeviceStatus, ModelStatus
+from weightd_protocol.messages.status import DeviceStatus, ModelStatus
 
 from ..support import SampleRequest, mlp_inputs
 

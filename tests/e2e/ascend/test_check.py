@@ -29,7 +29,7 @@ def cards(tmp_path: Path) -> Cards:
 
 @contextlib.contextmanager
 def check(cards: Cards, config: Path) -> Generator[subprocess.Popen[str], None, None]:
-    command = [sys.executable, "-m", "weightd.daemon", "check", "--load", str(config)]
+    command = [sys.executable, "-m", "weightd_daemon", "check", "--load", str(config)]
     variables = {**os.environ, **environment(cards.host)}
     process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process:

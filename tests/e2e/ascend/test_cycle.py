@@ -10,7 +10,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, FailedPrecondition, Pending
+from weightd import Client, FailedPrecondition, Pending
 
 from ..support import Load, SampleRequest, ask_all
 from .support import MODEL, Cards, device, questions, status

@@ -9,7 +9,7 @@ import pytest
 from ascendsim import models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import InvalidArgument
+from weightd import InvalidArgument
 
 from ..support import Load, SampleRequest, ask_all, mlp_inputs
 from .support import MODEL, WIDTH, Cards, kill, on_card, status

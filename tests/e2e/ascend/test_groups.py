@@ -14,7 +14,7 @@ from ascendsim import Host, environment, models
 from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import FailedPrecondition
+from weightd import FailedPrecondition
 
 from ..support import Load, ask_all
 from .support import WIDTH, questions, status

@@ -12,7 +12,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Unavailable
+from weightd import Unavailable
 
 from ..support import Load, SampleRequest, ask_all
 from .support import MODEL, Cards, a_host, kill, names, number, questions, serves, status, wait_for_all

@@ -20,7 +20,7 @@ from ascendsim.ranks import Slices
 from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import FailedPrecondition
+from weightd import FailedPrecondition
 
 from ..support import Load, SampleRequest, ask_all
 from .support import serves, status

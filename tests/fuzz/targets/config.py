@@ -10,19 +10,19 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from weightd.daemon.config import load as config
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.groups import GroupConfig
-from weightd.daemon.config.identities import OVERFLOW_ID
-from weightd.daemon.config.listeners import ListenerConfig
-from weightd.daemon.config.load import Config, ConfigError
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import MAX_RANKS, RanksConfig
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.engines import ENGINES
-from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.protocol import limits
+from weightd_daemon.config import load as config
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.config.groups import GroupConfig
+from weightd_daemon.config.identities import OVERFLOW_ID
+from weightd_daemon.config.listeners import ListenerConfig
+from weightd_daemon.config.load import Config, ConfigError
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import MAX_RANKS, RanksConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.engines import ENGINES
+from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd_protocol import limits
 
 if sys.version_info >= (3, 11):
     import tomllib

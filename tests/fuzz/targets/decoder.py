@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import msgpack
 
 from targets.reader import Reader
-from weightd.protocol import codec, limits
-from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.errors import ERRORS, RemoteProtocolError
-from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
-from weightd.protocol.messages.data import Error, RequestDescription, ResponseDescription
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import FieldError, describe_fields
+from weightd_protocol import codec, limits
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import ERRORS, RemoteProtocolError
+from weightd_protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd_protocol.messages.data import Error, RequestDescription, ResponseDescription
+from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.schema import FieldError, describe_fields
 
 TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
 

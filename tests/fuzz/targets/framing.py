@@ -10,9 +10,9 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from targets.reader import Reader
-from weightd.protocol import limits
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES, FrameReader, Message, message_prefix
+from weightd_protocol import limits
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES, FrameReader, Message, message_prefix
 
 FILLER = 255
 HEADER_BYTES = 32

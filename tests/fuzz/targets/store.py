@@ -14,10 +14,10 @@ import tempfile
 import numpy as np
 
 from targets.reader import Reader
-from weightd.worker.pagesharing import PageSharingUnavailable, store
-from weightd.worker.pagesharing.libc import PAGE, libc
-from weightd.worker.pagesharing.runs import find_matches
-from weightd.worker.pagesharing.store import OpenStore
+from weightd_worker.pagesharing import PageSharingUnavailable, store
+from weightd_worker.pagesharing.libc import PAGE, libc
+from weightd_worker.pagesharing.runs import find_matches
+from weightd_worker.pagesharing.store import OpenStore
 
 FITTING = 1
 

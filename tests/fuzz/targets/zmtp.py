@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from targets.reader import Reader
-from weightd.daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, NullMechanism, ZmtpConnection, ZmtpLimits
-from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
+from weightd_daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, NullMechanism, ZmtpConnection, ZmtpLimits
+from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 FILLER = 255
 _FILLING = b"\xff" * LARGE_BYTES  # as the beginning of a frame an error: it would be thousands of frames else

@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from weightd.gateway.page.numbers import status_json
-from weightd.shared.overview.rows import Overview
+from weightd_gateway.page.numbers import status_json
+from weightd_common.overview.rows import Overview
 
 from .pageserver import PageServer, StatusReply
 

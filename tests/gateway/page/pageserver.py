@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-from weightd.gateway.page.files import FILES, STATUS_HEADERS
+from weightd_gateway.page.files import FILES, STATUS_HEADERS
 
 
 class StatusReply(NamedTuple):

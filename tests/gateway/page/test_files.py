@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from weightd.gateway.page.files import FILES, HEADERS, STATUS_HEADERS
+from weightd_gateway.page.files import FILES, HEADERS, STATUS_HEADERS
 
 TYPES = {"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"}
 

@@ -10,11 +10,11 @@ import pytest
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.gateway.callers import Caller
-from weightd.gateway.page.looks import StatusPoller
-from weightd.protocol.errors import DeadlineExceeded, RequestError, Unauthenticated, Unavailable
-from weightd.protocol.messages.metrics import MetricsResponse
-from weightd.protocol.messages.status import StatusResponse
+from weightd_gateway.callers import Caller
+from weightd_gateway.page.looks import StatusPoller
+from weightd_protocol.errors import DeadlineExceeded, RequestError, Unauthenticated, Unavailable
+from weightd_protocol.messages.metrics import MetricsResponse
+from weightd_protocol.messages.status import StatusResponse
 
 ALL, RESEARCH = Caller(None, "-"), Caller("research", "r")
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from testkit import looks
 from testkit.looks import MB
-from weightd.gateway.page.numbers import status_json
-from weightd.shared.overview.history import History
-from weightd.shared.overview.rows import Overview
+from weightd_gateway.page.numbers import status_json
+from weightd_common.overview.history import History
+from weightd_common.overview.rows import Overview
 
 
 def picture(workers: int = 2) -> Overview:

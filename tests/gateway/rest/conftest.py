@@ -10,9 +10,9 @@ import pytest
 from testkit import fakedaemon
 from testkit.fakedaemon import FakeDaemon, directory
 from testkit.httpgateway import HttpGateway
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.control import ModelReady, ReadyResponse, ServerReady
-from weightd.protocol.messages.types import ClientMessage
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.control import ModelReady, ReadyResponse, ServerReady
+from weightd_protocol.messages.types import ClientMessage
 
 __all__ = ["directory"]
 

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from weightd.gateway.arrays import MAX_VALUES
-from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.answer import encode
-from weightd.gateway.rest.form import InferRequestJson, OutputJson
-from weightd.protocol.errors import InvalidArgument
+from weightd_gateway.arrays import MAX_VALUES
+from weightd_gateway.codes import TooLarge
+from weightd_gateway.rest.answer import encode
+from weightd_gateway.rest.form import InferRequestJson, OutputJson
+from weightd_protocol.errors import InvalidArgument
 
 ANSWER = {"y": np.array([[1.5, 2.0]], np.float32), "z": np.array(True)}
 

@@ -19,12 +19,12 @@ import pytest
 from testkit.fakedaemon import FakeDaemon, silent
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
-from weightd.gateway.arrays import DTYPES
-from weightd.gateway.callers import Authenticator, Caller, token_digest
-from weightd.gateway.rest import api
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Cancel, Error, Infer
-from weightd.protocol.messages.types import ClientMessage
+from weightd_gateway.arrays import DTYPES
+from weightd_gateway.callers import Authenticator, Caller, token_digest
+from weightd_gateway.rest import api
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.types import ClientMessage
 
 INFER = "/v2/models/m/infer"
 LENGTH = "Inference-Header-Content-Length"
@@ -483,7 +483,7 @@ def test_who_asks_again_and_again_for_what_fails_fills_no_log(
     fake: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.stop()
-    caplog.set_level("WARNING", "weightd.gateway.rest")
+    caplog.set_level("WARNING", "weightd_gateway.rest")
     with HttpGateway(fake.address) as gateway:
         for _ in range(20):
             assert gateway.ask("POST", INFER, ONE, {"traceparent": TRACE})[0] == 503

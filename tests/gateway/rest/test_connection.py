@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from weightd.gateway.rest.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
-from weightd.shared.peers import Peer
+from weightd_gateway.rest.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
+from weightd_common.peers import Peer
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.arrays import MAX_VALUES
-from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.form import (
+from weightd_gateway.arrays import MAX_VALUES
+from weightd_gateway.codes import TooLarge
+from weightd_gateway.rest.form import (
     MAX_JSON_BYTES,
     MAX_KEYS,
     InferRequestJson,
@@ -20,7 +20,7 @@ from weightd.gateway.rest.form import (
     read,
     split_binary,
 )
-from weightd.protocol.errors import InvalidArgument
+from weightd_protocol.errors import InvalidArgument
 
 X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
 RAW = {"name": "x", "datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8}}

@@ -20,7 +20,7 @@ from testkit.examples import examples
 from testkit.fakedaemon import FakeDaemon
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
-from weightd.shared.peers import UNKNOWN, Peer, Peers
+from weightd_common.peers import UNKNOWN, Peer, Peers
 
 BODY = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[7]}]}'
 INFER = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)

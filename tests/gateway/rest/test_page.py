@@ -12,11 +12,11 @@ from testkit import looks
 from testkit.fakedaemon import FakeDaemon, echo
 from testkit.httpgateway import HttpGateway
 from testkit.looks import MB
-from weightd.gateway.page.files import FILES, STATUS_HEADERS
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.metrics import Metrics
-from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import ClientMessage
+from weightd_gateway.page.files import FILES, STATUS_HEADERS
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.metrics import Metrics
+from weightd_protocol.messages.status import Status
+from weightd_protocol.messages.types import ClientMessage
 
 
 def works(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[list[Any]]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.rest.routes import Operation, parse_route
-from weightd.protocol.errors import NotFound
+from weightd_gateway.rest.routes import Operation, parse_route
+from weightd_protocol.errors import NotFound
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ from typing import Any
 import grpc
 import numpy as np
 
-from weightd.gateway.callers import Authenticator, Caller
-from weightd.gateway.config import places
-from weightd.gateway.config.table import GatewayConfig
-from weightd.gateway.gateway import Gateway
-from weightd.gateway.helper import Helpers
-from weightd.gateway.question import InferenceRequest, InferenceResult
-from weightd.gateway.regions import RegisteredRegions
-from weightd.gateway.rpc.front import GrpcServer
-from weightd.gateway.seats import AdmissionControl
-from weightd.gateway.service import DaemonClient
-from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
-from weightd.protocol.messages.data import TensorSignature
+from weightd_gateway.callers import Authenticator, Caller
+from weightd_gateway.config import places
+from weightd_gateway.config.table import GatewayConfig
+from weightd_gateway.gateway import Gateway
+from weightd_gateway.helper import Helpers
+from weightd_gateway.question import InferenceRequest, InferenceResult
+from weightd_gateway.regions import RegisteredRegions
+from weightd_gateway.rpc.front import GrpcServer
+from weightd_gateway.seats import AdmissionControl
+from weightd_gateway.service import DaemonClient
+from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
+from weightd_protocol.messages.data import TensorSignature
 
 LIMIT_S = 30.0
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd.gateway.rpc.cutting import ParsedRequest, fast_parse
+from weightd_gateway.rpc.cutting import ParsedRequest, fast_parse
 
 TEXT = st.text(max_size=8)
 

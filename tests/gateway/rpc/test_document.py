@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from weightd.gateway import arrays
-from weightd.gateway.rpc import calls, cutting, errors, fields, front, parameters, reflection, requests, streams
-from weightd.gateway.rpc.messages import INFERENCE
+from weightd_gateway import arrays
+from weightd_gateway.rpc import calls, cutting, errors, fields, front, parameters, reflection, requests, streams
+from weightd_gateway.rpc.messages import INFERENCE
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
 SECTION = PAGE.read_text("utf-8").partition("\n## gRPC\n")[2].partition("\n## ")[0]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.codes import STATUSES, TooLarge
-from weightd.gateway.rpc.errors import rpc_status
-from weightd.gateway.rpc.messages import STATUS
-from weightd.protocol.errors import ERRORS, ResourceExhausted
+from weightd_gateway.codes import STATUSES, TooLarge
+from weightd_gateway.rpc.errors import rpc_status
+from weightd_gateway.rpc.messages import STATUS
+from weightd_protocol.errors import ERRORS, ResourceExhausted
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))

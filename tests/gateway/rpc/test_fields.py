@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd.gateway.codes import TooLarge
-from weightd.gateway.rpc.fields import MAX_FIELDS, check_fields, checked_parser, layout_of
-from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
-from weightd.protocol import limits
+from weightd_gateway.codes import TooLarge
+from weightd_gateway.rpc.fields import MAX_FIELDS, check_fields, checked_parser, layout_of
+from weightd_gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
+from weightd_protocol import limits
 
 LAYOUT = layout_of(INFERENCE["ModelInferRequest"].DESCRIPTOR)
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.rpc import frames
-from weightd.gateway.rpc.frames import BURST_TOKENS, PREFACE, TOKENS_PER_S, FrameCounter, FrameHeads, LimitExceeded
+from weightd_gateway.rpc import frames
+from weightd_gateway.rpc.frames import BURST_TOKENS, PREFACE, TOKENS_PER_S, FrameCounter, FrameHeads, LimitExceeded
 
 END_HEADERS = 4
 

@@ -25,11 +25,11 @@ from tritonclient.utils import InferenceServerException
 
 from testkit import certificates
 from testkit.waiting import until
-from weightd.gateway.callers import Authenticator, Caller, token_digest
-from weightd.gateway.config import places
-from weightd.gateway.question import InferenceRequest, InferenceResult
-from weightd.gateway.rpc import calls, frames, front, reflection
-from weightd.protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
+from weightd_gateway.callers import Authenticator, Caller, token_digest
+from weightd_gateway.config import places
+from weightd_gateway.question import InferenceRequest, InferenceResult
+from weightd_gateway.rpc import calls, frames, front, reflection
+from weightd_protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
 from .test_frames import frame

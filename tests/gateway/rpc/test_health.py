@@ -9,9 +9,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from testkit.waiting import until
-from weightd.gateway.callers import Authenticator
-from weightd.gateway.rpc import health
-from weightd.protocol.errors import Unavailable
+from weightd_gateway.callers import Authenticator
+from weightd_gateway.rpc import health
+from weightd_protocol.errors import Unavailable
 
 from .served import LIMIT_S, served
 

@@ -13,8 +13,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from weightd.gateway.callers import Authenticator
-from weightd.gateway.rpc.calls import MAX_SMALL_MESSAGE_BYTES
+from weightd_gateway.callers import Authenticator
+from weightd_gateway.rpc.calls import MAX_SMALL_MESSAGE_BYTES
 
 from .served import LIMIT_S, connected, served
 

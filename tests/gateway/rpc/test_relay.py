@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from weightd.gateway.admission import PeerAdmission
-from weightd.gateway.handshakes import Handshakes
-from weightd.gateway.rpc import frames, relay
-from weightd.gateway.rpc.frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
-from weightd.gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Http2Filter
-from weightd.shared.peers import Peer
+from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.handshakes import Handshakes
+from weightd_gateway.rpc import frames, relay
+from weightd_gateway.rpc.frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
+from weightd_gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Http2Filter
+from weightd_common.peers import Peer
 
 END_HEADERS = 4
 

@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd.gateway.arrays import DTYPES, MAX_VALUES, datatype_of
-from weightd.gateway.callers import Caller
-from weightd.gateway.codes import TooLarge
-from weightd.gateway.helper import Helpers
-from weightd.gateway.regions import RegisteredRegions
-from weightd.gateway.rpc import requests
-from weightd.gateway.rpc.calls import RpcContext
-from weightd.gateway.rpc.fields import MAX_FIELDS
-from weightd.gateway.rpc.parameters import MAX_PARAMETERS
-from weightd.gateway.rpc.requests import (
+from weightd_gateway.arrays import DTYPES, MAX_VALUES, datatype_of
+from weightd_gateway.callers import Caller
+from weightd_gateway.codes import TooLarge
+from weightd_gateway.helper import Helpers
+from weightd_gateway.regions import RegisteredRegions
+from weightd_gateway.rpc import requests
+from weightd_gateway.rpc.calls import RpcContext
+from weightd_gateway.rpc.fields import MAX_FIELDS
+from weightd_gateway.rpc.parameters import MAX_PARAMETERS
+from weightd_gateway.rpc.requests import (
     MAX_HEADER_BYTES,
     MAX_UNUSUAL_BYTES,
     InferRequest,
     ShmResolver,
     parse_infer_request,
 )
-from weightd.gateway.seats import AdmissionControl
-from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from weightd_gateway.seats import AdmissionControl
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
 CALLER = Caller(None, "test")
 CALL = RpcContext(CALLER, AdmissionControl(1, 2**40).reserve_response(CALLER, 0))

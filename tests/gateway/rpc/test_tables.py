@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from weightd.gateway.rpc import tables
-from weightd.gateway.rpc.descriptors import Messages, file_descriptor
-from weightd.gateway.rpc.tables import DescriptorFile
+from weightd_gateway.rpc import tables
+from weightd_gateway.rpc.descriptors import Messages, file_descriptor
+from weightd_gateway.rpc.tables import DescriptorFile
 
 # A name, its number, its type, whether it is repeated, and among which it is chosen.
 Fields = dict[str, tuple[int, int, str, int, str]]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Callable
 
-from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.findings import SelfTestCases
-from weightd.worker.canary import search
-from weightd.worker.canary.canary import SelfTest
-from weightd.worker.engines.engine import Engine, ModelSignature
+from weightd_protocol.messages.children import Build
+from weightd_protocol.messages.findings import SelfTestCases
+from weightd_worker.canary import search
+from weightd_worker.canary.canary import SelfTest
+from weightd_worker.engines.engine import Engine, ModelSignature
 
 
 def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:

@@ -10,9 +10,9 @@ SHIM_MARK = b"launchers.keeper import process"
 
 # What the command line or the name of a process that is no model's shows it to be; the first that fits.
 _ROLES: Mapping[str, str] = {
-    "weightd.worker.forkserver": "fork server",
+    "weightd_worker.forkserver": "fork server",
     SHIM_MARK.decode(): "keeper",
-    "weightd.daemon.children.snapshotter": "snapshotter",
+    "weightd_daemon.children.snapshotter": "snapshotter",
     "name gate ": "gate",
     "name weightd-zygote": "zygote",
 }

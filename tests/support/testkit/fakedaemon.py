@@ -15,21 +15,21 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 import pytest
 import zmq
 
-from weightd.client import Client
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.control import (
+from weightd import Client
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
     ServerMetadata,
     ServerMetadataResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription, TensorSignature
-from weightd.protocol.messages.metrics import Metrics, MetricsResponse, ReloadCounts
-from weightd.protocol.messages.regions import Register
-from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage
-from weightd.shared.paths import unix_path
-from weightd.shared.stream import Stream
+from weightd_protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription, TensorSignature
+from weightd_protocol.messages.metrics import Metrics, MetricsResponse, ReloadCounts
+from weightd_protocol.messages.regions import Register
+from weightd_protocol.messages.status import Status, StatusResponse
+from weightd_protocol.messages.types import FROM_CLIENT, ClientMessage
+from weightd_common.paths import unix_path
+from weightd_common.stream import Stream
 
 # For everything that must happen: a machine that is busy with other work needs it.
 LIMIT_S = 30.0

@@ -6,10 +6,10 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from weightd.protocol.messages.children import Traits
-from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
-from weightd.worker.engines.sharing import SharedWeights, WeightSharing
+from weightd_protocol.messages.children import Traits
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
+from weightd_worker.engines.sharing import SharedWeights, WeightSharing
 
 Answer = Callable[[Arrays], Arrays]
 

@@ -6,9 +6,9 @@ import types
 from typing import Any, ClassVar, Dict, List, Mapping, Optional
 
 from testkit.fakeengine import Answer
-from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.ranks import RankEngine, RankRendezvous
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.ranks import RankEngine, RankRendezvous
 
 NOWHERE = RankRendezvous(0, 2, "cpu")
 

@@ -38,7 +38,7 @@ class GatewayProcess:
         self.config.write_text(toml(given), "utf-8")
 
     def __enter__(self) -> GatewayProcess:
-        command = [sys.executable, "-m", "weightd.daemon", "gateway", str(self.config)]
+        command = [sys.executable, "-m", "weightd_daemon", "gateway", str(self.config)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.pid: int = self._process.pid
         assert self._process.stderr

@@ -10,16 +10,16 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightd.gateway.callers import Authenticator
-from weightd.gateway.config.load import make_authenticator, parse
-from weightd.gateway.gateway import Gateway
-from weightd.gateway.helper import Helpers
-from weightd.gateway.regions import RegisteredRegions
-from weightd.gateway.rest.connection import HttpConnections
-from weightd.gateway.rest.front import HttpServer
-from weightd.gateway.seats import AdmissionControl
-from weightd.gateway.service import DaemonClient
-from weightd.shared.tables import ErrorCollector
+from weightd_gateway.callers import Authenticator
+from weightd_gateway.config.load import make_authenticator, parse
+from weightd_gateway.gateway import Gateway
+from weightd_gateway.helper import Helpers
+from weightd_gateway.regions import RegisteredRegions
+from weightd_gateway.rest.connection import HttpConnections
+from weightd_gateway.rest.front import HttpServer
+from weightd_gateway.seats import AdmissionControl
+from weightd_gateway.service import DaemonClient
+from weightd_common.tables import ErrorCollector
 
 T = TypeVar("T")
 

@@ -23,18 +23,18 @@ import zmq
 
 from testkit.lingering import lingering
 from testkit.users_child import ProcessContext
-from weightd.client import Client, Pending, RequestError
-from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import MAX_FRAMES, FrameReader, message_prefix
-from weightd.protocol.messages.control import ModelMetadata
-from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
-from weightd.protocol.messages.journal import Events
-from weightd.protocol.messages.metrics import Metrics
-from weightd.protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
-from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import TO_CLIENT
-from weightd.shared import memfd
+from weightd import Client, Pending, RequestError
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.framing import MAX_FRAMES, FrameReader, message_prefix
+from weightd_protocol.messages.control import ModelMetadata
+from weightd_protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
+from weightd_protocol.messages.journal import Events
+from weightd_protocol.messages.metrics import Metrics
+from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
+from weightd_protocol.messages.status import Status
+from weightd_protocol.messages.types import TO_CLIENT
+from weightd_common import memfd
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 

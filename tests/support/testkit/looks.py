@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
-from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
-from weightd.protocol.messages.status import (
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
+from weightd_protocol.messages.status import (
     ForkServerStatus,
     GenerationStatus,
     ModelStatus,

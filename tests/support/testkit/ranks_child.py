@@ -58,7 +58,7 @@ class Engine:
     """A rank by weightd's engine, and beside it the same file by the library's own calls."""
 
     def __init__(self, rank_arguments: RankArguments) -> None:
-        from weightd.worker.engines.mindspore import MindSporeRank
+        from weightd_worker.engines.mindspore import MindSporeRank
 
         self._rank = MindSporeRank(make_rendezvous(rank_arguments))
         self._rank.join_group()
@@ -96,7 +96,7 @@ def join(role: str, rank_arguments: RankArguments) -> None:
 
 
 def make_rendezvous(rank_arguments: RankArguments) -> Any:
-    from weightd.worker.engines.ranks import RankRendezvous
+    from weightd_worker.engines.ranks import RankRendezvous
 
     return RankRendezvous(
         rank_arguments.rank,
@@ -116,7 +116,7 @@ def schedule(how: str, rank_arguments: RankArguments) -> None:
 
         mindspore.communication.init()
     else:
-        from weightd.worker.engines.mindspore import MindSporeRank
+        from weightd_worker.engines.mindspore import MindSporeRank
 
         MindSporeRank.serve_broker(make_rendezvous(rank_arguments))
 

@@ -125,7 +125,7 @@ class Nodes:
         """Return an application as a YAML has it."""
         return {
             "name": name,
-            "import_path": "weightd.ray:app",
+            "import_path": "weightd_ray:app",
             "route_prefix": prefix or f"/{name}",
             "args": arguments if "address" in arguments else {"directory": str(self.base), **arguments},
             "deployments": [{"name": "weightd", **deployment}],
@@ -162,7 +162,7 @@ class Nodes:
     def supervisors(self, application: str) -> list[int]:
         """Return the guards that the replicas of an application hold on a leash."""
         held = {name for pid in self.replicas(application) for name in _descriptors(pid)}
-        return [pid for pid in self.pids("weightd.ray.guard") if _descriptors(pid, "0") & held]
+        return [pid for pid in self.pids("weightd_ray.guard") if _descriptors(pid, "0") & held]
 
     def left(self) -> Sequence[str]:
         """Return what is left of replicas: processes, and files that are not to stay."""

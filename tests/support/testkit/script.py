@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Sequence, Union
 
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import (
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.children import (
     FROM_CHILD,
     BatchMismatch,
     ChildMessage,
@@ -16,7 +16,7 @@ from weightd.protocol.messages.children import (
     Result,
     TryingSelfTest,
 )
-from weightd.protocol.messages.ranks import Done
+from weightd_protocol.messages.ranks import Done
 
 PAUSE: Sequence[Any] = ()
 

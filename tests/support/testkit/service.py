@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Callable, Mapping, Type, TypeVar, cast
 
 from testkit import census, memory, mindir
-from weightd.client import Client, Unavailable, WeightdError
-from weightd.protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
+from weightd import Client, Unavailable, WeightdError
+from weightd_protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class Service:
         self.config.write_text(toml(tables), encoding="utf-8")
 
     def _launch(self, config: Path) -> None:
-        command = [sys.executable, "-m", "weightd.daemon", *(["--verbose"] if self._verbose else [])]
+        command = [sys.executable, "-m", "weightd_daemon", *(["--verbose"] if self._verbose else [])]
         self.begin = time.perf_counter()
         self._process = self._popen([*command, "serve", str(config)])
         self.pid: int = self._process.pid

@@ -11,11 +11,11 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, Callable, Tuple
 
-import weightd.client.zeromq
-from weightd.client import Client
+import weightd.zeromq
+from weightd import Client
 
 # Imported now: afterwards it may read no file of root's.
-_TRANSPORTS = (weightd.client.zeromq,)
+_TRANSPORTS = (weightd.zeromq,)
 
 # An order: what to do, and with what.
 Order = Tuple[Any, ...]

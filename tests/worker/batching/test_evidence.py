@@ -12,15 +12,15 @@ import pytest
 
 from testkit import cases
 from testkit.fakeengine import FakeEngine
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import RowSupport, SelfTestCases
-from weightd.shared.rowtest import comparison
-from weightd.worker.batching import evidence
-from weightd.worker.canary import canary, search
-from weightd.worker.engines.engine import Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, ModelCorrupted
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.children import Build
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import RowSupport, SelfTestCases
+from weightd_common.rowtest import comparison
+from weightd_worker.batching import evidence
+from weightd_worker.canary import canary, search
+from weightd_worker.engines.engine import Engine, ModelSignature
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
 
 X, Y = TensorSignature("x", "FP32", (-1, 3)), TensorSignature("y", "FP32", (-1, 3))
 SIGNATURE = ModelSignature((X,), (Y,))

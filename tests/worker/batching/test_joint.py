@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.data import RequestDescription
-from weightd.protocol.tensors import describe_request, describe_response, frame_of
-from weightd.shared.rowtest.bits import NotBatchable
-from weightd.worker.batching.joint import MergedRequest
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.data import RequestDescription
+from weightd_protocol.tensors import describe_request, describe_response, frame_of
+from weightd_common.rowtest.bits import NotBatchable
+from weightd_worker.batching.joint import MergedRequest
 
 X, INDEX = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64)
 

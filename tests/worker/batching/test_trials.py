@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from testkit.fakeengine import FakeEngine
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.tensors import describe_request, frame_of
-from weightd.shared.rowtest.bits import NotBatchable
-from weightd.worker.batching import trials as trials_module
-from weightd.worker.batching.joint import MergedRequest
-from weightd.worker.batching.trials import RowsDiffer, ShadowChecks
-from weightd.worker.engines.engine import ModelSignature
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.tensors import describe_request, frame_of
+from weightd_common.rowtest.bits import NotBatchable
+from weightd_worker.batching import trials as trials_module
+from weightd_worker.batching.joint import MergedRequest
+from weightd_worker.batching.trials import RowsDiffer, ShadowChecks
+from weightd_worker.engines.engine import ModelSignature
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSignature("y", "FP32", (-1, -1)),))
 

@@ -12,15 +12,15 @@ import pytest
 
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine
-from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
-from weightd.protocol.tensors import NUMPY_DTYPE
-from weightd.worker.canary import canary, sample, search
-from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import BuildError, ModelCorrupted
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.children import Build
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import SelfTestCase, SelfTestCases
+from weightd_protocol.tensors import NUMPY_DTYPE
+from weightd_worker.canary import canary, sample, search
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
 
 Shape = Optional[Tuple[int, ...]]
 

@@ -8,11 +8,11 @@ import pytest
 
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine
-from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.canary import canary
-from weightd.worker.canary.proof import AnswerVerifier
-from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import ModelCorrupted
+from weightd_protocol.messages.data import TensorSignature
+from weightd_worker.canary import canary
+from weightd_worker.canary.proof import AnswerVerifier
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import ModelCorrupted
 
 BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
 

@@ -9,8 +9,8 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import BuildSettings, Engine
 
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 KINDS: Dict[str, Dict[str, Any]] = {"alone": {}}

@@ -18,7 +18,7 @@ import pytest
 
 from ascendsim import Host, environment, models
 from ascendsim.program import ProgramForkServer
-from weightd.protocol.messages.children import (
+from weightd_protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
@@ -31,11 +31,11 @@ from weightd.protocol.messages.children import (
     Result,
     Traits,
 )
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory, SelfTestCases
-from weightd.worker import exits
-from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
-from weightd.worker.engines.mindspore_lite.gears import parse_gears
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory, SelfTestCases
+from weightd_worker import exits
+from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
+from weightd_worker.engines.mindspore_lite.gears import parse_gears
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -117,7 +117,7 @@ class Card:
 @pytest.fixture(scope="session")
 def nursery() -> Generator[ProgramForkServer, None, None]:
     """Forks processes that have imported what a child imports: that is most of a child's time."""
-    with ProgramForkServer("weightd.worker.__main__", "weightd.worker.probe") as nursery:
+    with ProgramForkServer("weightd_worker.__main__", "weightd_worker.probe") as nursery:
         yield nursery
 
 
@@ -365,7 +365,7 @@ def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Car
     built = card.pair()
     assert built.device is None
     assert card.attach("w", built).device is None
-    assert "WARNING weightd.worker: the card's memory is not known: libascendcl.so: " in card.daemon.log("h")
+    assert "WARNING weightd_worker: the card's memory is not known: libascendcl.so: " in card.daemon.log("h")
 
 
 # --- what the library ignores in silence ----------------------------------------------------------------------
@@ -551,8 +551,8 @@ def test_a_card_that_cannot_export_is_told_with_what_to_do(card: Card) -> None:
 # --- what the library leaves to its caller --------------------------------------------------------------------
 
 _TWO_ANSWERS = """
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Settings
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import Settings
 engine = ENGINES["mindspore_lite"](Settings(1, "ascend:0", False))
 engine.build(path)
 names = [[each.name for each in tensors] for tensors in engine.signature]
@@ -702,7 +702,7 @@ def probe(nursery: ProgramForkServer, host: Host, tmp_path: Path) -> Ask:
 
     def probe(device: str) -> Tuple[int, Dict[str, Any]]:
         log = tmp_path / "probe.log"
-        command = [sys.executable, "-m", "weightd.worker.probe", "--device", device]
+        command = [sys.executable, "-m", "weightd_worker.probe", "--device", device]
         status = nursery.popen(command, log, environment(host)).wait()
         report: Dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
         return status, report
@@ -743,14 +743,14 @@ def test_a_card_that_cannot_be_asked_is_an_error(
 def test_without_the_library_the_probe_says_so(host: Host, tmp_path: Path) -> None:
     (tmp_path / "mindspore_lite.py").write_text("raise ImportError('libmindspore-lite.so: not found')")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "weightd.worker.probe", "--device", "ascend:0"]
+    command = [sys.executable, "-m", "weightd_worker.probe", "--device", "ascend:0"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=False)
     assert done.returncode == exits.NO_ENGINE
     assert json.loads(done.stdout) == {"error": "ImportError: libmindspore-lite.so: not found"}
 
 
 _BENEATH = """
-from weightd.worker.engines.mindspore_lite.acl import Acl
+from weightd_worker.engines.mindspore_lite.acl import Acl
 acl = Acl()
 acl.initialize()
 acl.initialize()

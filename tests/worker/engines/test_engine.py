@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from testkit import cases
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import SelfTestCases
-from weightd.worker.canary import canary
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import BuildSettings, Engine
-from weightd.worker.engines.errors import BuildError, EngineMissing
-from weightd.worker.engines.sharing import SHARING_IS_OFF
-from weightd.worker.pagesharing.chunks import LARGE_BLOCK_BYTES, MIN_BLOCK_BYTES
-from weightd.worker.pagesharing.libc import Libc
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import SelfTestCases
+from weightd_worker.canary import canary
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.errors import BuildError, EngineMissing
+from weightd_worker.engines.sharing import SHARING_IS_OFF
+from weightd_worker.pagesharing.chunks import LARGE_BLOCK_BYTES, MIN_BLOCK_BYTES
+from weightd_worker.pagesharing.libc import Libc
 
 Built = Callable[[str], Engine]
 Model = Callable[[str], Path]

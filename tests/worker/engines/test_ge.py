@@ -10,9 +10,9 @@ from typing import Any, Optional
 
 import pytest
 
-from weightd.worker.engines.errors import BuildError, EngineMissing
-from weightd.worker.engines.mindspore_lite.ge import MindSporeLiteRank
-from weightd.worker.engines.ranks import RankRendezvous
+from weightd_worker.engines.errors import BuildError, EngineMissing
+from weightd_worker.engines.mindspore_lite.ge import MindSporeLiteRank
+from weightd_worker.engines.ranks import RankRendezvous
 
 
 def library(ascend: Any) -> types.ModuleType:

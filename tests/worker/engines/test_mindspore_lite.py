@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from testkit import cases
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.canary import canary
-from weightd.worker.engines.engine import Engine
-from weightd.worker.engines.errors import BuildError, ModelCorrupted
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.data import TensorSignature
+from weightd_worker.canary import canary
+from weightd_worker.engines.engine import Engine
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 
@@ -24,7 +24,7 @@ Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
 NativeLogFile = Callable[[], ContextManager[Path]]
 
-module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite.model")
+module: Any = importlib.import_module("weightd_worker.engines.mindspore_lite.model")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_inputs_are_bound_by_position_and_by_the_engine_by_name(bare: Any, built
 
 
 def test_why_inputs_have_to_be_of_the_right_shape_native_and_in_c_order(bare: Any) -> None:
-    """`weightd.worker.session` sees to it, and the engine to the shape: their tests show it."""
+    """`weightd_worker.session` sees to it, and the engine to the shape: their tests show it."""
     plain = bare("fixed")
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     twice = (bare_predict(plain, x)[0] * 2).tolist()

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Dict, List
 import numpy as np
 import pytest
 
-from weightd.protocol.messages.findings import DeviceMemory
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import BuildSettings, Engine
-from weightd.worker.engines.errors import AttachRefused, BuildError, EngineMissing
-from weightd.worker.engines.mindspore_lite import acl, ascend, cardsharing
-from weightd.worker.engines.sharing import SHARING_IS_OFF
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.errors import AttachRefused, BuildError, EngineMissing
+from weightd_worker.engines.mindspore_lite import acl, ascend, cardsharing
+from weightd_worker.engines.sharing import SHARING_IS_OFF
 
 Calls = List[Dict[str, Any]]
 

@@ -11,12 +11,12 @@ from typing import Any, Callable, Dict, FrozenSet, List, Set
 import numpy as np
 import pytest
 
-from weightd.protocol.errors import InvalidArgument
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import Arrays, BuildSettings, Engine
-from weightd.worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
-from weightd.worker.pagesharing import chunks
-from weightd.worker.pagesharing.libc import libc
+from weightd_protocol.errors import InvalidArgument
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import Arrays, BuildSettings, Engine
+from weightd_worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
+from weightd_worker.pagesharing import chunks
+from weightd_worker.pagesharing.libc import libc
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 

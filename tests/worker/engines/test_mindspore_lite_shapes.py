@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from testkit import freshanswers
 from testkit.examples import examples
-from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
-from weightd.worker import pagesharing
-from weightd.worker.canary import canary
-from weightd.worker.canary.proof import AnswerVerifier
-from weightd.worker.engines import ENGINES
-from weightd.worker.engines.engine import BuildSettings, Engine
-from weightd.worker.engines.errors import ModelCorrupted
-from weightd.worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
-from weightd.worker.engines.sharing import SharedWeights
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.children import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
+from weightd_worker import pagesharing
+from weightd_worker.canary import canary
+from weightd_worker.canary.proof import AnswerVerifier
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.errors import ModelCorrupted
+from weightd_worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
+from weightd_worker.engines.sharing import SharedWeights
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -198,7 +198,7 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
         return compute(inputs)
 
     monkeypatch.setattr(engine, "_compute", refuse)
-    monkeypatch.setattr("weightd.worker.engines.mindspore_lite.cpu.grown", lambda *_: ((5, 50, 8), (1, 50, 32)))
+    monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu.grown", lambda *_: ((5, 50, 8), (1, 50, 32)))
     compare(engine, "lstm", [0, 5], fresh_answers("lstm"))
     assert asked == [1, 16, 50, 16]
 
@@ -206,7 +206,7 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
 def test_a_lock_that_a_stopped_process_keeps_is_not_waited_for_without_end(
     model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
 ) -> None:
-    monkeypatch.setattr("weightd.worker.engines.mindspore_lite.cpu._LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu._LOCK_PATIENCE_S", 0.05)
     engine = make(model("lstm"), "alone")
     with model("lstm").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -236,7 +236,7 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
         joined.append(store)
         return SharedWeights(store, 0, "")
 
-    monkeypatch.setattr("weightd.worker.engines.pages.PageSharing.attach", attach)
+    monkeypatch.setattr("weightd_worker.engines.pages.PageSharing.attach", attach)
     block_bytes = pagesharing.mmap_threshold_bytes()
     engine.predict(values({"x": (2, 1024)}))
     assert (joined, engine.is_apart, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from testkit import cases
-from weightd.protocol.errors import InvalidArgument
-from weightd.worker.canary import canary
-from weightd.worker.engines import onnxfile
-from weightd.worker.engines.engine import BuildSettings, Engine
-from weightd.worker.engines.errors import BuildError, ModelCorrupted
-from weightd.worker.engines.onnxruntime import OnnxRuntime
-from weightd.worker.heap import private_bytes
+from weightd_protocol.errors import InvalidArgument
+from weightd_worker.canary import canary
+from weightd_worker.engines import onnxfile
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.engines.onnxruntime import OnnxRuntime
+from weightd_worker.heap import private_bytes
 
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generator
 import numpy as np
 import pytest
 
-from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import (
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.children import (
     FROM_CHILD,
     ContinueSelfTest,
     Fork,
@@ -26,9 +26,9 @@ from weightd.protocol.messages.children import (
     Result,
     TryingSelfTest,
 )
-from weightd.protocol.messages.data import RequestDescription
-from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
-from weightd.shared.stream import Stream
+from weightd_protocol.messages.data import RequestDescription
+from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
+from weightd_common.stream import Stream
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -100,7 +100,7 @@ class Forking:
 
     def command(self, parent: int) -> List[str]:
         """Return that of a fork server."""
-        return [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--parent", str(parent)]
+        return [sys.executable, "-m", "weightd_worker.forkserver", "--engine", ENGINE, "--parent", str(parent)]
 
     def arguments(self) -> List[str]:
         """Return what a fork server reads from stdin."""

@@ -10,14 +10,14 @@ from typing import List
 
 import pytest
 
-from weightd.worker.forking import clone
+from weightd_worker.forking import clone
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 # Its child's thread has a right number, may have others, and learns of an abort.
 SCRIPT = """
 import ctypes, os, signal, sys, threading
-from weightd.worker.forking import clone
+from weightd_worker.forking import clone
 assert clone.refusal() == ""
 reading, writing = os.pipe()
 pid = clone.clone()
@@ -53,7 +53,7 @@ def test_a_second_thread_is_named() -> None:
     script = """
 import threading, time
 from pathlib import Path
-from weightd.worker.forking import clone
+from weightd_worker.forking import clone
 def sleep():
     Path("/proc/thread-self/comm").write_text("dreamer")
     named.set()

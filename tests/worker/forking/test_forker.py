@@ -12,10 +12,10 @@ from typing import List, Tuple
 
 import pytest
 
-from weightd.protocol.messages.children import Fork, Forked
-from weightd.worker.forking import forker as forker_module
-from weightd.worker.forking.beginning import ProcessState
-from weightd.worker.forking.forker import Forker
+from weightd_protocol.messages.children import Fork, Forked
+from weightd_worker.forking import forker as forker_module
+from weightd_worker.forking.beginning import ProcessState
+from weightd_worker.forking.forker import Forker
 
 # numpy's threads would be in the way.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
@@ -25,9 +25,9 @@ ORDER = Fork("w", ("--some",), "/log")
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from weightd.protocol.messages.children import Fork
-from weightd.worker.forking.beginning import Beginning
-from weightd.worker.forking.forker import Forker
+from weightd_protocol.messages.children import Fork
+from weightd_worker.forking.beginning import Beginning
+from weightd_worker.forking.forker import Forker
 directory, fate = sys.argv[1:]
 def ready(words, made):
     def live():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple
 
 import pytest
 
-from weightd.protocol.messages.children import Hello
+from weightd_protocol.messages.children import Hello
 
 if TYPE_CHECKING:
     from tests.worker.forking.conftest import Forking
@@ -115,7 +115,7 @@ def test_its_command_line_is_that_of_a_spawned_one(pair: List[Born], leaky: Fork
     for each in pair:
         words = (each.proc / "cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
         parent = ["--parent", str(os.getpid())]
-        assert words == [sys.executable, "-m", "weightd.worker", "--role", "worker", *parent]
+        assert words == [sys.executable, "-m", "weightd_worker", "--role", "worker", *parent]
         assert each.seen[4]  # "--role" is in sys.argv: these are not the arguments of the server
         assert (each.proc / "comm").read_text() == Path(f"/proc/{leaky.server.pid}/comm").read_text()
 

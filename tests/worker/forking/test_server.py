@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from testkit.waiting import until
-from weightd.protocol.messages.children import Attach, Attached, Build, Built, Fork, Forked, Hello, Ping, Pong, Stop
-from weightd.worker import exits
+from weightd_protocol.messages.children import Attach, Attached, Build, Built, Fork, Forked, Hello, Ping, Pong, Stop
+from weightd_worker import exits
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -155,7 +155,7 @@ def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
 
 
 def command() -> List[str]:
-    return [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--parent", str(os.getpid())]
+    return [sys.executable, "-m", "weightd_worker.forkserver", "--engine", ENGINE, "--parent", str(os.getpid())]
 
 
 def arguments(daemon: Daemon) -> List[str]:

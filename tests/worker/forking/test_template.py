@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Callable, ContextManager, Set, Tuple
 import numpy as np
 import pytest
 
-from weightd.protocol.messages.children import (
+from weightd_protocol.messages.children import (
     Attach,
     Attached,
     Build,
@@ -25,8 +25,8 @@ from weightd.protocol.messages.children import (
     Reconnected,
     Stop,
 )
-from weightd.protocol.messages.data import RequestDescription
-from weightd.worker import exits
+from weightd_protocol.messages.data import RequestDescription
+from weightd_worker import exits
 
 if TYPE_CHECKING:
     from tests.worker.forking.conftest import ForkChannel, Forking

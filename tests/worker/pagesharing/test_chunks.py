@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.worker.pagesharing import PageSharingUnavailable, chunks
-from weightd.worker.pagesharing.chunks import MemoryReader
-from weightd.worker.pagesharing.libc import PAGE, Libc, MappedBlocks
-from weightd.worker.pagesharing.maps import AddressRange
+from weightd_worker.pagesharing import PageSharingUnavailable, chunks
+from weightd_worker.pagesharing.chunks import MemoryReader
+from weightd_worker.pagesharing.libc import PAGE, Libc, MappedBlocks
+from weightd_worker.pagesharing.maps import AddressRange
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Callable
 
 import pytest
 
-from weightd.worker import pagesharing
-from weightd.worker.pagesharing import PageSharingUnavailable, libc, maps, remap
+from weightd_worker import pagesharing
+from weightd_worker.pagesharing import PageSharingUnavailable, libc, maps, remap
 
 if TYPE_CHECKING:
     from tests.worker.pagesharing.conftest import Child, Spawn

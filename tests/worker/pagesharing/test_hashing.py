@@ -4,8 +4,8 @@ from typing import List
 
 import numpy as np
 
-from weightd.worker.pagesharing import hashing
-from weightd.worker.pagesharing.libc import PAGE
+from weightd_worker.pagesharing import hashing
+from weightd_worker.pagesharing.libc import PAGE
 
 
 def hashes_of(data: bytes) -> List[int]:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.worker.pagesharing import PageSharingUnavailable, maps
-from weightd.worker.pagesharing.libc import PAGE
-from weightd.worker.pagesharing.maps import AddressRange, Pagemap
-from weightd.worker.pagesharing.memory import ProcessMemoryReader
+from weightd_worker.pagesharing import PageSharingUnavailable, maps
+from weightd_worker.pagesharing.libc import PAGE
+from weightd_worker.pagesharing.maps import AddressRange, Pagemap
+from weightd_worker.pagesharing.memory import ProcessMemoryReader
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.worker.pagesharing import runs
-from weightd.worker.pagesharing.runs import Run
+from weightd_worker.pagesharing import runs
+from weightd_worker.pagesharing.runs import Run
 
 PAGE = 4096
 

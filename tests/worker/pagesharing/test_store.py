@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit.waiting import until
-from weightd.worker import pagesharing
-from weightd.worker.pagesharing import PageSharingUnavailable, store
-from weightd.worker.pagesharing.libc import PAGE, libc
-from weightd.worker.pagesharing.store import NewStore, OpenStore
+from weightd_worker import pagesharing
+from weightd_worker.pagesharing import PageSharingUnavailable, store
+from weightd_worker.pagesharing.libc import PAGE, libc
+from weightd_worker.pagesharing.store import NewStore, OpenStore
 
 
 def make(path: Path, pages: int = 3) -> bytes:

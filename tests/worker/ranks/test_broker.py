@@ -8,14 +8,14 @@ from typing import Any, Callable, List, Optional, Tuple
 import pytest
 
 from testkit.script import Script
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Build, Hello, Ping, Pong, Reconnected, Stop
-from weightd.protocol.messages.ranks import JoinGroup
-from weightd.protocol.version import VERSION
-from weightd.worker import exits
-from weightd.worker.engines.errors import BuildError, EngineMissing
-from weightd.worker.ranks import broker
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.children import Build, Hello, Ping, Pong, Reconnected, Stop
+from weightd_protocol.messages.ranks import JoinGroup
+from weightd_protocol.version import VERSION
+from weightd_worker import exits
+from weightd_worker.engines.errors import BuildError, EngineMissing
+from weightd_worker.ranks import broker
 
 ENTER, STOP = encode(JoinGroup()), encode(Stop())
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, environment, ranks
-from weightd.protocol.codec import decode
-from weightd.protocol.messages.children import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
-from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
-from weightd.protocol.tensors import frame_of, spec_of
-from weightd.shared.meeting import RendezvousInfo
-from weightd.worker import exits
+from weightd_protocol.codec import decode
+from weightd_protocol.messages.children import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.messages.data import RequestDescription, TensorSignature
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
+from weightd_protocol.tensors import frame_of, spec_of
+from weightd_common.meeting import RendezvousInfo
+from weightd_worker import exits
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

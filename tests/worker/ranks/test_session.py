@@ -12,9 +12,9 @@ import pytest
 from testkit.fakeengine import Answer, sequence
 from testkit.fakerank import FakeRank
 from testkit.script import Script
-from weightd.protocol.codec import encode
-from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import (
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.children import (
     Attach,
     BeginBatch,
     CancelPredict,
@@ -30,21 +30,21 @@ from weightd.protocol.messages.children import (
     Stop,
     TrimStore,
 )
-from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory, RowSupport, SelfTestCases
-from weightd.protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
-from weightd.protocol.tensors import frame_of, spec_of, to_wire
-from weightd.protocol.version import VERSION
-from weightd.shared import memfd
-from weightd.shared.meeting import RendezvousInfo
-from weightd.worker import exits
-from weightd.worker.canary import canary
-from weightd.worker.engines.engine import Arrays, ModelSignature
-from weightd.worker.engines.errors import BuildError, ModelCorrupted, OutOfDeviceMemory
-from weightd.worker.engines.ranks import RankRejected
-from weightd.worker.ranks import session
-from weightd.worker.ranks.session import RankInputs, RankSession
+from weightd_protocol.messages.data import RequestDescription, TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory, RowSupport, SelfTestCases
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd_protocol.tensors import frame_of, spec_of, to_wire
+from weightd_protocol.version import VERSION
+from weightd_common import memfd
+from weightd_common.meeting import RendezvousInfo
+from weightd_worker import exits
+from weightd_worker.canary import canary
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import BuildError, ModelCorrupted, OutOfDeviceMemory
+from weightd_worker.engines.ranks import RankRejected
+from weightd_worker.ranks import session
+from weightd_worker.ranks.session import RankInputs, RankSession
 
 M = TypeVar("M")
 

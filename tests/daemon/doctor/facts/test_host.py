@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.doctor.facts import host
-from weightd.daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, parse_npu_list, read_host
+from weightd_daemon.doctor.facts import host
+from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, parse_npu_list, read_host
 
 # As published by users of the tool: a server of which each NPU has two chips, and a chip that is none.
 MAPPING = """

@@ -3,7 +3,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from weightd.daemon.doctor.facts.ranks import NetworkFacts, read_network
+from weightd_daemon.doctor.facts.ranks import NetworkFacts, read_network
 
 
 def write(path: Path, text: str = "") -> None:

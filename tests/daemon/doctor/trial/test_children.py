@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.children.launch import WorkerProgram
-from weightd.daemon.doctor.trial.children import (
+from weightd_daemon.children.launch import WorkerProgram
+from weightd_daemon.doctor.trial.children import (
     ChildError,
     ChildExited,
     ChildRejected,
@@ -20,8 +20,8 @@ from weightd.daemon.doctor.trial.children import (
     ProtocolViolation,
     TestProcesses,
 )
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.children import Built, Hello, ProcessFailed, Stop, Traits
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.children import Built, Hello, ProcessFailed, Stop, Traits
 
 LIMIT_S = 20.0
 HELLO = Hello("4711", "5" * 64, {}, Traits(False, False, False))

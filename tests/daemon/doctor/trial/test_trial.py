@@ -9,17 +9,17 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from weightd.daemon.doctor.trial import trial
-from weightd.daemon.doctor.trial.children import (
+from weightd_daemon.doctor.trial import trial
+from weightd_daemon.doctor.trial.children import (
     ChildError,
     ChildExited,
     ChildRejected,
     ProtocolViolation,
     TestProcesses,
 )
-from weightd.daemon.generations.plan import SelfTestSpec
-from weightd.daemon.host.ends import ExitCause
-from weightd.protocol.messages.children import (
+from weightd_daemon.generations.plan import SelfTestSpec
+from weightd_daemon.host.ends import ExitCause
+from weightd_protocol.messages.children import (
     Allow,
     Allowed,
     Attach,
@@ -35,8 +35,8 @@ from weightd.protocol.messages.children import (
     Traits,
     TryingSelfTest,
 )
-from weightd.protocol.messages.data import ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory, SelfTestCase
+from weightd_protocol.messages.data import ResponseDescription, TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory, SelfTestCase
 
 M = TypeVar("M", bound=ChildMessage)
 

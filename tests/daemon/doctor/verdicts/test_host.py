@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.doctor.facts.host import HostFacts, NpuInfo
-from weightd.daemon.doctor.facts.interpreter import InterpreterReport
-from weightd.daemon.doctor.verdicts import host as checks
-from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
-from weightd.protocol.version import VERSION
+from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo
+from weightd_daemon.doctor.facts.interpreter import InterpreterReport
+from weightd_daemon.doctor.verdicts import host as checks
+from weightd_daemon.doctor.verdicts.finding import CheckResult, Finding
+from weightd_protocol.version import VERSION
 
 GIB = 1024**3
 STEPS: dict[str, dict[str, Any]] = {

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.doctor.facts.ranks import NetworkFacts
-from weightd.daemon.doctor.verdicts import ranks
-from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
-from weightd.daemon.engines import ranktable
-from weightd.daemon.engines.ranktable import RankDevice
+from weightd_daemon.doctor.facts.ranks import NetworkFacts
+from weightd_daemon.doctor.verdicts import ranks
+from weightd_daemon.doctor.verdicts.finding import CheckResult, Finding
+from weightd_daemon.engines import ranktable
+from weightd_daemon.engines.ranktable import RankDevice
 
 TWO: dict[str, int | None] = {"ascend:0": 4, "ascend:1": 5}
 KNOWN = NetworkFacts("/opt/libhccl.so", ("/opt",), {4: "192.168.1.8", 5: "192.168.1.9"})

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.doctor.trial.children import ChildExited, ChildRejected, ChildTimedOut, ProtocolViolation
-from weightd.daemon.doctor.trial.trial import SelfTestReport, is_sharing_doubtful
-from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import CheckResult, Finding
-from weightd.daemon.doctor.verdicts.trial import (
+from weightd_daemon.doctor.trial.children import ChildExited, ChildRejected, ChildTimedOut, ProtocolViolation
+from weightd_daemon.doctor.trial.trial import SelfTestReport, is_sharing_doubtful
+from weightd_daemon.doctor.verdicts import trial as trial_checks
+from weightd_daemon.doctor.verdicts.finding import CheckResult, Finding
+from weightd_daemon.doctor.verdicts.trial import (
     ANSWER,
     ATTACH,
     BUILD,
@@ -20,9 +20,9 @@ from weightd.daemon.doctor.verdicts.trial import (
     UNLISTED_WORKER,
     evaluate,
 )
-from weightd.protocol.messages.children import Allowed, Attached, Built
-from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.children import Allowed, Attached, Built
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory
 
 MIB = 1024 * 1024
 CANARY = "c" * 64

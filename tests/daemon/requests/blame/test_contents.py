@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from weightd.daemon.requests.blame.contents import (
+from weightd_daemon.requests.blame.contents import (
     SLICE_BYTES,
     SMALL_BYTES,
     FingerprintTask,
@@ -13,10 +13,10 @@ from weightd.daemon.requests.blame.contents import (
     compute_sample_digest,
     is_small,
 )
-from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import Request
-from weightd.protocol.messages.data import RequestDescription, TensorSpec
-from weightd.shared import memfd
+from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import Request
+from weightd_protocol.messages.data import RequestDescription, TensorSpec
+from weightd_common import memfd
 
 _numbers = itertools.count(1)
 SIZES = [0, 1, 255, 256, 257, SMALL_BYTES, SMALL_BYTES + 1, SLICE_BYTES, 3 * SLICE_BYTES + 5]

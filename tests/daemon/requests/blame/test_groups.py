@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.ends import ExitCause, ExitInitiator
-from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd.daemon.requests.desk import Dispatcher
-from weightd.daemon.requests.lockstep import LockstepTracker
-from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
-from weightd.daemon.requests.rows.terms import BatchingPolicy
-from weightd.daemon.requests.scheduler import AT_ONCE
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import ChildOrder, Failed, Ping, Predict, Result
-from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.host.ends import ExitCause, ExitInitiator
+from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd_daemon.requests.desk import Dispatcher
+from weightd_daemon.requests.lockstep import LockstepTracker
+from weightd_daemon.requests.request import ClientOrigin, Isolation, Request
+from weightd_daemon.requests.rows.terms import BatchingPolicy
+from weightd_daemon.requests.scheduler import AT_ONCE
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.children import ChildOrder, Failed, Ping, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 OURS = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)

@@ -8,24 +8,24 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host.ends import ExitCause
-from weightd.daemon.host.logs import client_of
-from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, compute_digest
-from weightd.daemon.requests.blame.guard import MAX_DEATHS, MAX_LOST_SLOTS, FaultIsolator
-from weightd.daemon.requests.blame.quarantine import MAX_HANGS
-from weightd.daemon.requests.job import Batch
-from weightd.daemon.requests.part import BatchItem
-from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import ClientOrigin, Isolation, Request
-from weightd.daemon.requests.rows.terms import BatchingPolicy
-from weightd.daemon.requests.scheduler import Scheduler
-from weightd.daemon.requests.seats import REPLACEMENT_TIMEOUT_S
-from weightd.daemon.tenants.tenant import Tenant
-from weightd.protocol.errors import Internal, RequestError
-from weightd.protocol.messages.data import RequestDescription, TensorSpec
-from weightd.shared import memfd
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.host.ends import ExitCause
+from weightd_daemon.host.logs import client_of
+from weightd_daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, compute_digest
+from weightd_daemon.requests.blame.guard import MAX_DEATHS, MAX_LOST_SLOTS, FaultIsolator
+from weightd_daemon.requests.blame.quarantine import MAX_HANGS
+from weightd_daemon.requests.job import Batch
+from weightd_daemon.requests.part import BatchItem
+from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import ClientOrigin, Isolation, Request
+from weightd_daemon.requests.rows.terms import BatchingPolicy
+from weightd_daemon.requests.scheduler import Scheduler
+from weightd_daemon.requests.seats import REPLACEMENT_TIMEOUT_S
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol.errors import Internal, RequestError
+from weightd_protocol.messages.data import RequestDescription, TensorSpec
+from weightd_common import memfd
 
 ANN, BOB = ClientOrigin("ann 1", "ann"), ClientOrigin("bob 2", "bob")
 CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from weightd.daemon.requests.blame import quarantine as quarantine_module
-from weightd.daemon.requests.blame.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
-from weightd.daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd.daemon.requests.request import ClientOrigin, Request
-from weightd.protocol.errors import Internal
-from weightd.protocol.messages.data import RequestDescription, TensorSpec
-from weightd.shared import memfd
+from weightd_daemon.requests.blame import quarantine as quarantine_module
+from weightd_daemon.requests.blame.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
+from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.requests.request import ClientOrigin, Request
+from weightd_protocol.errors import Internal
+from weightd_protocol.messages.data import RequestDescription, TensorSpec
+from weightd_common import memfd
 
 _numbers = itertools.count(1)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.requests.blame.suspects import (
+from weightd_daemon.requests.blame.suspects import (
     MAX_PARTY_DEATHS,
     MAX_PEER_DEATHS,
     MAX_REFUSAL_S,
@@ -15,8 +15,8 @@ from weightd.daemon.requests.blame.suspects import (
     OFFENSE_RETENTION_S,
     ClientOffenses,
 )
-from weightd.daemon.requests.request import ClientOrigin
-from weightd.protocol.errors import ResourceExhausted
+from weightd_daemon.requests.request import ClientOrigin
+from weightd_protocol.errors import ResourceExhausted
 
 ONE, OTHER = ClientOrigin("process 1 of user 7", "user 7"), ClientOrigin("process 2 of user 7", "user 7")
 STRANGER = ClientOrigin("process 3 of user 8", "user 8")

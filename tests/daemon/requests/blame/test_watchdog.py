@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd.daemon.requests.blame.watchdog import Watchdog, WatchdogActions
+from weightd_daemon.requests.blame.watchdog import Watchdog, WatchdogActions
 
 PERIOD_S, FOREVER = 30.0, float("inf")
 NOTHING = WatchdogActions([], [], [])

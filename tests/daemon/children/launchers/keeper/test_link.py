@@ -22,11 +22,11 @@ import pytest
 from testkit import memory
 from testkit.keeping import FORKING, LIMIT_S, ended
 from testkit.stopping import stopped
-from weightd.daemon.children.launch import ProcessSpec
-from weightd.daemon.children.launchers.keeper import link, process
-from weightd.daemon.children.launchers.keeper.link import ShimClient, ShimLost, wait_until_exited
-from weightd.daemon.children.launchers.launcher import SurvivingProcess
-from weightd.daemon.host.processes import ChildProcess, kill, reap
+from weightd_daemon.children.launch import ProcessSpec
+from weightd_daemon.children.launchers.keeper import link, process
+from weightd_daemon.children.launchers.keeper.link import ShimClient, ShimLost, wait_until_exited
+from weightd_daemon.children.launchers.launcher import SurvivingProcess
+from weightd_daemon.host.processes import ChildProcess, kill, reap
 
 MIB = 1024 * 1024
 SLEEP = ["sleep", "1000"]
@@ -35,7 +35,7 @@ PATH = os.environ.get("PATH", os.defpath)
 # Dies with its keeper, and says when it would.
 _DEPENDENT = """
 import sys, time
-from weightd.shared.parent import die_with
+from weightd_common.parent import die_with
 die_with(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(1000)

@@ -1,0 +1,78 @@
+"""Ask a weightd daemon for inference.
+
+::
+
+    from weightd import Client
+
+    with Client() as client:
+        outputs = client.infer("digits", {"image": images})
+
+`AsyncClient` is the same for asyncio. The library for other people's programs, and nothing else: it imports
+`weightd_common` and `weightd_protocol`, numpy, pyzmq and msgpack, and runs on Python 3.7. What is not exported here is
+not for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weightd.client import Client
+from weightd.copying import NotCopyable
+from weightd.model import AsyncModel, Model, PendingOutput
+from weightd.pending import Pending
+from weightd.retry import Retry
+from weightd.session import ClientClosed, WrongProcess
+from weightd_protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    RequestError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    WeightdError,
+)
+
+if TYPE_CHECKING:
+    from weightd.aio import AsyncClient, WrongLoop
+
+__all__ = [
+    "AsyncClient",
+    "AsyncModel",
+    "Cancelled",
+    "Client",
+    "ClientClosed",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidArgument",
+    "Model",
+    "NotCopyable",
+    "NotFound",
+    "Pending",
+    "PendingOutput",
+    "PermissionDenied",
+    "ProtocolError",
+    "RequestError",
+    "ResourceExhausted",
+    "Retry",
+    "Unauthenticated",
+    "Unavailable",
+    "WeightdError",
+    "WrongLoop",
+    "WrongProcess",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import asyncio, which takes time and memory, for those who use it."""
+    if name in ("AsyncClient", "WrongLoop"):
+        from weightd import aio  # noqa: PLC0415
+
+        return getattr(aio, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

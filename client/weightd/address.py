@@ -1,0 +1,184 @@
+"""Where the daemon listens, in which ways it can be reached, and whether anyone could be there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import List, NamedTuple, Sequence
+
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
+from weightd_common import paths, tcp
+
+_START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
+
+
+_UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
+_UNIX_SUFFIX = paths.unix_path(_IPC_SCHEME)
+
+EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp.EXPECTED_FORM}"
+"""For people: what `parse` takes."""
+
+
+class Address(NamedTuple):
+    """Where a daemon is looked for.
+
+    Attributes:
+        given: the address, as it was given.
+        unix: the path of its unix socket, "" where it is not to be used.
+        zeromq: the address of its ZeroMQ socket, "" where it is not to be used.
+    """
+
+    text: str
+    unix_path: str
+    zmq_address: str
+
+
+class NoDaemon(Unavailable):
+    """No process listens at an address.
+
+    Args:
+        path: the path of the socket.
+        why: what was found there.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"no daemon at {path}: {why}; {_START_HINT}")
+        self.path = path
+        self.reason = why
+
+
+def no_daemon_error(failures: Sequence[NoDaemon]) -> Unavailable:
+    """Return the error of a client that has tried several addresses; it names all of them."""
+    tried = ", and none ".join(f"at {each.path}: {each.reason}" for each in failures)
+    return Unavailable(f"no daemon {tried}; {_START_HINT}")
+
+
+def parse_address(address: str) -> Address:
+    """Return the ways to a daemon: without a scheme, all that there are.
+
+    Raises:
+        InvalidArgument: it is no address.
+    """
+    try:
+        os.fsencode(address)
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"expected an address {EXPECTED_FORMS}, got {address!r}") from None
+    path = address[len(_UNIX_SCHEME) :] if address.startswith(_UNIX_SCHEME) else ipc_path(address) or address
+    if path.startswith("/") and "\0" not in path:
+        if address.startswith(_IPC_SCHEME):
+            return Address(address, "", address)
+        plain = path[: -len(_UNIX_SUFFIX)] if path.endswith(_UNIX_SUFFIX) else path
+        zeromq = f"{_IPC_SCHEME}{plain}"
+        return Address(address, paths.unix_path(zeromq), "" if address.startswith(_UNIX_SCHEME) else zeromq)
+    if not tcp.is_address(address):
+        raise InvalidArgument(f"expected an address {EXPECTED_FORMS}, got {address!r}")
+    return Address(address, "", address)
+
+
+def default_addresses() -> List[str]:
+    """Return where a client that was given no address looks for a daemon; the first address with a listener counts.
+
+    That is $WEIGHTD_SOCKET alone if it is set, else this user's own daemon and then the system's. Whether a socket file
+    exists says nothing: a daemon that was killed leaves its file behind.
+    """
+    configured = os.environ.get("WEIGHTD_SOCKET")
+    if configured:
+        return [configured]
+    user_dir, system_dir = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
+    directories = (
+        [system_dir] if user_dir == system_dir or _is_owned_by_other_user(user_dir) else [user_dir, system_dir]
+    )
+    return [ipc_path(paths.socket_address(each)) for each in directories]
+
+
+def _is_owned_by_other_user(directory: str) -> bool:
+    """Whether it is another user's: anyone may make a directory in /tmp, and wait there for our tensors."""
+    try:
+        return os.lstat(directory).st_uid not in (os.getuid(), 0)
+    except OSError:
+        return False
+
+
+def ipc_path(address: str) -> str:
+    """Return the path of an ipc:// address, "" for any other."""
+    return address[len(_IPC_SCHEME) :] if address.startswith(_IPC_SCHEME) else ""
+
+
+def check_reachable(address: str) -> None:
+    """Raise what a connection of ZeroMQ to `address` would meet, where that can be known at once.
+
+    libzmq connects in the background and tries again for ever: without this, a wrong path or a missing permission
+    would look like a slow daemon.
+
+    Raises:
+        RequestError: as `knock`.
+    """
+    path = ipc_path(address)
+    if path:
+        with new_unix_socket() as probe:
+            connect_unix(probe, path)
+
+
+def new_unix_socket() -> socket.socket:
+    """Return a unix socket that does not block.
+
+    Raises:
+        Unavailable: there is no descriptor left.
+    """
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unavailable(f"cannot make a socket: {error.strerror}") from None
+    connection.setblocking(False)
+    return connection
+
+
+def connect_unix(connection: socket.socket, path: str) -> bool:
+    """Connect a unix socket that does not block; return False where the daemon's backlog is full: it is there.
+
+    Raises:
+        InvalidArgument: it is no path of a socket of weightd.
+        PermissionDenied: this user may not connect.
+        NoDaemon: nobody listens there.
+        Unavailable: the system refuses the connection for another reason.
+    """
+    size = len(os.fsencode(path))
+    if size > limits.MAX_IPC_PATH_BYTES:
+        raise InvalidArgument(
+            f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}"
+        )
+    try:
+        connection.connect(path)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _connect_error(error, path) from None
+    return True
+
+
+def _connect_error(error: OSError, path: str) -> RequestError:
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return PermissionDenied(
+            f"this user may not connect to {path}: {error.strerror}; ask for membership of the socket's group"
+        )
+    if error.errno == errno.ENOENT:
+        return NoDaemon(path, "there is no socket")
+    if error.errno == errno.EPROTOTYPE or _is_not_socket(path):
+        return InvalidArgument(f"{path} is not a socket of weightd")
+    if error.errno == errno.ECONNREFUSED:
+        return NoDaemon(path, "nobody listens on the socket")
+    return Unavailable(f"cannot connect to {path}: {error.strerror}")
+
+
+def _is_not_socket(path: str) -> bool:
+    """Whether something is there that is no socket."""
+    try:
+        return not stat.S_ISSOCK(Path(path).stat().st_mode)
+    except FileNotFoundError:
+        return False  # It was a moment ago: a daemon that starts takes the socket of the one before away.
+    except OSError:
+        return True

@@ -1,0 +1,127 @@
+"""Checks of what callers pass. Each error names the argument, what was expected and what was received."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import abc
+from decimal import Decimal
+from numbers import Real
+from typing import Any, List, Optional, Tuple
+
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.schema import describe_value
+
+
+def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
+    """Return a number of seconds, of any type of real number, as a float.
+
+    Raises:
+        InvalidArgument: `value` is not a number, or not more than 0 and at most `most`. A truth value is not a number.
+    """
+    number = _to_float(value)
+    if not 0 < number <= max_seconds:
+        raise InvalidArgument(
+            f"{name}: expected more than 0 and at most {max_seconds:g} seconds, got {describe_value(value)}"
+        )
+    return number
+
+
+def _to_float(value: Any) -> float:
+    """Return a real number as a float, NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def parse_text(name: str, value: Any) -> str:
+    """Return a text as a plain `str`: an instance of a subclass, as numpy's, may not equal what it looks like.
+
+    Raises:
+        InvalidArgument: `value` is not a text.
+    """
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name}: expected text, got {describe_value(value)}")
+    return value if type(value) is str else str.__str__(value)
+
+
+def parse_name(argument: str, value: Any) -> str:
+    """Return a text that is a name on the wire.
+
+    Raises:
+        InvalidArgument: `value` is not a text, or is empty, or is too long, or UTF-8 cannot encode it.
+    """
+    checked = parse_text(argument, value)
+    if not 0 < len(checked.encode("utf-8", "replace")) <= limits.MAX_NAME_BYTES or not is_utf8(checked):
+        raise InvalidArgument(
+            f"{argument}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {describe_value(value)}"
+        )
+    return checked
+
+
+def is_utf8(value: str) -> bool:
+    """Whether UTF-8 can encode a text: it cannot if there is half of a surrogate pair in it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_names(name: str, value: Any) -> Tuple[str, ...]:
+    """Return a collection of texts, such as a list, as a tuple.
+
+    Raises:
+        InvalidArgument: `value` is not a collection, or an item is not a text.
+    """
+    items = (
+        _list_items(value) if issubclass(type(value), abc.Collection) and not isinstance(value, (str, bytes)) else None
+    )
+    if items is None:
+        raise InvalidArgument(f"{name}: expected a list of names, got {describe_value(value)}")
+    return tuple([parse_text(f"{name}[{index}]", each) for index, each in enumerate(items)])
+
+
+def check_mapping(name: str, value: Any) -> None:
+    """Check that a value is a mapping.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if not isinstance(value, abc.Mapping):
+        raise InvalidArgument(
+            f"{name}: expected an array for each name, as in {{'y': array}}, got {describe_value(value)}"
+        )
+
+
+def parse_shape(name: str, value: Any) -> Tuple[int, ...]:
+    """Return the shape of an array: a size, or a sequence of sizes, as numpy takes it.
+
+    Raises:
+        InvalidArgument: `value` is neither, or a size is negative.
+    """
+    sizes = _parse_sizes(value)
+    if sizes is None or any(size < 0 for size in sizes):
+        raise InvalidArgument(f"{name}: expected integers from 0, got {describe_value(value)}")
+    return sizes
+
+
+def _parse_sizes(value: Any) -> Optional[Tuple[int, ...]]:
+    sizes = _list_items(value) if isinstance(value, abc.Iterable) else [value]
+    try:
+        # The index of True is True, which numpy does not take.
+        return None if sizes is None else tuple([int(operator.index(size)) for size in sizes])
+    except TypeError:
+        return None
+
+
+def _list_items(value: Any) -> Optional[List[Any]]:
+    """Return the items of a collection; None where there are none, as in an array of numpy without dimensions."""
+    try:
+        return [*value]
+    except TypeError:
+        return None

@@ -1,0 +1,146 @@
+"""What both clients need of a connection, whatever it is made of.
+
+It never waits: it says what to wait for. It is connected when it is made, and once it is lost nothing but another one
+helps.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Callable, ClassVar, Generator, List, Optional, Sequence, TypeVar
+
+from weightd_protocol.errors import Unavailable
+from weightd_protocol.framing import Message
+
+C = TypeVar("C")
+
+# How something is made that has to be waited for: each step gives a descriptor that will be readable when there is more
+# to do, or None where all that can be done is to try again in a while.
+ConnectSteps = Generator[Optional[int], None, C]
+
+
+class ConnectionLost(Unavailable):
+    """The daemon has hung up, and nothing of the message was sent."""
+
+
+class DaemonConnection(abc.ABC):
+    """One connection to a daemon, until it is lost or closed.
+
+    One thread at a time may `receive`, `close` and ask `is_idle`; another one at the same time `send` and `flush`.
+
+    Attributes:
+        transport: what it is made of.
+        address: who is at the other end, for people.
+        descriptors: readable when something may be received, has been sent or is lost.
+        takes_descriptors: whether a message may have some.
+        is_plain: whether there is one, a socket: readable as long as something can be received, and to be waited for
+            until it is writable where something is unsent. Else `is_idle` is to be asked before each wait.
+        closed: whether it is of no use any more.
+        is_spoilt: whether it will be found lost, or was.
+        unsent: how much waits until the daemon reads.
+        sent: how much of what did not go at once is sent by now, in what `unsent` counts.
+    """
+
+    transport: ClassVar[str]
+    is_level_triggered: ClassVar[bool]
+    accepts_descriptors: ClassVar[bool] = False
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.descriptors: Sequence[int] = ()
+        self.closed = False
+        self.is_broken = False
+        self.unsent: int = 0
+        self.sent: int = 0
+
+    send: Callable[..., bool]
+    """Send the frames of a message, and descriptors; return whether all of it has gone.
+
+    What has not, and what comes after it, goes with `flush`: `left` is told. Large frames are not copied.
+
+    Raises:
+        OSError: the connection is lost.
+    """
+
+    @abc.abstractmethod
+    def cork(self) -> None:
+        """Messages may be kept back until `let_go`: more come at once."""
+
+    @abc.abstractmethod
+    def uncork(self) -> None:
+        """Send what was kept back, as far as it goes now; that the connection is lost is told by `receive`."""
+
+    @abc.abstractmethod
+    def sent_after_flush(self) -> int:
+        """A message has not gone at once: return what `sent` will be when it has."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Send what is left, as far as it goes now."""
+
+    @abc.abstractmethod
+    def receive(self) -> List[Message]:
+        """Return messages that have come, none where there is none now.
+
+        Raises:
+            Unavailable: the connection is lost, and all that had come before is read.
+            RemoteProtocolError: who is there breaks the protocol.
+        """
+
+    def is_idle(self) -> bool:
+        """Whether a descriptor will be readable before there is more to receive, or to send."""
+        return True
+
+    def mark_broken(self) -> None:
+        """Have it found lost, by `receive`, once what has come is received: nothing can be sent any more."""
+        self.is_broken = True
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Hang up; what is unsent is dropped. The second time does nothing."""
+
+    def lost_error(self) -> Unavailable:
+        """Return the error of who finds it lost."""
+        return Unavailable(self._lost_text())
+
+    def not_sent_error(self) -> ConnectionLost:
+        """Return the error of who finds it lost before anything of a message is sent."""
+        return ConnectionLost(self._lost_text())
+
+    def _lost_text(self) -> str:
+        return f"the connection to {self.address} is lost: the daemon has ended, or has hung up"
+
+
+class NotConnected(DaemonConnection):
+    """Where there is no connection yet."""
+
+    transport = ""
+    is_level_triggered = False
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.closed = self.is_broken = True
+
+    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
+        """It is lost."""
+        raise ConnectionResetError
+
+    def cork(self) -> None:
+        """There is nothing."""
+
+    def uncork(self) -> None:
+        """There is nothing."""
+
+    def sent_after_flush(self) -> int:
+        """There is nothing."""
+        return 0
+
+    def flush(self) -> None:
+        """There is nothing."""
+
+    def receive(self) -> List[Message]:
+        """It is lost."""
+        raise self.lost_error()
+
+    def close(self) -> None:
+        """It is closed."""

@@ -1,0 +1,249 @@
+"""Inputs as people write them, lists and numbers, to arrays of what a model takes: each value as it is, or not at all.
+
+An array has a datatype, and keeps it: only what has none is given that of the model.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.schema import describe_value, label
+from weightd_protocol.tensors import NUMPY_DTYPE
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    # mypy finds the type of a nested list of integers and fractions to be one of objects.
+    Value = Union[ArrayLike, Sequence[Any]]
+    Inputs = Union[Mapping[str, Value], Value]
+    """Of a request: an array, list or number for each input by its name, or one alone where the model has one input."""
+
+# numpy's own numbers are values, too, as `list(array)` has them.
+UNTYPED_TYPES = (bool, int, float, list, tuple, range, np.generic)
+"""What has no datatype, or one that says nothing of what was meant."""
+
+_SEQUENCE_TYPES = (list, tuple, range)
+
+# Of which a double has each value, or the nearest.
+_REAL_TYPES = (int, float, np.integer, np.float16, np.float32)
+
+_Conversion = Tuple[Any, Optional[int]]
+
+
+class NeedsMetadata(Exception):
+    """Inputs have no names, or values without a datatype: what the model takes has to be known first."""
+
+
+def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSignature]) -> Dict[str, Any]:
+    """Return inputs by name, with an array in the place of each list and each number.
+
+    Args:
+        inputs: as they were given.
+        model: its name, for people.
+        takes: its inputs.
+
+    Raises:
+        InvalidArgument: they have no names and the model has not one input; there is no input of a name; a list is
+            ragged, or a value is none of the datatype.
+    """
+    inputs_by_name: Mapping[str, Any] = (
+        inputs if isinstance(inputs, abc.Mapping) else {_sole_input_name(inputs, model, signatures): inputs}
+    )
+    datatypes = {each.name: each.datatype for each in signatures}
+    return {
+        name: _convert_input(datatypes, name, value, model) if isinstance(value, UNTYPED_TYPES) else value
+        for name, value in inputs_by_name.items()
+    }
+
+
+def _sole_input_name(inputs: object, model: str, signatures: Sequence[TensorSignature]) -> str:
+    if len(signatures) != 1:
+        raise InvalidArgument(
+            f'inputs: expected each by its name, as in {{"x": array}}, got {type(inputs).__name__}: '
+            f"{label(model)} has the inputs {_list_names(signatures)}"
+        )
+    return signatures[0].name
+
+
+def _list_names(signatures: Sequence[TensorSignature]) -> str:
+    return ", ".join(label(each.name) for each in signatures) or "none"
+
+
+def _convert_input(datatypes: Mapping[str, str], name: str, value: Any, model: str) -> Any:
+    datatype = datatypes.get(name)
+    if datatype is None:
+        names = ", ".join(map(label, datatypes)) or "none"
+        raise InvalidArgument(f"input {label(name)}: {label(model)} has none of this name; it has {names}")
+    return as_array(f"input {label(name)}", value, datatype)
+
+
+def as_array(description: str, value: Any, datatype: str) -> Any:
+    """Return an array of `datatype` with the values of nested lists, or of a number.
+
+    No integer wraps, none is made of a fraction (1.0 is 1, 1.5 is refused) or of a truth value, and no number becomes
+    infinite; one of floating point is rounded to the nearest that there is. A list of arrays has a datatype already,
+    and keeps it.
+
+    Args:
+        place: what it is, for errors.
+        value: an instance of `PLAIN`.
+        datatype: a name of the wire.
+
+    Raises:
+        InvalidArgument: lists are ragged, too deep or too large, or a value is none of the datatype.
+    """
+    dtype: Any = np.dtype(NUMPY_DTYPE[datatype])
+    values, shape = _flatten(description, value, dtype.itemsize)
+    if any(issubclass(kind, np.ndarray) for kind in set(map(type, values))):
+        return _stack_arrays(description, values, shape)
+    array, bad_index = _CONVERTERS[dtype.kind](values, dtype)
+    if bad_index is not None:
+        raise InvalidArgument(
+            f"{description}{_format_index(shape, bad_index)}: expected {_expected_values(dtype)}, got {describe_value(values[bad_index])}"
+        )
+    return array.reshape(shape)
+
+
+# --- lists ----------------------------------------------------------------------------------------------------------
+
+
+def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], Tuple[int, ...]]:
+    """Return the values of nested lists, and their shape."""
+    level: List[Any] = [value]
+    shape: Tuple[int, ...] = ()
+    size = 1
+    while any(issubclass(kind, _SEQUENCE_TYPES) for kind in set(map(type, level))):
+        if len(shape) == limits.MAX_RANK:
+            raise InvalidArgument(f"{description}: expected lists in at most {limits.MAX_RANK} levels")
+        length = _common_length(description, shape, level)
+        shape += (length,)
+        size *= length
+        # Before there is memory for it: a list may have itself as an item.
+        if size * item_bytes > limits.MAX_FRAME_BYTES:
+            raise InvalidArgument(
+                f"{description}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}"
+            )
+        level = list(chain.from_iterable(level))
+    return level, shape
+
+
+def _common_length(description: str, shape: Tuple[int, ...], level: List[Any]) -> int:
+    """Return how long each list of a level is."""
+    length = len(level[0]) if _is_list(level[0]) else -1
+    for index, each in enumerate(level):
+        if not _is_list(each) or len(each) != length:
+            expected = f"a list of {length}, as the first one" if length >= 0 else "a list, as others beside it are"
+            found = f"one of {len(each)}" if _is_list(each) else describe_value(each)
+            raise InvalidArgument(f"{description}{_format_index(shape, index)}: expected {expected}, got {found}")
+    return length
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, _SEQUENCE_TYPES)
+
+
+def _format_index(shape: Tuple[int, ...], index: int) -> str:
+    """Return where a value is, as one would ask for it."""
+    return "".join(f"[{each}]" for each in np.unravel_index(index, shape)) if shape else ""
+
+
+def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -> Any:
+    """Return lists of arrays as one. numpy would find a datatype for those of several, and objects for other shapes."""
+    array_types = [_describe_array(each) for each in arrays]
+    first = next(kind for kind in array_types if kind)
+    for index, kind in enumerate(array_types):
+        if kind != first:
+            found = f"one of {kind}" if kind else describe_value(arrays[index])
+            expected = f"an array of {first}, as others beside it are"
+            raise InvalidArgument(f"{description}{_format_index(shape, index)}: expected {expected}, got {found}")
+    stacked: Any = np.array(arrays)
+    return stacked.reshape(shape + stacked.shape[1:])
+
+
+def _describe_array(value: Any) -> str:
+    """Return what an array is, "" for anything else."""
+    return f"{value.dtype} {list(value.shape)}" if issubclass(type(value), np.ndarray) else ""
+
+
+# --- values: each of these returns an array and, where one does not fit, which it is ----------------------------------
+
+
+def _convert_booleans(values: List[Any], dtype: Any) -> _Conversion:
+    bad_index = _first_of_other_type(values, (bool, np.bool_))
+    return np.array([] if bad_index is not None else values, dtype), bad_index
+
+
+def _convert_integers(values: List[Any], dtype: Any) -> _Conversion:
+    # JSON has one kind of number: many clients write 1 as 1.0.
+    bad_index = _first_of_other_type(values, _REAL_TYPES)
+    if bad_index is None and not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, values))):
+        bad_index = next((index for index, each in enumerate(values) if not _is_integral(each)), None)
+    if bad_index is not None:
+        return None, bad_index
+    # Python's own are compared exactly.
+    values = [*map(int, values)]
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    if values and not low <= min(values) <= max(values) <= high:
+        return None, next(index for index, each in enumerate(values) if not low <= each <= high)
+    return np.array(values, dtype), None
+
+
+def _convert_reals(values: List[Any], dtype: Any) -> _Conversion:
+    bad_index = _first_of_other_type(values, _REAL_TYPES)
+    if bad_index is not None:
+        return None, bad_index
+    try:
+        wide = np.array(values, np.float64)
+    except OverflowError:
+        return None, next(index for index, each in enumerate(values) if not _fits_float64(each))
+    with np.errstate(over="ignore"):
+        array = wide.astype(dtype)
+    infinite = np.flatnonzero(np.isinf(array) & ~np.isinf(wide))
+    return array, int(infinite[0]) if infinite.size else None
+
+
+def _is_integral(value: Any) -> bool:
+    return issubclass(type(value), (int, np.integer)) or float(value).is_integer()
+
+
+def _fits_float64(value: Any) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _first_of_other_type(values: List[Any], types: Tuple[type, ...]) -> Optional[int]:
+    """Return which value is the first of another kind; a truth value is of no kind that does not name it."""
+    other_types = {
+        kind
+        for kind in set(map(type, values))
+        if not issubclass(kind, types) or (issubclass(kind, bool) and bool not in types)
+    }
+    return (
+        next((index for index, each in enumerate(values) if type(each) in other_types), None) if other_types else None
+    )
+
+
+def _expected_values(dtype: Any) -> str:
+    if dtype.kind == "b":
+        return "True or False"
+    if dtype.kind == "f":
+        return f"a number within the bounds of {dtype.name}"
+    return f"an integer from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+
+
+_CONVERTERS: Dict[str, Callable[[List[Any], Any], _Conversion]] = {
+    "b": _convert_booleans,
+    "i": _convert_integers,
+    "u": _convert_integers,
+    "f": _convert_reals,
+}

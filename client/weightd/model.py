@@ -1,0 +1,178 @@
+"""A model by its name, to be called as a function: the answer alone where it has one output."""
+
+from __future__ import annotations
+
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Dict,
+    Generator,
+    Iterable,
+    Mapping,
+    Optional,
+    Tuple,
+    Union,
+    overload,
+)
+
+from weightd.copying import Uncopied
+from weightd.pending import Pending
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.control import ModelMetadataResponse
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from weightd.inputs import Inputs, Value
+
+DEFAULT_IN_FLIGHT = 32
+
+
+class PendingOutput(Pending):
+    """A request of a `Model` under way, as `Pending`."""
+
+    __slots__ = ()
+
+    def result(self) -> Any:
+        """Wait for the answer as `Pending.result` does; return it as the call of a `Model` does."""
+        return _unwrap_single(self._wait())
+
+
+class Model(Uncopied):
+    """A model of the daemon, as `Client.model` returns it.
+
+    ::
+
+        resnet50 = client.model("resnet50")
+        scores = resnet50(images)
+
+    Attributes:
+        name: in the daemon's configuration.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        infer: Callable[[Any], Dict[str, Any]],
+        submit: Callable[[Any], Pending],
+        map_inputs: Callable[..., Generator[Dict[str, Any], None, None]],
+        metadata: Callable[..., ModelMetadataResponse],
+    ) -> None:
+        self.name = name
+        self._infer = infer
+        self._submit = submit
+        self._map = map_inputs
+        self._metadata = metadata
+
+    @overload
+    def __call__(self, __inputs: Inputs) -> Any: ...
+
+    @overload
+    def __call__(self, **inputs: Value) -> Any: ...
+
+    def __call__(self, *alone: Any, **named: Any) -> Any:
+        """Run the model on inputs that are given by name, or on what `Client.infer` takes as `inputs`.
+
+        Returns:
+            The output where the answer has one, else the outputs by name: numpy arrays, read-only.
+
+        Raises:
+            RequestError: as `Client.infer`.
+        """
+        return _unwrap_single(self._infer(_call_inputs(alone, named)))
+
+    @overload
+    def submit(self, __inputs: Inputs) -> PendingOutput: ...
+
+    @overload
+    def submit(self, **inputs: Value) -> PendingOutput: ...
+
+    def submit(self, *alone: Any, **named: Any) -> PendingOutput:
+        """Send a request without waiting, as `Client.submit`; inputs are given as in a call."""
+        pending = self._submit(_call_inputs(alone, named))
+        return PendingOutput(pending.result, pending.done, pending.cancel)
+
+    def map(self, inputs: Iterable[Inputs], *, in_flight: int = DEFAULT_IN_FLIGHT) -> Generator[Any, None, None]:
+        """Run the model on each of `inputs`, as `Client.map`; give what a call returns."""
+        return _unwrap_each(self._map(inputs, in_flight=in_flight))
+
+    def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
+        """Return what the model takes and gives, as `Client.metadata`."""
+        return self._metadata(timeout=timeout)
+
+
+class AsyncModel(Uncopied):
+    """A model of the daemon, as `AsyncClient.model` returns it: `Model` for asyncio.
+
+    Attributes:
+        name: in the daemon's configuration.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        infer: Callable[[Any], Awaitable[Dict[str, Any]]],
+        map_inputs: Callable[..., AsyncGenerator[Dict[str, Any], None]],
+        metadata: Callable[..., Awaitable[ModelMetadataResponse]],
+    ) -> None:
+        self.name = name
+        self._infer = infer
+        self._map = map_inputs
+        self._metadata = metadata
+
+    @overload
+    async def __call__(self, __inputs: Inputs) -> Any: ...
+
+    @overload
+    async def __call__(self, **inputs: Value) -> Any: ...
+
+    async def __call__(self, *alone: Any, **named: Any) -> Any:
+        """Run the model: as `Model.__call__`."""
+        return _unwrap_single(await self._infer(_call_inputs(alone, named)))
+
+    def map(
+        self, inputs: Union[Iterable[Inputs], AsyncIterable[Inputs]], *, in_flight: int = DEFAULT_IN_FLIGHT
+    ) -> AsyncGenerator[Any, None]:
+        """Run the model on each of `inputs`, as `AsyncClient.map`; give what a call returns."""
+        return _unwrap_each_async(self._map(inputs, in_flight=in_flight))
+
+    async def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
+        """Return what the model takes and gives, as `Client.metadata`."""
+        return await self._metadata(timeout=timeout)
+
+
+def _call_inputs(positional: Tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Return the inputs of a call."""
+    if not positional:
+        return named
+    if len(positional) == 1 and not named:
+        return positional[0]
+    found = f"{len(positional)} without a name" + (f" and {', '.join(named)}" if named else "")
+    raise InvalidArgument(f"inputs: expected each by its name, as in model(x=array), or one without, got {found}")
+
+
+def _unwrap_single(outputs: Dict[str, NDArray[Any]]) -> Any:
+    if len(outputs) != 1:
+        return outputs
+    [output] = outputs.values()
+    return output
+
+
+def _unwrap_each(results: Generator[Dict[str, Any], None, None]) -> Generator[Any, None, None]:
+    try:
+        for outputs in results:
+            yield _unwrap_single(outputs)
+    finally:
+        results.close()
+
+
+async def _unwrap_each_async(results: AsyncGenerator[Dict[str, Any], None]) -> AsyncGenerator[Any, None]:
+    try:
+        async for outputs in results:
+            yield _unwrap_single(outputs)
+    finally:
+        await results.aclose()

@@ -1,0 +1,46 @@
+"""The command `python -m weightd_ray`: models into the object store of a Ray cluster, and out of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import weightd_ray
+from weightd_protocol.errors import WeightdError
+from weightd_common import signals
+from weightd_common.commandline import Parser
+from weightd_common.init import serve_as_init
+
+OK = 0
+FAILED = 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.command == "publish":
+            print(cluster.publish(options.path))
+        else:
+            cluster.unpublish(options.model)
+    except (WeightdError, ConnectionError) as error:
+        print(f"python -m weightd_ray: {error}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(prog="python -m weightd_ray", description=(__doc__ or "").partition(": ")[2])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    publish = commands.add_parser("publish", help="put a model's files there; prints its name, sha256:…")
+    publish.add_argument("path", metavar="PATH", help="an .onnx or .mindir file")
+    unpublish = commands.add_parser("unpublish", help="take them out again")
+    unpublish.add_argument("model", metavar="NAME", help="what publish has printed")
+    return parser
+
+
+if __name__ == "__main__":
+    signals.reset()
+    serve_as_init()
+    sys.exit(main())

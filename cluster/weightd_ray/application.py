@@ -1,0 +1,83 @@
+"""The application of a model, as Ray Serve wants it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from weightd_ray import arguments
+from weightd_ray.arguments import Arguments
+from weightd_ray.asgi import Receive, Scope, Send
+from weightd_ray.replica import Replica
+from weightd_common.modelfile import ModelFileError, digest
+
+_log = logging.getLogger("weightd_ray")
+
+# Requests that may wait at each router of Serve; further ones are answered 503. As many as at a model of the daemon.
+_MAX_QUEUED = 1024
+
+# It costs the daemon two answers; after three that fail Serve takes another replica.
+_HEALTH_PERIOD_S = 5.0
+_HEALTH_TIMEOUT_S = 20.0
+
+# As long as a request may take by default, and what the daemon takes to end.
+_SHUTDOWN_TIMEOUT_S = 45.0
+
+
+class _Serving(Replica):
+    """A replica as Serve makes, asks and ends it."""
+
+    # That of Serve's wrapper is a coroutine, too.
+    async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]
+        super().__init__(arguments)
+        await self.start()
+
+    def __serve_build_asgi_app__(self) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        # A function, and no method: uvicorn takes anything else for one of an earlier ASGI.
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self.asgi(scope, receive, send)
+
+        return app
+
+    async def __del__(self) -> None:
+        """Serve awaits it when all requests have been answered."""
+        await self.stop()
+
+
+_DEPLOYMENT = serve.deployment(
+    name="weightd",
+    # A second one on a node would have a second copy of the weights: a daemon has as many workers as cores are worth.
+    max_replicas_per_node=1,
+    max_queued_requests=_MAX_QUEUED,
+    health_check_period_s=_HEALTH_PERIOD_S,
+    health_check_timeout_s=_HEALTH_TIMEOUT_S,
+    graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+)(serve.ingress()(_Serving))
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """Return the application that the arguments describe.
+
+    Raises:
+        ArgumentError: they are not usable.
+    """
+    parsed = arguments.parse_arguments(args)
+    if not (parsed.sha256 or parsed.address):
+        parsed = dataclasses.replace(parsed, sha256=_digest_of(Path(parsed.model)))
+    actor_options = {"num_cpus": parsed.cores}
+    deployment = _DEPLOYMENT.options(max_ongoing_requests=parsed.max_ongoing_requests, ray_actor_options=actor_options)
+    return deployment.bind(parsed)
+
+
+def _digest_of(path: Path) -> str:
+    """Return the digest that all replicas must have; "", where the file is not on this host."""
+    try:
+        return digest(path)
+    except ModelFileError as error:
+        _log.warning("%s: so nobody knows that all replicas have the same model; give its sha256", error)
+        return ""

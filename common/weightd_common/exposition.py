@@ -1,0 +1,285 @@
+"""Metrics as text, in the exposition format of Prometheus (0.0.4): what each is called, of what kind, and what it is.
+
+A counter is never less than before while the model or the tenant of its labels is there. Of labels there are as many
+values as the configuration has models and tenants: nothing that a client sends is in one.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+from weightd_protocol.errors import ERRORS, ResourceExhausted
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
+
+# What HTTP calls it.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Number = Union[int, float]
+Labels = Tuple[Tuple[str, str], ...]
+
+
+class Sample(NamedTuple):
+    """One value of a family: `suffix` comes behind its name."""
+
+    labels: Labels
+    value: Number
+    suffix: str = ""
+
+
+class Family(NamedTuple):
+    """A metric, with all its labels."""
+
+    name: str
+    kind: str
+    help: str
+    samples: Callable[[MetricsResponse], Iterable[Sample]]
+
+
+def exposition(response: MetricsResponse) -> str:
+    """Return all metrics as text."""
+    return "".join(iterate_text(response))
+
+
+def iterate_text(response: MetricsResponse) -> Iterator[str]:
+    """Yield the same in small pieces, for who has something else to do in between."""
+    for family in FAMILIES:
+        begun = False
+        for sample in family.samples(response):
+            if not begun:
+                begun = True
+                yield f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n"
+            yield f"{family.name}{sample.suffix}{_labels(sample.labels)} {_number(sample.value)}\n"
+
+
+def _labels(labels: Labels) -> str:
+    listed = ",".join([f'{name}="{_escaped(value)}"' for name, value in labels])
+    return f"{{{listed}}}" if listed else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: Number) -> str:
+    return repr(value) if isinstance(value, float) else str(int(value))
+
+
+# --- of the daemon, of models, and of tenants -----------------------------------------------------------------------
+
+
+def _daemon_samples(
+    value: Callable[[MetricsResponse], Optional[Number]],
+) -> Callable[[MetricsResponse], Iterator[Sample]]:
+    """Samples of a family without labels; none of what is not told."""
+
+    def samples(response: MetricsResponse) -> Iterator[Sample]:
+        found = value(response) if _is_complete(response) else None
+        if found is not None:
+            yield Sample((), found)
+
+    return samples
+
+
+def _model_samples(
+    value: Callable[[ModelMetrics], Optional[Number]], *, is_public: bool = False
+) -> Callable[[MetricsResponse], Iterator[Sample]]:
+    """Samples of a family with the label `model`; `is_everyones`: those that may not see others are told it, too."""
+
+    def samples(response: MetricsResponse) -> Iterator[Sample]:
+        for model in response.models if is_public or _is_complete(response) else ():
+            found = value(model)
+            if found is not None:
+                yield Sample((("model", model.name),), found)
+
+    return samples
+
+
+def _histogram_samples(
+    histogram_of: Callable[[ModelMetrics], Histogram], bounds: Callable[[MetricsResponse], Sequence[Number]]
+) -> Callable[[MetricsResponse], Iterator[Sample]]:
+    """Samples of a histogram with the label `model`: each bucket has what is in those before it, too."""
+
+    def samples(response: MetricsResponse) -> Iterator[Sample]:
+        names = [*(format(bound, "g") for bound in bounds(response)), "+Inf"]
+        for model in response.models:
+            histogram, label = histogram_of(model), ("model", model.name)
+            if len(histogram.counts) != len(names):
+                continue
+            count = 0
+            for name, each in zip(names, histogram.counts):
+                count += each
+                yield Sample((label, ("le", name)), count, "_bucket")
+            yield Sample((label,), histogram.sum, "_sum")
+            yield Sample((label,), count, "_count")
+
+    return samples
+
+
+def _tenant_samples(value: Callable[[TenantStatus], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+    """Samples of a family with the label `tenant`."""
+
+    def samples(response: MetricsResponse) -> Iterator[Sample]:
+        for tenant in response.tenants:
+            found = value(tenant)
+            if found is not None:
+                yield Sample((("tenant", tenant.name),), found)
+
+    return samples
+
+
+def _tenant_sum_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+    """Samples of what all accounts of a tenant have together, so that nothing is missing if a model goes."""
+    return _tenant_samples(lambda tenant: sum(value(account) for account in tenant.accounts))
+
+
+def _account_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+    """Samples of a family with the labels `model` and `tenant`. What is of no model that there is has none."""
+
+    def samples(response: MetricsResponse) -> Iterator[Sample]:
+        for tenant, account in _iterate_accounts(response):
+            yield Sample((("model", account.model), ("tenant", tenant.name)), value(account))
+
+    return samples
+
+
+def _iterate_accounts(response: MetricsResponse) -> Iterator[Tuple[TenantStatus, AccountStatus]]:
+    for tenant in response.tenants:
+        for account in tenant.accounts:
+            if account.model:
+                yield tenant, account
+
+
+def _is_complete(response: MetricsResponse) -> bool:
+    """Whether this is not for somebody who may not see what concerns others: 0 would be a lie there."""
+    return bool(response.seconds_bounds)
+
+
+# --- those that are not simple --------------------------------------------------------------------------------------
+
+
+def _build(response: MetricsResponse) -> Iterator[Sample]:
+    yield Sample((("version", response.version),), 1)
+
+
+def _model_infos(response: MetricsResponse) -> Iterator[Sample]:
+    for model in response.models if _is_complete(response) else ():
+        labels = ("generation", str(model.generation)), ("sha256", model.sha256)
+        yield Sample((("model", model.name), ("engine", model.engine), *labels), 1)
+
+
+def _processes(response: MetricsResponse) -> Iterator[Sample]:
+    for model in response.models:
+        for each in model.processes:
+            yield Sample((("model", model.name), ("role", each.role), ("state", each.state)), each.count)
+
+
+def _requests(response: MetricsResponse) -> Iterator[Sample]:
+    """By code: the bounds of a tenant are all of one."""
+    for tenant, account in _iterate_accounts(response):
+        codes = {"OK": account.served}
+        for reason, count in account.refused.items():
+            code = reason if reason in ERRORS else ResourceExhausted.code
+            codes[code] = codes.get(code, 0) + count
+        for code, count in sorted(codes.items()):
+            yield Sample((("model", account.model), ("tenant", tenant.name), ("code", code)), count)
+
+
+def _refused(response: MetricsResponse) -> Iterator[Sample]:
+    for tenant in response.tenants:
+        reasons: List[str] = sorted({reason for account in tenant.accounts for reason in account.refused})
+        for reason in reasons:
+            count = sum(account.refused.get(reason, 0) for account in tenant.accounts)
+            yield Sample((("tenant", tenant.name), ("reason", reason)), count)
+
+
+def _reloads(response: MetricsResponse) -> Iterator[Sample]:
+    if _is_complete(response):
+        yield Sample((("result", "good"),), response.reloads.succeeded)
+        yield Sample((("result", "refused"),), response.reloads.refused)
+
+
+def _seconds_bounds(response: MetricsResponse) -> Sequence[Number]:
+    return response.seconds_bounds
+
+
+def _rows_bounds(response: MetricsResponse) -> Sequence[Number]:
+    return response.rows_bounds
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+FAMILIES: Sequence[Family] = (
+    Family("weightd_build_info", GAUGE, "Always 1: the version of the daemon.", _build),
+    Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.", _daemon_samples(lambda each: each.uptime_s)),
+    Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its gates and its keeper, each page divided among "
+           "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each: each.pss_bytes)),
+    Family("weightd_held_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
+           "have not read.", _daemon_samples(lambda each: each.buffered_bytes)),
+    Family("weightd_held_limit_bytes", GAUGE, "The bound for that.", _daemon_samples(lambda each: each.max_memory_bytes)),
+    Family("weightd_dropped_answers_total", COUNTER, "Answers that could not be sent: their client was gone, or did "
+           "not read.", _daemon_samples(lambda each: each.dropped_responses)),
+    Family("weightd_reloads_total", COUNTER, "How often the configuration was read again, and how that ended: good or "
+           "refused.", _reloads),
+    Family("weightd_model_info", GAUGE, "Always 1: what serves the model, or is to.", _model_infos),
+    Family("weightd_ready", GAUGE, "Whether a worker of the model has answered of late: 1 or 0.",
+           _model_samples(lambda each: each.ready, is_public=True)),
+    Family("weightd_generation", GAUGE, "The number of the generation that serves, or is to.",
+           _model_samples(lambda each: each.generation)),
+    Family("weightd_processes", GAUGE, "Processes by role and state.", _processes),
+    Family("weightd_deaths_total", COUNTER, "Processes that ended without being asked to.",
+           _model_samples(lambda each: each.unexpected_exits)),
+    Family("weightd_restarts_total", COUNTER, "Processes that were started in the place of lost ones.",
+           _model_samples(lambda each: each.restarts)),
+    Family("weightd_canary_failures_total", COUNTER, "Workers that did not reproduce the known answer.",
+           _model_samples(lambda each: each.selftest_failures)),
+    Family("weightd_mismatches_total", COUNTER, "Generations of which rows together were found not to be what each is "
+           "alone.", _model_samples(lambda each: each.batch_mismatches)),
+    Family("weightd_quarantined", GAUGE, "Contents of requests that are refused because workers died of them.",
+           _model_samples(lambda each: each.quarantined)),
+    Family("weightd_requests_total", COUNTER, "Requests that have ended, by how they did: OK, or the code of the "
+           "error.", _requests),
+    Family("weightd_request_duration_seconds", HISTOGRAM, "From the arrival of a request in the daemon to its answer, "
+           "of those that were answered with outputs.", _histogram_samples(lambda each: each.request_seconds, _seconds_bounds)),
+    Family("weightd_queue_duration_seconds", HISTOGRAM, "From the arrival of a request until a worker was given it.",
+           _histogram_samples(lambda each: each.queue_seconds, _seconds_bounds)),
+    Family("weightd_compute_duration_seconds", HISTOGRAM, "Of executions, from when a worker could begin until its "
+           "answer had come.", _histogram_samples(lambda each: each.compute_seconds, _seconds_bounds)),
+    Family("weightd_job_rows", HISTOGRAM, "Rows of an execution, where those of the model are put together or cut.",
+           _histogram_samples(lambda each: each.batch_rows, _rows_bounds)),
+    Family("weightd_executions_total", COUNTER, "Predicts that were answered.", _model_samples(lambda each: each.executions)),
+    Family("weightd_requests_running", GAUGE, "Requests that workers have.", _model_samples(lambda each: each.running)),
+    Family("weightd_requests_queued", GAUGE, "Requests that wait.", _account_samples(lambda each: each.queued)),
+    Family("weightd_requests_in_flight", GAUGE, "Requests that wait or run.", _account_samples(lambda each: each.in_flight)),
+    Family("weightd_queue_length", GAUGE, "Requests that wait, of all tenants.",
+           _model_samples(lambda each: each.queued, is_public=True)),
+    Family("weightd_queue_limit", GAUGE, "How many may.", _model_samples(lambda each: each.max_queue)),
+    Family("weightd_model_pss_bytes", GAUGE, "Memory of the model's processes, each page divided among those that have "
+           "it, as measured when metrics were asked for before.", _model_samples(lambda each: each.pss_bytes)),
+    Family("weightd_model_shared_bytes", GAUGE, "What the workers share of the model, of each of them.",
+           _model_samples(lambda each: each.shared_bytes)),
+    Family("weightd_model_copy_bytes", GAUGE, "What the copies of its weights take in memory.",
+           _model_samples(lambda each: each.copy_bytes)),
+    Family("weightd_model_saved_bytes", GAUGE, "What the workers share less what the copies take: what would be needed "
+           "in addition if each had its own.", _model_samples(lambda each: each.saved_bytes)),
+    Family("weightd_refused_total", COUNTER, "What was refused, requests of models that there are not and other "
+           "messages, too: by the bound of the tenant that was reached, or the code of the error.", _refused),
+    Family("weightd_tenant_rows_total", COUNTER, "Rows that were run, where those of the model are known.",
+           _tenant_sum_samples(lambda each: each.rows)),
+    Family("weightd_tenant_seat_seconds_total", COUNTER, "Seconds of workers that ran requests.",
+           _tenant_sum_samples(lambda each: each.slot_seconds)),
+    Family("weightd_tenant_waited_seconds_total", COUNTER, "From the arrival of requests until a worker was given "
+           "them.", _tenant_sum_samples(lambda each: each.queue_seconds)),
+    Family("weightd_tenant_received_bytes_total", COUNTER, "Of tensors that were sent.",
+           _tenant_sum_samples(lambda each: each.bytes_in)),
+    Family("weightd_tenant_sent_bytes_total", COUNTER, "Of answers' tensors that were sent.",
+           _tenant_sum_samples(lambda each: each.bytes_out)),
+    Family("weightd_tenant_deaths_total", COUNTER, "Workers that were lost to requests.",
+           _tenant_sum_samples(lambda each: each.unexpected_exits)),
+    Family("weightd_tenant_weight", GAUGE, "The share of the tenant, among those who wait.",
+           _tenant_samples(lambda each: each.weight)),
+    Family("weightd_tenant_share_ratio", GAUGE, "Its part of the seconds of all workers in the last minute.",
+           _tenant_samples(lambda each: each.share)),
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""Shell completion: a script for bash, which zsh reads too by its `bashcompinit`.
+
+It uses nothing but what bash has built in, and sed: the package bash-completion need not be there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Iterator, Mapping
+
+from weightd_common.manual.commands import Argument, ProgramCommand
+
+# What can stand for a metavar.
+FILE = "file"
+DIRECTORY = "directory"
+MODEL = "model"  # a name that the running daemon knows
+
+_HEAD = """\
+# Completion of @NAME@ for bash. In zsh: autoload -U +X bashcompinit && bashcompinit && source THIS_FILE
+
+"""
+
+# The daemon is asked only where a model's name is wanted, and given a second.
+_MODELS_FUNCTION = r"""_@NAME@_models() {
+    local socket="" word previous=""
+    # Not COMP_WORDS: bash takes an address apart at its colons.
+    while IFS= read -r word; do
+        case "$previous" in (--socket) socket="$word" ;; esac
+        case "$word" in (--socket=*) socket="${word#--socket=}" ;; esac
+        previous="$word"
+    done < <(printf '%s' "$COMP_LINE" | tr -s '[:space:]' '\n')
+    @NAME@ status --timeout 1 ${socket:+"--socket=$socket"} 2>/dev/null </dev/null |
+        sed -n 's/^\([A-Za-z0-9_][A-Za-z0-9._-]*\): [A-Z]*, .*/\1/p'
+}
+
+"""
+
+_BODY = """\
+_@NAME@() {
+    local current="${COMP_WORDS[COMP_CWORD]}"
+    local command="" place=0 option="" value="" wanted="" options="" index word line
+    local -a places
+    COMPREPLY=()
+    # Which command it is, how many arguments it has before this one, and whether this one is an option's value.
+    for ((index = 1; index < COMP_CWORD; index++)); do
+        word="${COMP_WORDS[index]}"
+        case "$value$word" in
+            # bash makes three words of --option=value, and of an address.
+            (=|:|value=) value="value" ;;
+            (value*) value="" ;;
+            (@VALUED@) value="value" option="$word" ;;
+            (-*) option="" ;;
+            (*) if [ -n "$command" ]; then place=$((place + 1)); else command="$word"; fi ;;
+        esac
+    done
+    case "$current" in (=|:) current="" value="value" ;; esac
+    case "$command" in
+@COMMANDS@        (*) return ;;
+    esac
+    case "$value$current" in
+        (value*) case "$command $option" in
+@VALUES@        esac ;;
+        (-*) wanted="$options" ;;
+        (*) if [ "$place" -lt "${#places[@]}" ]; then wanted="${places[place]}"; fi ;;
+    esac
+    # So that a space in a name is quoted, and a directory can be gone into.
+    case "$wanted" in (file|directory) compopt -o filenames 2>/dev/null ;; esac
+    while IFS= read -r line; do COMPREPLY+=("$line"); done < <(
+        case "$wanted" in
+            (file) compgen -f -- "$current" ;;
+            (directory) compgen -d -- "$current" ;;
+@MODELS@            (*) compgen -W "$wanted" -- "$current" ;;
+        esac
+    )
+}
+complete -F _@NAME@ @NAME@
+"""
+
+_MODELS = """\
+            (model) compgen -W "$(_@NAME@_models)" -- "$current" ;;
+"""
+
+
+def bash_script(program: ProgramCommand, kinds: Mapping[str, str]) -> str:
+    """Return the script for a program.
+
+    Args:
+        program: what is completed.
+        kinds: what stands for a metavar: `FILE`, `DIRECTORY` or `MODEL`. For another one nothing is offered.
+    """
+    needs_models = MODEL in kinds.values()
+    text = _HEAD + (_MODELS_FUNCTION if needs_models else "") + _BODY
+    parts = {
+        "@MODELS@": _MODELS if needs_models else "",
+        "@VALUED@": "|".join(
+            sorted(
+                {
+                    flag
+                    for each in _with_subcommands(program)
+                    for option in each.options
+                    for flag in _flags_with_value(option)
+                }
+            )
+        ),
+        "@VALUES@": "".join(f"            {line}\n" for line in _value_cases(program, kinds)),
+        "@COMMANDS@": "".join(f"        {line}\n" for line in _command_cases(program, kinds)),
+        "@NAME@": program.name,
+    }
+    for mark, part in parts.items():
+        text = text.replace(mark, part)
+    return text
+
+
+def _with_subcommands(program: ProgramCommand) -> Iterator[ProgramCommand]:
+    yield program._replace(name="")
+    yield from program.commands
+
+
+def _flags_with_value(option: Argument) -> Iterator[str]:
+    if option.metavar:
+        yield from option.flags
+
+
+def _value_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[str]:
+    for command in _with_subcommands(program):
+        for option in command.options:
+            for flag in _flags_with_value(option):
+                wanted = _completion_of(option, kinds)
+                if wanted:
+                    yield f"({shlex.quote(f'{command.name} {flag}')}) wanted={shlex.quote(wanted)} ;;"
+
+
+def _command_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[str]:
+    for command in _with_subcommands(program):
+        options = shlex.quote(" ".join(flag for option in command.options for flag in option.flags))
+        places = [_completion_of(each, kinds) for each in command.positionals]
+        if command.commands:
+            places.append(" ".join(each.name for each in command.commands))
+        yield f"({shlex.quote(command.name)}) options={options} places=({' '.join(map(shlex.quote, places))}) ;;"
+
+
+def _completion_of(argument: Argument, kinds: Mapping[str, str]) -> str:
+    return " ".join(argument.choices) or kinds.get(argument.metavar, "")

@@ -1,0 +1,178 @@
+"""What a MindIR file says of its model: what it takes and gives. No library is asked; weights are skipped.
+
+The file is a `ModelProto` of MindSpore's mind_ir.proto, a relative of ONNX's. Two programs write such files:
+
+- MindSpore exports them. Inputs bear the names of the arguments, with that of their function before a colon:
+  ``3_1_net_Slice_construct_3:x`` is ``x``. Outputs have none, only the number of a node, another one in each export:
+  ``3_1_net_Slice_construct_3:CNode_14:15`` is called ``output_0`` here, for the first. Of tuples, also of tuples in
+  them, each tensor is one output.
+- MindSpore Lite's Converter writes them with the names of the model from which it made them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import BinaryIO, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+from weightd_protocol import limits
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_common.protobuf import Malformed, Span, fields
+
+# Field numbers of mind_ir.proto.
+_PRODUCER, _GRAPH = 2, 7  # in a model
+_INPUT, _OUTPUT = 5, 6  # in a graph
+_NAME, _TENSOR, _TUPLE = 1, 2, 5  # in an input or output
+_TENSORS, _VALUES = 12, 17  # in a tuple, and in each of its values
+_DIMS, _DATATYPE = 1, 2  # in a tensor
+
+# By the numbers of TensorProto.DataType; what has none on the wire is named as there, in small letters.
+_DATATYPES = (
+    *("undefined", "FP32", "UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64", "string", "BOOL", "FP16", "FP64"),
+    *("UINT32", "UINT64", "complex64", "complex128", "bfloat16", "FP64", "qint4x2"),
+)
+
+_SIGN_BIT = 2**63
+_MAX_VARINT_BYTES = 10
+_MINDSPORE = "MindSpore"
+
+# Tuples in tuples; what nests deeper, nobody writes.
+_MAX_DEPTH = 16
+
+
+class MindIrTensor(NamedTuple):
+    """An input or output.
+
+    Attributes:
+        name: where it is longer than a name may be, at least so much of it that this is seen.
+        datatype: its name on the wire, or that in the file in small letters.
+        shape: one dimension more than there may be, of a tensor with more; -1 is free. None: of any rank.
+    """
+
+    name: str
+    datatype: str
+    shape: Optional[Tuple[int, ...]]
+
+
+class MindIr(NamedTuple):
+    """What a file says. Of an absurd number of tensors, one more than there may be.
+
+    Attributes:
+        exported: MindSpore itself has written it, not the Converter.
+    """
+
+    inputs: Tuple[MindIrTensor, ...]
+    outputs: Tuple[MindIrTensor, ...]
+    is_mindspore_export: bool
+
+
+def read(file: BinaryIO) -> MindIr:
+    """Read an open file.
+
+    Raises:
+        Malformed: it is no MindIR, or only a part of one.
+        OSError: it cannot be read.
+    """
+    model: Span = (0, os.fstat(file.fileno()).st_size)
+    producer = next((_text(file, each) for each in _field_spans(file, model, _PRODUCER)), "")
+    graph = next(_field_spans(file, model, _GRAPH), None)
+    if graph is None:
+        raise Malformed
+    inputs, outputs = (tuple(_tensors(file, graph, number)) for number in (_INPUT, _OUTPUT))
+    if not outputs:
+        raise Malformed
+    exported = producer == _MINDSPORE
+    if exported:
+        inputs = tuple(each._replace(name=each.name.rpartition(":")[2]) for each in inputs)
+        outputs = tuple(each._replace(name=f"output_{index}") for index, each in enumerate(outputs))
+    return MindIr(inputs, outputs, exported)
+
+
+def find_problems(what: str, tensors: Sequence[MindIrTensor]) -> Iterator[str]:
+    """Yield why requests with these inputs, or answers with these outputs, could not be sent; a line each."""
+    if len(tensors) > limits.MAX_TENSORS:
+        yield f"expected at most {limits.MAX_TENSORS} {what}s"
+    for name in sorted({each.name for each in tensors if sum(each.name == other.name for other in tensors) > 1}):
+        yield f"{what} {name!r}: there are two of this name"
+    for each in tensors:
+        if not 0 < len(each.name.encode("utf-8", "surrogateescape")) <= limits.MAX_NAME_BYTES:
+            yield f"an {what}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes"
+        elif each.datatype not in ITEM_BYTES:
+            expected = ", ".join(ITEM_BYTES)
+            yield f"{what} {each.name!r}: {each.datatype} has no datatype on the wire; expected one of {expected}"
+        elif len(each.shape or ()) > limits.MAX_RANK:
+            yield f"{what} {each.name!r}: expected at most {limits.MAX_RANK} dimensions"
+        elif max(each.shape or (), default=0) > limits.MAX_DIM:
+            yield f"{what} {each.name!r}: a dimension of {max(each.shape or ())}; expected at most {limits.MAX_DIM}"
+
+
+def _tensors(file: BinaryIO, graph: Span, number: int) -> Iterator[MindIrTensor]:
+    found = (
+        _read_tensor(file, name, described)
+        for each in _field_spans(file, graph, number)
+        for name in [next((_text(file, name) for name in _field_spans(file, each, _NAME)), "")]
+        for described in _tensor_spans(file, each)
+    )
+    return itertools.islice(found, limits.MAX_TENSORS + 1)
+
+
+def _tensor_spans(file: BinaryIO, value: Span) -> Iterator[Span]:
+    """The tensors of an input or output: one, or those of a tuple in their order."""
+    leaves = (each for tree in _field_spans(file, value, _TUPLE) for each in _tuple_spans(file, tree))
+    found = list(itertools.islice(leaves, limits.MAX_TENSORS + 1))
+    found = found or list(itertools.islice(_field_spans(file, value, _TENSOR), 1))
+    if not found:
+        raise Malformed
+    return iter(found)
+
+
+def _tuple_spans(file: BinaryIO, tree: Span, depth: int = 0) -> Iterator[Span]:
+    if depth > _MAX_DEPTH:
+        raise Malformed
+    for number, value in fields(file, *tree):
+        if isinstance(value, tuple) and number == _VALUES:
+            yield from _tuple_spans(file, value, depth + 1)
+        elif isinstance(value, tuple) and number == _TENSORS:
+            yield value
+
+
+def _read_tensor(file: BinaryIO, name: str, span: Span) -> MindIrTensor:
+    datatype_number = 0
+    dims: Tuple[int, ...] = ()
+    for number, value in fields(file, *span):
+        if number == _DIMS and len(dims) <= limits.MAX_RANK:
+            dims += (value,) if isinstance(value, int) else tuple(_unpack_varints(file, value, limits.MAX_RANK + 1))
+            dims = dims[: limits.MAX_RANK + 1]
+        elif number == _DATATYPE and isinstance(value, int):
+            datatype_number = value
+    datatype = _DATATYPES[datatype_number] if datatype_number < len(_DATATYPES) else f"datatype {datatype_number}"
+    sizes = tuple(each if each < _SIGN_BIT else each - 2 * _SIGN_BIT for each in dims)
+    # A tensor of unknown rank has one dimension of -2, a free one is -1.
+    return MindIrTensor(name, datatype, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
+
+
+def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]:
+    """The numbers of a packed field, at most so many."""
+    start, end = span
+    file.seek(start)
+    data = file.read(min(end - start, max_count * _MAX_VARINT_BYTES))
+    value = shift = 0
+    for byte in data:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            yield value & (2 * _SIGN_BIT - 1)
+            value = shift = 0
+        elif shift >= 7 * _MAX_VARINT_BYTES:
+            raise Malformed
+
+
+def _text(file: BinaryIO, span: Span) -> str:
+    start, end = span
+    file.seek(start)
+    # Of a scoped name the last part counts; the scope may be longer than a name.
+    return os.fsdecode(file.read(min(end - start, 16 * limits.MAX_NAME_BYTES)))
+
+
+def _field_spans(file: BinaryIO, message: Span, number: int) -> Iterator[Span]:
+    return (value for key, value in fields(file, *message) if key == number and isinstance(value, tuple))

@@ -1,0 +1,460 @@
+"""What a model is on disk: its file, the external files it names, and the digest over all of them.
+
+The daemon pins a model by this digest, and each process says in its HELLO which digest it would load: both sides
+must compute it in one way, so it is part of the protocol.
+
+- ONNX: tensors may lie in external files, named by a relative `location` inside the model
+  (https://onnx.ai/onnx/repo-docs/ExternalData.html).
+- MindIR over 1 GB is `X_graph.mindir` with the directory `X_variables/` beside it.
+
+A location must stay inside the model's directory, links followed. Where the model file is a link itself, so is the
+directory to which it leads: caches such as Hugging Face's consist of links to files that lie together. And whoever has
+chosen a file, by the model or by a link, must be able to read it: see `reach`.
+
+A file may be exchanged or cut short at any time while it is read. That is why nothing is mapped here: reading beyond
+the end of a mapped file that has shrunk kills the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequence, Tuple, cast
+
+from weightd_protocol import limits
+from weightd_protocol.errors import WeightdError
+from weightd_common.protobuf import Malformed, Span, fields
+from weightd_common.reach import OPERATOR, AccessDenied, Grant, SafePathWalker
+from weightd_common.transient import is_transient
+
+_BLOCK = 1024 * 1024
+_MINDIR_GRAPH = "_graph.mindir"
+
+# Of a model's files that cannot be read, so many are named.
+_MAX_LISTED_FILES = 10
+
+# A file that was changed so shortly before may still be being copied to its place.
+_SETTLE_S = 60.0
+
+
+class ModelFileError(WeightdError):
+    """The model cannot be read; the text names the file and what is wrong with it, each of several on a line.
+
+    Attributes:
+        transient: whether the cause may go away by itself.
+    """
+
+    def __init__(self, text: str, *, transient: bool = False) -> None:
+        super().__init__(text)
+        self.transient = transient
+
+
+class ModelFile(NamedTuple):
+    """One file of a model, as it was when the model was opened.
+
+    Attributes:
+        name: relative to the model's directory.
+        path: where it is.
+        nbytes: its size.
+        identity: another one when it was written or replaced: device, inode, and the times of its last change, of
+            which nobody but the kernel sets the second.
+    """
+
+    name: str
+    path: Path
+    nbytes: int
+    identity: Tuple[int, int, int, int]
+
+    @property
+    def changed_ns(self) -> int:
+        """When it was changed last."""
+        return max(self.identity[2:])
+
+
+class OpenModel:
+    """The model at `path`. Within the block it stays the same, whatever is put there.
+
+    Args:
+        path: of the model file.
+        own: it is a copy that the daemon has made: nobody else has named what is there.
+        grant: the right by which the path was named.
+
+    Attributes:
+        files: the model file itself first, the others by name.
+
+    Raises:
+        ModelFileError: a file is missing, unreadable, not a regular file, empty, outside the directory, or chosen by
+            somebody who may not read it; or an ONNX file is none.
+    """
+
+    def __init__(self, path: Path, *, is_own_copy: bool = False, grant: Grant = OPERATOR) -> None:
+        self._path = path
+        self._is_own_copy = is_own_copy
+        self._grant = grant
+        self.files: List[ModelFile] = []
+        with contextlib.ExitStack() as stack:
+            self._find_files(stack)
+            self._open_files = stack.pop_all()
+
+    def __enter__(self) -> OpenModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
+
+    def open(self, file: ModelFile) -> BinaryIO:
+        """Open one of its files.
+
+        Raises:
+            ModelFileError: it cannot be read any more, or is another one.
+        """
+        if file is self.files[0]:
+            descriptor = os.dup(self._file.fileno())
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            return os.fdopen(descriptor, "rb")
+        reader = self._open_external(file.name)
+        if _stat_file(file.name, file.path, reader) != file:
+            reader.close()
+            raise self._changed_error()
+        return reader
+
+    def check_same(self, files: Sequence[ModelFile]) -> None:
+        """Make sure that these files, found in a copy of it, are its own.
+
+        Raises:
+            ModelFileError: they are not, so it has changed while it was copied.
+        """
+        if [(file.name, file.nbytes) for file in files] != [(file.name, file.nbytes) for file in self.files]:
+            raise self._changed_error()
+
+    def check_unchanged(self) -> None:
+        """Make sure that what is at the path, and what it names, is still what it was.
+
+        Raises:
+            ModelFileError: it is not.
+        """
+        try:
+            with OpenModel(self._path, is_own_copy=self._is_own_copy, grant=self._grant) as now:
+                same = now.files == self.files
+        except ModelFileError:
+            same = False
+        if not same:
+            raise self._changed_error()
+
+    def _changed_error(self) -> ModelFileError:
+        text = f"{self._path}: changed while it was copied; load it again once it is complete"
+        return ModelFileError(text, transient=True)
+
+    def _find_files(self, stack: contextlib.ExitStack) -> None:
+        path = self._path
+        walker = stack.enter_context(SafePathWalker(is_trusting=self._is_own_copy, grant=self._grant))
+        with _reading(path):
+            start, rest = walker.starting_directory(str(path.absolute()))
+            parent = walker.open_directory(start, str(PurePosixPath(rest).parent))
+            self._file, real = walker.open_file(parent, path.name)
+            stack.enter_context(self._file)
+            self._allowed_directories = (parent, real)
+            self._directory = parent.with_authors(os.fstat(self._file.fileno()).st_uid, *real.authors)
+        self.files.append(_stat_file(path.name, path, self._file))
+        if path.name.endswith(_MINDIR_GRAPH):
+            names = self._mindir_variables(walker)
+        elif path.suffix == ".onnx":
+            names = _onnx_locations(path, self._file)
+        else:
+            names = []
+        if path.suffix == ".mindir" and not self._is_own_copy:
+            _check_mindir(path, self._file)
+        problems: List[ModelFileError] = []
+        for name in sorted({*names} - {path.name}):
+            try:
+                with self._open_external(name) as file:
+                    self.files.append(_stat_file(name, path.parent / name, file))
+            except ModelFileError as error:
+                problems.append(error)
+        if problems:
+            summary = (
+                [f"{path}: {len(problems) - _MAX_LISTED_FILES} more files cannot be read"]
+                if len(problems) > _MAX_LISTED_FILES
+                else []
+            )
+            text = "\n".join([*map(str, problems[:_MAX_LISTED_FILES]), *summary])
+            raise ModelFileError(text, transient=all(each.transient for each in problems))
+
+    def _open_external(self, name: str) -> BinaryIO:
+        with _reading(self._path.parent / name), SafePathWalker(
+            is_trusting=self._is_own_copy, grant=self._grant
+        ) as reach:
+            file, real = reach.open_file(self._directory, name)
+            if real.is_within(self._allowed_directories):
+                return file
+            file.close()
+        raise ModelFileError(
+            f"{self._path.parent / name}: a link out of the model's directory; expected the file itself, or a link to "
+            "one that lies below that directory or, if the model is a link, beside the file to which that leads"
+        )
+
+    def _mindir_variables(self, walker: SafePathWalker) -> List[str]:
+        path = self._path
+        directory = path.parent / (path.name[: -len(_MINDIR_GRAPH)] + "_variables")
+        try:
+            variables = walker.open_directory(self._directory, directory.name)
+        except (FileNotFoundError, NotADirectoryError):
+            text = f"{path}: expected its weights in {directory}/, which is not a directory"
+            raise ModelFileError(text, transient=True) from None
+        except (OSError, AccessDenied) as error:
+            raise _read_error(directory, error) from None
+        with _reading(directory), variables.scan() as entries:
+            return [str(PurePosixPath(directory.name, entry.name)) for entry in entries if entry.is_file()]
+
+
+def model_files(path: Path, *, is_own_copy: bool = False) -> List[ModelFile]:
+    """Return the files of the model at `path`.
+
+    Raises:
+        ModelFileError: as `Model`, of which `own` is known, too.
+    """
+    with OpenModel(path, is_own_copy=is_own_copy) as model:
+        return model.files
+
+
+def open_file(path: Path, grant: Grant = OPERATOR) -> BinaryIO:
+    """Open a single file that belongs to a model, such as weights to be loaded over its own.
+
+    Args:
+        path: of the file.
+        grant: the right by which the path was named.
+
+    Raises:
+        ModelFileError: it is missing, unreadable, not a regular file, or chosen by somebody who may not read it.
+    """
+    with _reading(path), SafePathWalker(grant=grant) as reach:
+        return reach.open_file(*reach.starting_directory(str(path.absolute())))[0]
+
+
+def digest(path: Path, *, is_own_copy: bool = False) -> str:
+    """Return the sha256, in hex, that names the content of the model at `path`.
+
+    For a model of one file it is what `sha256sum` prints. For several it is the sha256 of the lines that
+    `sha256sum` prints for them, in the order of `model_files`.
+
+    Raises:
+        ModelFileError: as `Model`, of which `own` is known, too.
+    """
+    with OpenModel(path, is_own_copy=is_own_copy) as model:
+        return combine_digests(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
+
+
+def combine_digests(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
+    """Return the sha256 that names the content of a model of these files, of which each has one of these."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
+
+
+def files_identity(files: Sequence[ModelFile]) -> str:
+    """Return a text that is another one as soon as one of the files was written or replaced, with whatever content."""
+    facts = [(os.fsencode(file.name), file.nbytes, *file.identity) for file in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def pinned_digest(path: Path, pinned_identity: str) -> str:
+    """Return the digest of the daemon's own copy of a model, which is not read again if it is what it was.
+
+    Args:
+        path: of the copy.
+        pinned: its `identity` when it was made, a colon, and its digest; or "".
+
+    Raises:
+        ModelFileError: as `Model`.
+    """
+    expected, _, sha256 = pinned_identity.partition(":")
+    if sha256 and files_identity(model_files(path, is_own_copy=True)) == expected:
+        return sha256
+    return digest(path, is_own_copy=True)
+
+
+def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
+    """What sha256sum prints: a name that would break the line is escaped, and the line then begins with a backslash."""
+    escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    mark = "" if escaped == file.name else "\\"
+    return os.fsencode(f"{mark}{sha256}  {escaped}\n")
+
+
+def _stat_file(name: str, path: Path, file: BinaryIO) -> ModelFile:
+    status = os.fstat(file.fileno())
+    if status.st_size == 0:
+        raise ModelFileError(f"{path}: the file is empty", transient=_may_be_incomplete(status))
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return ModelFile(name, path, status.st_size, identity)
+
+
+def _may_be_incomplete(status: os.stat_result) -> bool:
+    """Return whether a file was written to so shortly before that it may still be being copied."""
+    return abs(time.time() - status.st_mtime) < _SETTLE_S
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Generator[None, None, None]:
+    """Raise what prevents reading within the block as a ModelFileError."""
+    try:
+        yield
+    except (OSError, AccessDenied, ValueError) as error:
+        raise _read_error(path, error) from None
+
+
+def _read_error(path: Path, error: Exception) -> ModelFileError:
+    if isinstance(error, AccessDenied):
+        return ModelFileError(f"{path}: {error}")
+    # The only ValueError of a path; its words differ among the versions of Python.
+    text = error.strerror if isinstance(error, OSError) else "the path holds a NUL"
+    return ModelFileError(f"{path}: {text}", transient=is_transient(error))
+
+
+def _sha256(path: Path, file: BinaryIO) -> str:
+    state = hashlib.sha256()
+    with _reading(path), file:
+        while True:
+            block = file.read(_BLOCK)
+            if not block:
+                return state.hexdigest()
+            state.update(block)
+
+
+def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
+    try:
+        with _reading(path):
+            locations = list(_locations(file, _ONNX, "model", 0, os.fstat(file.fileno()).st_size))
+    except Malformed:
+        # An engine that understands it all the same would load external files that nobody has pinned.
+        text = f"{path}: expected an ONNX model; this is something else, or only a part of one"
+        raise ModelFileError(text, transient=_may_be_incomplete(os.fstat(file.fileno()))) from None
+    for location, _ in locations:
+        pure = PurePosixPath(location)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise _outside_error(path, location)
+    return [str(PurePosixPath(location)) for location, is_used in locations if is_used]
+
+
+def check_locations(path: Path) -> None:
+    """Make sure that a MindIR names no file outside of its directory.
+
+    MindSpore puts the directory before a location and opens the result, whatever it is. Files in the directory of a
+    snapshot are those of the model, so it is enough that no location leads out.
+
+    Raises:
+        ModelFileError: it names one, or cannot be read.
+    """
+    with _reading(path), open_file(path) as file:
+        _check_mindir(path, file)
+
+
+def _check_mindir(path: Path, file: BinaryIO) -> None:
+    try:
+        for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size):
+            pure = PurePosixPath(location)
+            if pure.is_absolute() or ".." in pure.parts:
+                raise _outside_error(path, location)
+    except _TooDeep:
+        raise ModelFileError(f"{path}: expected at most {_MAX_DEPTH} levels of messages in messages") from None
+    except Malformed:
+        # No engine reads it, either: that gives the better reason.
+        pass
+
+
+def _outside_error(path: Path, location: str) -> ModelFileError:
+    return ModelFileError(f"{path}: names the external file {location!r}; expected a path inside the model's directory")
+
+
+# --- A walk through protobuf, only as far as external data needs --------------------------------------------------
+#
+# Message to {field number: message}, from onnx.proto and mind_ir.proto. Anything else is skipped by its length, so the
+# walk costs the number of nodes, not the size of the weights.
+
+_Messages = Dict[str, Dict[int, str]]
+
+_ONNX: _Messages = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "graph": {1: "node", 5: "onnx tensor", 15: "sparse"},
+    "function": {7: "node", 11: "attribute"},
+    "node": {5: "attribute"},
+    "attribute": {5: "onnx tensor", 6: "graph", 10: "onnx tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "onnx tensor", 2: "onnx tensor"},
+}
+_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
+_KEY, _VALUE = 1, 2  # in an entry of external_data
+
+_MINDIR: _Messages = {
+    "model": {7: "graph", 8: "graph", 12: "primitive"},
+    "primitive": {3: "attribute"},
+    "graph": {1: "node", 3: "tensor", 5: "value", 6: "value", 8: "attribute", 10: "map"},
+    "map": {2: "attribute", 3: "tensor", 4: "tensor", 5: "tensor"},
+    "node": {5: "attribute", 8: "attribute", 9: "attribute"},
+    "value": {2: "tensor", 5: "attribute"},
+    "attribute": {6: "tensor", 7: "graph", 12: "tensor", 13: "graph", 17: "attribute", 19: "functor"},
+    "functor": {3: "attribute"},
+    "tensor": {12: "mindir external", 17: "quantization"},
+    "quantization": {2: "attribute"},
+}
+_LOCATION = 1  # in the external data of a MindIR
+
+# protobuf's own default: what nests deeper, no engine reads.
+_MAX_DEPTH = 100
+
+
+class _TooDeep(Malformed):
+    """Messages lie in messages, deeper than an engine reads."""
+
+
+def _locations(
+    file: BinaryIO, messages: _Messages, message: str, start: int, end: int, depth: int = 0
+) -> Iterator[Tuple[str, bool]]:
+    """Yield each location that a message names, and whether the engine will read it."""
+    if depth > _MAX_DEPTH:
+        raise _TooDeep
+    children = messages[message]
+    for number, value in fields(file, start, end):
+        child = children.get(number)
+        if child is None or not isinstance(value, tuple):
+            continue
+        if child == "onnx tensor":
+            yield from _tensor_locations(file, *value)
+        elif child == "mindir external":
+            for field, span in fields(file, *value):
+                if field == _LOCATION:
+                    yield _text(file, span), True
+        else:
+            yield from _locations(file, messages, child, *value, depth=depth + 1)
+
+
+def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[str, bool]]:
+    """Yield the locations of an ONNX tensor.
+
+    An engine merges messages that a file gives twice, and takes an enumeration modulo 2**32. So a location is told of
+    whatever this part of a tensor says about its use: each has to be a permitted one.
+    """
+    entries: List[Span] = []
+    external = False
+    for number, value in fields(file, start, end):
+        if number == _EXTERNAL_DATA and isinstance(value, tuple):
+            entries.append(value)
+        elif number == _DATA_LOCATION and isinstance(value, int):
+            external = value & 0xFFFFFFFF == _EXTERNAL
+    for span in entries:
+        entry = dict(fields(file, *span))
+        if _text(file, entry.get(_KEY)) == "location":
+            yield _text(file, entry.get(_VALUE)), external
+
+
+def _text(file: BinaryIO, span: object) -> str:
+    """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
+    if not isinstance(span, tuple):
+        return ""
+    start, end = cast(Span, span)
+    if end - start > limits.MAX_PATH_BYTES:
+        raise Malformed
+    file.seek(start)
+    return os.fsdecode(file.read(end - start))

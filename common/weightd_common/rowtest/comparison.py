@@ -1,0 +1,399 @@
+"""Compares the answers to rows that a model runs together with its answers to the same rows alone.
+
+The bits of a row's answer may depend on its position among others, and on how many there are: a library may have
+another kernel for one row alone, and another for what is left over at the end of a vector; a model may scale by the
+largest of all values. No engine promises anything, so it is tested. That is evidence and no proof: what differs depends
+on the values.
+
+Rows of different magnitudes show most. A model may refuse them, because its inputs are indices, or give the same answer
+to all of them, which shows nothing: then rows of another kind are tried (`rows.kinds`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Type
+
+import numpy as np
+
+from weightd_protocol.messages.data import TensorSignature
+from weightd_common.rowtest import bits
+from weightd_common.rowtest.bits import Arrays, NotBatchable
+from weightd_common.rowtest.rows import (
+    MAX_TEST_BYTES,
+    MIN_TEST_ROWS,
+    SPECIALS,
+    RowKind,
+    SpecialFloats,
+    TestRows,
+    has_rows,
+    row_bytes,
+    row_kinds,
+)
+
+MAX_DURATION_S = 10.0
+"""How long it may take, beside the predict that is under way then."""
+
+# For the rows alone, before they are run together.
+_MAX_SINGLE_ROWS_S = MAX_DURATION_S / 2
+
+# Of the first LEAST rows so many have different answers, or rows of another kind are tried.
+_MIN_DISTINCT = MIN_TEST_ROWS // 2
+
+# For rows with special values. What was not tested until then is taken to differ.
+MAX_SPECIAL_VALUES_S = 2.0
+_SPECIAL_ROWS = 16
+
+# A library's own ways are for 4, 8 or 16 values at once: what is left over is where they differ.
+_ODD_SIZES = (2, 3, 5, 7)
+
+# More are not looked at, where only some numbers of rows can be run.
+_MAX_ALLOWED_SIZES = 8
+
+# Of all numbers of rows that there may be the first ones are tried; others by workers, when they come.
+_MAX_ROW_COUNTS = 64
+
+# What a worker that attaches runs at once.
+_MAX_DIGEST_ROWS = 64
+
+_SAMPLE_HINT = "set `canary` of the model to an .npz file of typical inputs, with several rows that differ"
+
+
+class TestedModel(NamedTuple):
+    """A model, and how it is tested.
+
+    Attributes:
+        predict: runs it.
+        inputs: of the model.
+        shapes: of the inputs, by name, with which it runs.
+        rows: the largest number of rows in one predict.
+        sizes: the only numbers of rows that it takes; none: any.
+        sample: values of the inputs, of these shapes; None: they are made up.
+        refusals: what `predict` raises where it refuses its inputs.
+    """
+
+    predict: Callable[[Arrays], Arrays]
+    inputs: Sequence[TensorSignature]
+    shapes: Mapping[str, Tuple[int, ...]]
+    max_rows: int
+    allowed_sizes: Sequence[int] = ()
+    sample: Optional[Arrays] = None
+    input_errors: Tuple[Type[Exception], ...] = ()
+
+
+class RowTestResult(NamedTuple):
+    """What was found.
+
+    Attributes:
+        outputs: the names of the outputs, which all have the rows of the inputs; none where the model was not run.
+        note: why the answers are not the same together, or why this is not known; "" if they are the same.
+        compared: each number of rows up to this one was run.
+        kind: the rows that were used.
+        special: rows with such values are not known to have the answers that they have alone.
+        refusal: what `Subject.predict` has raised for several rows, each of which it runs alone.
+    """
+
+    outputs: Tuple[str, ...] = ()
+    note: str = ""
+    compared_rows: int = 0
+    kind: RowKind = RowKind.SCALED
+    unequal_specials: Tuple[SpecialFloats, ...] = ()
+    batch_error: Optional[Exception] = None
+
+
+class _Refused(NotBatchable):
+    """The model refuses so many rows."""
+
+    def __init__(self, text: str, cause: Exception) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class _ValuesUnfit(Exception):
+    """Rows of this kind show nothing of this model; the text says why.
+
+    Attributes:
+        variety: how many different answers the model gave to the first of them; -1: it refused one.
+    """
+
+    def __init__(self, text: str, variety: int = -1) -> None:
+        super().__init__(text)
+        self.distinct_count = variety
+
+
+def inputs_with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> Tuple[str, ...]:
+    """Return the names of the inputs that have rows. Where rows are added to make up a number, each has to.
+
+    Raises:
+        NotTogether: requests of the model cannot be batched.
+    """
+    if not inputs:
+        raise NotBatchable("the model has no inputs")
+    names = tuple(each.name for each in inputs if has_rows(each))
+    for each in inputs:
+        if each.shape is None:
+            raise NotBatchable(f"input {each.name} has no rows: it may be of any rank")
+        if not has_rows(each) and (sizes or not names):
+            form = each.shape_text
+            raise NotBatchable(f"input {each.name} has no rows: its shape is {form}, whose first dimension is not free")
+    return names
+
+
+def compare(
+    subject: TestedModel,
+    *,
+    exact: bool,
+    before_run: Callable[[int], None] = lambda _: None,
+    on_refused: Callable[[Exception], None] = lambda _: None,
+) -> RowTestResult:
+    """Run rows together and alone, and return what was found.
+
+    Args:
+        subject: the model.
+        exact: False: only the forms of the outputs are looked at.
+        before: called before so many rows are run; it raises `NotTogether` where they must not be.
+        refused: called with what `subject.predict` has raised, before the model is run again.
+    """
+    return _Comparison(subject, exact, before_run, on_refused).run()
+
+
+def predict_many_rows(subject: TestedModel, kind: RowKind) -> Arrays:
+    """Return the answer to one predict of many rows, which is the same in each process where its bits are.
+
+    Raises:
+        Exception: one of `subject.refusals`: the model does not run on them.
+    """
+    sizes = _sizes_to_test(subject)
+    count = next((size for size in sizes if size <= _MAX_DIGEST_ROWS), sizes[-1])
+    rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind, max_rows=count)
+    return subject.predict(rows.select([index % rows.count for index in range(count)]))
+
+
+class _Comparison:
+    """One test of a model."""
+
+    def __init__(
+        self,
+        subject: TestedModel,
+        exact: bool,
+        before_run: Callable[[int], None],
+        on_refused: Callable[[Exception], None],
+    ) -> None:
+        self._subject = subject
+        self._exact = exact
+        self._before_run = before_run
+        self._on_refused = on_refused
+        # What one row alone is run on: the least number of rows that there may be.
+        self._min_rows = min(subject.allowed_sizes, default=1)
+        self._batch_sizes = _sizes_to_test(subject)
+        numbers = range(1 if subject.allowed_sizes else 2, self._batch_sizes[0] + 1)
+        self._row_counts = [size for size in numbers if not subject.allowed_sizes or size in subject.allowed_sizes][
+            :_MAX_ROW_COUNTS
+        ]
+        self._tested_sizes: Set[int] = set()
+        self._started_at = time.monotonic()
+
+    def run(self) -> RowTestResult:
+        """Test the model on the first kind of rows that shows something."""
+        unfit: List[Tuple[RowKind, _ValuesUnfit]] = []
+        for kind in row_kinds(has_sample=self._subject.sample is not None):
+            try:
+                return self._test_kind(kind, may_reject_kind=True)
+            except _ValuesUnfit as error:
+                unfit.append((kind, error))
+        kind, best = max(unfit, key=lambda each: each[1].distinct_count)
+        return (
+            self._test_kind(kind, may_reject_kind=False) if best.distinct_count >= 0 else RowTestResult(note=str(best))
+        )
+
+    def _test_kind(self, kind: RowKind, *, may_reject_kind: bool) -> RowTestResult:
+        """Test the model on rows of one kind.
+
+        Args:
+            kind: of the rows.
+            is_choice: whether rows of another kind are to be tried if these show too little.
+
+        Raises:
+            _ValuesUnfit: they do, or the model refuses single rows.
+        """
+        subject = self._subject
+        rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind)
+        outputs: Tuple[str, ...] = ()
+        self._tested_sizes.clear()
+        try:
+            first_outputs = self._run_single(rows, 0)
+            self._run_batched(rows, np.arange(self._batch_sizes[0]) % rows.count)
+            outputs = tuple(first_outputs)
+            if not self._exact:
+                return RowTestResult(outputs, kind=kind)
+            nbytes = sum(array.nbytes for array in first_outputs.values())
+            single = self._run_each_single(rows, nbytes, may_reject_kind=may_reject_kind)
+            note = self._find_difference(rows, bits.concatenate(single)) or _inconclusive_reason(single)
+        except NotBatchable as error:
+            return RowTestResult(
+                outputs, str(error), kind=kind, batch_error=error.cause if isinstance(error, _Refused) else None
+            )
+        if note:
+            return RowTestResult(outputs, note, kind=kind)
+        return RowTestResult(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
+
+    def _find_unequal_specials(self, rows: TestRows, kind: RowKind) -> Tuple[SpecialFloats, ...]:
+        """Return the special values with which rows have other answers together, or change those of other rows."""
+        deadline = time.monotonic() + MAX_SPECIAL_VALUES_S
+        if not rows.has_floats:
+            return ()
+        if kind not in (RowKind.SCALED, RowKind.UNSCALED):
+            return SPECIALS  # floats may be indices: what is none is not tried
+        if self._are_equal(rows, SPECIALS, deadline):
+            return ()
+        return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), deadline)])
+
+    def _are_equal(self, rows: TestRows, specials: Sequence[SpecialFloats], deadline: float) -> bool:
+        """Return whether rows, of which some have such values, have the same answers together and alone."""
+        inputs = rows.with_special_values(_SPECIAL_ROWS, specials)
+
+        def run(indices: Any) -> Arrays:
+            if time.monotonic() >= deadline:
+                raise NotBatchable("it takes too long")
+            self._before_run(len(indices))
+            return bits.check_rows(self._subject.predict(rows.select_from(inputs, indices)), len(indices))
+
+        try:
+            single = bits.concatenate(
+                [
+                    {name: array[:1] for name, array in run(np.full(self._min_rows, index)).items()}
+                    for index in range(_SPECIAL_ROWS)
+                ]
+            )
+            for size in self._batch_sizes:
+                indices = np.arange(size) % _SPECIAL_ROWS
+                if bits.describe_difference(run(indices), {name: array[indices] for name, array in single.items()}):
+                    return False
+        except NotBatchable:
+            return False
+        except self._subject.input_errors as error:
+            self._on_refused(error)
+            return False
+        return True
+
+    def _find_difference(self, rows: TestRows, single: Arrays) -> str:
+        """Run rows together; return how they differ from the same rows alone, "" if they do not.
+
+        Raises:
+            NotTogether: an output has not the rows of the inputs, the model refuses them, or it takes too long.
+        """
+        number = len(next(iter(single.values())))
+        for turn, size in self._schedule(number):
+            if time.monotonic() >= self._started_at + MAX_DURATION_S:
+                if turn or self._tested_sizes.issuperset(self._batch_sizes):
+                    break
+                raise NotBatchable(
+                    f"the model takes too long: not all of {self._batch_sizes} rows were run in {MAX_DURATION_S:g} s"
+                )
+            indices = np.arange(turn * size, (turn + 1) * size) % number
+            found = bits.describe_difference(
+                self._run_batched(rows, indices), {name: array[indices] for name, array in single.items()}
+            )
+            if found:
+                return found
+            self._tested_sizes.add(size)
+        return ""
+
+    def _max_compared_rows(self) -> int:
+        """Return the number up to which each number of rows that there may be was run."""
+        tested = itertools.takewhile(self._tested_sizes.__contains__, self._row_counts)
+        return max(tested, default=0)
+
+    def _schedule(self, number: int) -> Iterator[Tuple[int, int]]:
+        """Yield which rows are run, as how many so many come before them, and how many there are.
+
+        Some numbers of rows are run with all of them, the others once.
+        """
+        yield from [(0, size) for size in self._batch_sizes]
+        yield from [(0, size) for size in self._row_counts if size not in self._batch_sizes]
+        yield from [(turn, size) for turn in range(1, number) for size in self._batch_sizes if turn * size < number]
+
+    def _run_each_single(self, rows: TestRows, nbytes: int, *, may_reject_kind: bool) -> List[Arrays]:
+        """Return the answers to the rows, each run alone.
+
+        Args:
+            rows: the rows.
+            nbytes: the size of one answer.
+            is_choice: as for `_test`.
+
+        Raises:
+            _ValuesUnfit: as `_test`.
+            NotTogether: it takes too long.
+        """
+        answers: List[Arrays] = []
+        max_answers = min(rows.count, max(MIN_TEST_ROWS, MAX_TEST_BYTES * self._min_rows // max(nbytes, 1)))
+        while len(answers) < max_answers and (
+            time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S or len(answers) < MIN_TEST_ROWS
+        ):
+            if time.monotonic() >= self._started_at + MAX_DURATION_S:
+                raise NotBatchable(
+                    f"the model takes too long: only {len(answers)} rows were run in {MAX_DURATION_S:g} s"
+                )
+            answers.append(self._run_single(rows, len(answers)))
+            if (
+                may_reject_kind
+                and len(answers) == MIN_TEST_ROWS
+                and time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S
+            ):
+                variety = bits.count_distinct(answers)
+                if variety < _MIN_DISTINCT:
+                    raise _ValuesUnfit(f"{variety} of {MIN_TEST_ROWS} answers differ", variety)
+        return answers
+
+    def _run_single(self, rows: TestRows, index: int) -> Arrays:
+        """Return the answer to one row.
+
+        Raises:
+            _ValuesUnfit: the model refuses it.
+        """
+        try:
+            answer = self._predict(rows, np.full(self._min_rows, index))
+        except self._subject.input_errors as error:
+            self._on_refused(error)
+            raise _ValuesUnfit(
+                f"the model does not run on {self._min_rows} rows: {error}; {_SAMPLE_HINT}, or `sizes` to the numbers "
+                "of rows that it takes"
+            ) from None
+        return {name: array[:1] for name, array in answer.items()}
+
+    def _run_batched(self, rows: TestRows, indices: Any) -> Arrays:
+        """Return the answer to several rows.
+
+        Raises:
+            NotTogether: the model refuses so many.
+            _ValuesUnfit: it refuses one of them alone, too.
+        """
+        try:
+            return self._predict(rows, indices)
+        except self._subject.input_errors as error:
+            self._on_refused(error)
+            for index in np.unique(indices):
+                if time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S:
+                    self._run_single(rows, index)
+            raise _Refused(f"the model does not run on {len(indices)} rows: {error}", error) from None
+
+    def _predict(self, rows: TestRows, indices: Any) -> Arrays:
+        self._before_run(len(indices))
+        return bits.check_rows(self._subject.predict(rows.select(indices)), len(indices))
+
+
+def _inconclusive_reason(single: Sequence[Arrays]) -> str:
+    """Return why no difference could have shown in these answers to single rows, "" if it could."""
+    if bits.count_distinct(single) > 1:
+        return ""
+    return f"no difference would show: the model answers all {len(single)} rows of the test alike; {_SAMPLE_HINT}"
+
+
+def _sizes_to_test(subject: TestedModel) -> List[int]:
+    """The numbers of rows that are tried, the largest first."""
+    if subject.allowed_sizes:
+        fit = sorted((size for size in subject.allowed_sizes if size <= subject.max_rows), reverse=True)
+        return fit[:_MAX_ALLOWED_SIZES] or [min(subject.allowed_sizes)]
+    largest = min(subject.max_rows, max(2, MAX_TEST_BYTES // max(row_bytes(subject.inputs, subject.shapes), 1)))
+    return sorted({largest, *(size for size in _ODD_SIZES if size < largest)}, reverse=True)

@@ -1,0 +1,272 @@
+"""Rows on which a model is tested: all different where that can be, and the same in each process."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.tensors import NUMPY_DTYPE
+from weightd_common.rowtest.bits import Arrays
+
+# Where rows differ together and alone, few of them may: of one operator that is known to, 3.6 in a hundred.
+MAX_TEST_ROWS = 200
+"""Rows that are run together and alone."""
+
+MAX_TEST_BYTES = 64 * 1024 * 1024
+"""Of the rows that are kept, unless LEAST take more."""
+
+MIN_TEST_ROWS = 8
+
+_SEED = 20_260_101
+
+_MAX_RANDOM_VALUES = 1024 * 1024
+
+# A model that looks at all rows at once, to scale them or to choose among them, shows it where one is larger.
+_MAGNITUDES = (1.0, 100.0, 0.01)
+
+
+# Every value of a row is a special one, or one of so many.
+_SPECIAL_STEPS = (1, 3, 7)
+
+
+class RowKind(enum.Enum):
+    """How the values of the rows are made. The first value of a kind that a model accepts is used: see `kinds`."""
+
+    SCALED = "scaled"
+    """Floats between -1 and 1, or a sample's varied by up to a half, times 1, 100 or 0.01; integers are 0 and 1, or
+    the sample's."""
+    UNSCALED = "unscaled"
+    """Without a sample: the same without the factors."""
+    INDICES = "indices"
+    """Without a sample: floats are 0 and 1, too, for they may be indices."""
+    PERMUTED = "permuted"
+    """The rows of a sample as they are; then the same values of each row at other positions of that row."""
+    SAMPLE = "sample"
+    """The rows of a sample as they are, again and again."""
+
+
+class SpecialFloats(enum.Enum):
+    """Floats for which a library may have other code than for the rest, or other bits of the answer."""
+
+    NAN = "nan"
+    """Quiet and signalling ones, of either sign and with other payloads than that of an invalid operation."""
+    INFINITY = "infinity"
+    SUBNORMAL = "subnormal"
+    NEGATIVE_ZERO = "negative zero"
+
+
+SPECIALS = tuple(SpecialFloats)
+
+
+def row_kinds(*, has_sample: bool) -> Tuple[RowKind, ...]:
+    """Return the kinds of rows to try, the one that shows most first."""
+    if has_sample:
+        return RowKind.SCALED, RowKind.PERMUTED, RowKind.SAMPLE
+    return RowKind.SCALED, RowKind.UNSCALED, RowKind.INDICES
+
+
+def has_rows(tensor: TensorSignature) -> bool:
+    """Return whether the first dimension of an input may count rows."""
+    return tensor.shape is not None and tensor.shape[:1] == (-1,)
+
+
+def generate_values(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
+    """Return values for an input, which are the same in each process, and others for other `numbers`."""
+    random = _generator(tensor, *numbers)
+    dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
+    # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
+    count = int(np.prod(shape, dtype=np.int64))
+    drawn = min(count, _MAX_RANDOM_VALUES)
+    values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _random_indices(random, drawn)
+    array = values.astype(dtype)
+    return (array if count == drawn else np.resize(array, count)).reshape(shape)
+
+
+class TestRows:
+    """Rows of the inputs of a model that have some; of each other input the same values go with all rows.
+
+    Args:
+        inputs: of the model.
+        shapes: of the inputs, by name, with which it runs.
+        sample: arrays of such shapes, if there is a sample: rows are like those of it.
+        kind: how the values are made.
+        most: how many are needed.
+        first: the number of the first one, of all that there are.
+
+    Attributes:
+        row_bytes: what one row of all inputs that have some takes.
+        count: how many rows there are.
+    """
+
+    # Pytest takes a class of this name for tests.
+    __test__ = False
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorSignature],
+        shapes: Mapping[str, Tuple[int, ...]],
+        sample: Optional[Arrays] = None,
+        kind: RowKind = RowKind.SCALED,
+        *,
+        max_rows: int = MAX_TEST_ROWS,
+        first_index: int = 0,
+    ) -> None:
+        with_rows = [each for each in inputs if has_rows(each)]
+        dims = {each.name: tuple(shapes[each.name][1:]) for each in with_rows}
+        self.row_bytes = row_bytes(inputs, shapes)
+        self.count = min(max_rows, MAX_TEST_ROWS, max(MIN_TEST_ROWS, MAX_TEST_BYTES // max(self.row_bytes, 1)))
+        self._constant_inputs: Arrays = {}
+        for each in inputs:
+            if not has_rows(each):
+                given = None if sample is None else sample[each.name]
+                self._constant_inputs[each.name] = (
+                    generate_values(each, tuple(shapes[each.name])) if given is None else given
+                )
+        self._rows: Arrays = {}
+        for each in with_rows:
+            given = None if sample is None or not len(sample[each.name]) else sample[each.name]
+            rows = np.stack(
+                [_generate_row(each, dims[each.name], given, kind, first_index + index) for index in range(self.count)]
+            )
+            if kind is RowKind.SCALED and rows.dtype.kind == "f":
+                magnitudes = np.resize(_MAGNITUDES, self.count).astype(rows.dtype)
+                rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))
+            self._rows[each.name] = rows
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether an input that has rows is of floats."""
+        return any(array.dtype.kind == "f" for array in self._rows.values())
+
+    def with_special_values(self, count: int, specials: Sequence[SpecialFloats]) -> Arrays:
+        """Return so many rows, of which every other one has special values in its floats.
+
+        Few of them, or many, or nothing else, at other positions in each row.
+        """
+        inputs = self.select([index % self.count for index in range(count)])
+        for name, rows in self._rows.items():
+            if rows.dtype.kind == "f" and inputs[name].size:
+                bits = _special_bits(inputs[name].dtype, specials)
+                flat = inputs[name].reshape(count, -1).view(bits.dtype)
+                used = 0
+                for turn, row in enumerate(range(0, count, 2)):
+                    step = min(_SPECIAL_STEPS[turn % len(_SPECIAL_STEPS)], flat.shape[1])
+                    place = flat[row, turn % step :: step]
+                    place[:] = np.resize(np.roll(bits, -used), place.shape)
+                    used += len(place)
+        return inputs
+
+    def select(self, indices: Sequence[int]) -> Arrays:
+        """Return inputs of these rows, in this order."""
+        return self.select_from({**self._constant_inputs, **self._rows}, indices)
+
+    def select_from(self, inputs: Arrays, indices: Sequence[int]) -> Arrays:
+        """Return these rows of inputs, in this order."""
+        return {name: array[indices] if name in self._rows else array for name, array in inputs.items()}
+
+
+def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Sequence[SpecialFloats]) -> Any:
+    """Return for each row whether one of the inputs with these names has a special value in it, as an array of bool."""
+    found: Any = np.zeros(len(inputs[names[0]]), bool)
+    for name in names:
+        array = inputs[name]
+        if array.dtype.kind == "f" and array.size:
+            layout = _float_layout(array.dtype)
+            bits = np.ascontiguousarray(array).reshape(len(array), -1).view(layout.dtype)
+            for special in specials:
+                found |= _IS_SPECIAL[special](bits, layout).any(axis=1)
+    return found
+
+
+class _Layout(NamedTuple):
+    """The bits of a float.
+
+    Attributes:
+        dtype: an unsigned integer as large.
+        sign: the bit of the sign.
+        infinity: the bits of positive infinity; those of NaN are larger.
+        least: the bits of the least positive float that is not subnormal.
+    """
+
+    dtype: Any
+    sign: Any
+    infinity: Any
+    min_normal: Any
+
+
+def _float_layout(dtype: Any) -> _Layout:
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign, min_normal = 1 << (8 * dtype.itemsize - 1), 1 << _MANTISSA_BITS[dtype.itemsize]
+    return _Layout(unsigned, *map(unsigned.type, (sign, sign - min_normal, min_normal)))
+
+
+# By the size of a float in bytes.
+_MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
+
+# By their bits: a library may have set the processor to take subnormal floats for zeros.
+_IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
+    SpecialFloats.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
+    SpecialFloats.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
+    SpecialFloats.SUBNORMAL: lambda bits, layout: (
+        ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.min_normal - 1
+    ),
+    SpecialFloats.NEGATIVE_ZERO: lambda bits, layout: bits == layout.sign,
+}
+
+
+def _special_bits(dtype: Any, specials: Sequence[SpecialFloats]) -> Any:
+    """Return the bits of special values of a datatype, as unsigned integers."""
+    layout = _float_layout(dtype)
+    sign, infinity, least = map(int, layout[1:])
+    quiet = infinity | least >> 1
+    values = {
+        SpecialFloats.NAN: [infinity | 1, quiet, quiet | 5, sign | infinity | 2, sign | quiet, sign | quiet | 3],
+        SpecialFloats.INFINITY: [infinity, sign | infinity],
+        SpecialFloats.SUBNORMAL: [1, sign | 1, least - 1],
+        SpecialFloats.NEGATIVE_ZERO: [sign],
+    }
+    # Few of them are to be of each kind.
+    turns = itertools.zip_longest(*[values[special] for special in specials])
+    return np.array([each for turn in turns for each in turn if each is not None], layout.dtype)
+
+
+def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int, ...]]) -> int:
+    """Return what one row of all inputs that have some takes."""
+    return sum(
+        ITEM_BYTES[each.datatype] * int(np.prod(shapes[each.name][1:], dtype=np.int64))
+        for each in inputs
+        if has_rows(each)
+    )
+
+
+def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: RowKind, index: int) -> Any:
+    """Return one row of an input."""
+    values = generate_values(tensor, dims, 1 + index)
+    if sample is None:
+        if kind is not RowKind.INDICES or values.dtype.kind != "f":
+            return values
+        count = min(values.size, _MAX_RANDOM_VALUES)
+        return np.resize(
+            _random_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size
+        ).reshape(dims)
+    row = sample[index % len(sample)]
+    if kind is RowKind.SCALED:
+        return (row * (1 + values / 2)).astype(row.dtype) if row.dtype.kind == "f" else row
+    if kind is RowKind.PERMUTED and index >= len(sample):
+        return _generator(tensor, 1 + index).permutation(row.reshape(-1)).reshape(row.shape)
+    return row
+
+
+def _generator(tensor: TensorSignature, *numbers: int) -> Any:
+    # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
+    return np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
+
+
+def _random_indices(random: Any, count: int) -> Any:
+    """0 and 1 are indices that every embedding has."""
+    return random.randint(0, 2, count)

@@ -1,0 +1,24 @@
+"""Where the program `weightctl` begins: from here on Ctrl-C ends it without a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+from weightd_common import signals
+from weightd_common.imports import gc_disabled
+from weightd_common.interrupts import silent_while_importing
+
+
+def main() -> int:
+    """Run the command; return its exit status."""
+    with silent_while_importing(), gc_disabled():
+        signals.reset()
+        from weightd_common.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
+
+        serve_as_init()
+        from weightctl import command  # noqa: PLC0415 - it imports zmq
+    return command.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The rule by which merging is advised, or not.
+
+In this order:
+
+1. Each output has a row for each row of the inputs, and no row differs from itself alone by 1 % of its largest value:
+   else no. That is more than rounding: such a model makes one answer of all its rows.
+2. What a request takes to the worker and back stays as it is when the worker runs several together: it is taken off
+   before anything is compared. Where the model takes less for a row than this way, nothing is gained: no.
+3. Eight rows together bring 1.3 times the rows/s of single ones: else no, for less is soon lost to what differs from
+   one day to the next.
+4. A size is worth its latency if as many requests as it has rows, which all wait, are answered sooner on average when
+   they run together. One after another they are answered after 1, 2, ... n times the time of one, (n + 1) / 2 times
+   that on average; so the gain must be 2 n / (n + 1) at least.
+5. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
+   It is advised only if the daemon would do it: the test that the daemon makes when it loads the model (`trial`) has to
+   find no difference, either; and where batching is configured already, the daemon must not have refused it.
+6. If there is none, the same for those up to which rows differ by no more than rounding: with exact = false.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import List, NamedTuple, Sequence, Tuple
+
+from weightctl.advise.evidence import Comparison
+
+GAIN_ROWS = 8
+MIN_GAIN = 1.3
+ENOUGH_OF_BEST = 0.9
+ROUNDING_TOLERANCE = 0.01
+
+
+class BatchSizeResult(NamedTuple):
+    """What is known of requests with so many rows.
+
+    Attributes:
+        rows: how many.
+        seconds: how long one takes for its client: the median.
+        way: how much of that it is on its way to the worker and back.
+        answers: how many there were.
+        evidence: how their answers compare with those of single rows; of size 1, with a second one of the same row.
+        is_split: the daemon has run such a request in parts.
+        refused: why there is no answer; "" if there is.
+    """
+
+    rows: int
+    median_s: float
+    overhead_s: float
+    answers: int
+    comparison: Comparison
+    is_split: bool = False
+    refusal: str = ""
+
+    @property
+    def model_s(self) -> float:
+        """How long the model takes for it; where that is next to nothing, this is a guess."""
+        return max(self.median_s - self.overhead_s, 0.01 * self.median_s)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it says how long one execution takes."""
+        return self.answers > 0 and not self.is_split
+
+
+class Verdict(enum.Enum):
+    """What is advised."""
+
+    MERGE = "merge"
+    INEXACT = "inexact"
+    NO = "no"
+
+
+class Recommendation(NamedTuple):
+    """What is advised, and why.
+
+    Attributes:
+        verdict: whether to merge.
+        max_rows: up to how many rows; 1: not at all.
+        sizes: the only ones that the model takes up to there; none if it takes each.
+        reason: in a sentence or two.
+        sample: the file whose rows the daemon needs for its test; "" if it needs none.
+    """
+
+    verdict: Verdict
+    max_rows: int
+    sizes: Tuple[int, ...]
+    reason: str
+    sample: str = ""
+
+
+def not_batched(note: str) -> Recommendation:
+    """Return what is advised where the daemon does not batch requests, for the reason that `note` gives."""
+    return Recommendation(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
+
+
+def is_overhead_dominated(one: BatchSizeResult) -> bool:
+    """Whether the model takes less for one row than its way: then nothing can be told of it, or gained."""
+    return one.model_s < one.overhead_s
+
+
+def gain(size: BatchSizeResult, one: BatchSizeResult) -> float:
+    """Return how many times the rows/s of single rows the model makes of it."""
+    return size.rows * one.model_s / size.model_s
+
+
+def is_worth_its_latency(size: BatchSizeResult, one: BatchSizeResult) -> bool:
+    """Whether so many that wait are answered sooner together, on average; see above."""
+    return gain(size, one) >= 2 * size.rows / (size.rows + 1)
+
+
+def recommend(sizes: Sequence[BatchSizeResult]) -> Recommendation:
+    """Return what follows from sizes in ascending order, the first of which is 1, and measured."""
+    one = sizes[0]
+    measured = [size for size in sizes[1:] if size.is_measured]
+    worthwhile = [size for size in measured if is_worth_its_latency(size, one)]
+    objection = (
+        _shape_objection(one, measured)
+        or _mixing_objection(sizes, measured)
+        or _gain_objection(one, measured, worthwhile)
+    )
+    if objection:
+        return Recommendation(Verdict.NO, 1, (), objection)
+    for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING_TOLERANCE)):
+        allowed = _below_first_difference(sizes, worthwhile, share)
+        if allowed:
+            best = _best(allowed, one)
+            return Recommendation(
+                verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict]
+            )
+    return Recommendation(Verdict.NO, 1, (), f"{_MIXING_REASON}, and with fewer of them it does not pay")
+
+
+_MIXING_REASON = "the answer to a row hangs on the rows beside it, by more than rounding"
+_NOTES = {
+    Verdict.MERGE: "; no bit differs",
+    Verdict.INEXACT: "; bits differ by rounding: where that does not matter, exact = false allows it",
+}
+
+
+def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) -> str:
+    """Why requests cannot be merged, whatever it brings; "" if they can."""
+    for size in (one, *measured):
+        for name, found in size.comparison.shape_mismatches.items():
+            return f"output {name} has no row for each row of the inputs: {found}"
+    return "" if measured else "no request of more than one row was answered by one execution"
+
+
+def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[BatchSizeResult]) -> str:
+    """Why merged answers would be wrong, however few the rows; "" if not."""
+    if _below_first_difference(sizes, measured, ROUNDING_TOLERANCE):
+        return ""
+    if sizes[0].comparison.max_relative > ROUNDING_TOLERANCE:
+        return "the same row alone has another answer each time: nothing can be said of rows together"
+    return f"{_MIXING_REASON}: merged answers would be wrong"
+
+
+def _gain_objection(
+    one: BatchSizeResult, measured: Sequence[BatchSizeResult], worthwhile: Sequence[BatchSizeResult]
+) -> str:
+    """Why it does not pay; "" if it does."""
+    if is_overhead_dominated(one):
+        return (
+            f"one row takes the model less than the {one.overhead_s * 1e3:.2f} ms of its way to the worker and back, and that "
+            "stays as it is"
+        )
+    candidates = [size for size in measured if size.rows <= GAIN_ROWS] or measured[:1]
+    reference = candidates[-1]
+    if gain(reference, one) < MIN_GAIN:
+        return f"{_gain_text(reference, one)}; below {MIN_GAIN} times it does not pay"
+    if not worthwhile:
+        return f"{_gain_text(reference, one)}: even requests that wait are answered sooner one after another"
+    return ""
+
+
+def _below_first_difference(
+    sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float
+) -> List[BatchSizeResult]:
+    """Those of `worth` below the first size at which rows differ by more, for a request may have any of them."""
+    end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
+    return [size for size in candidates if size.rows < end]
+
+
+def _differs(size: BatchSizeResult, relative: float) -> bool:
+    return not size.comparison.is_equal if not relative else size.comparison.max_relative > relative
+
+
+def _best(sizes: Sequence[BatchSizeResult], one: BatchSizeResult) -> BatchSizeResult:
+    max_gain = max(gain(size, one) for size in sizes)
+    return next(size for size in sizes if gain(size, one) >= ENOUGH_OF_BEST * max_gain)
+
+
+def _accepted_sizes(sizes: Sequence[BatchSizeResult], max_rows: int) -> Tuple[int, ...]:
+    """The sizes that the model takes up to there, if it has refused one of those."""
+    below = [size for size in sizes if size.rows <= max_rows]
+    return tuple(size.rows for size in below if not size.refusal) if any(size.refusal for size in below) else ()
+
+
+def _gain_text(size: BatchSizeResult, one: BatchSizeResult) -> str:
+    return (
+        f"{size.rows} rows together bring {gain(size, one):.2f} times the rows/s of single ones, at "
+        f"{size.median_s / one.median_s:.2f} times the latency"
+    )

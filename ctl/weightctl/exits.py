@@ -1,0 +1,44 @@
+"""Exit statuses of weightctl, as in sysexits.h where one fits."""
+
+from __future__ import annotations
+
+from typing import Mapping
+
+from weightd_common import commandline
+
+OK = 0
+ERROR = 1  # the request ended in an error; status: a model has failed
+USAGE = commandline.EXIT_USAGE
+NO_INPUT = 66  # EX_NOINPUT: an input file is missing, or is no .npy file
+UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not answer
+CANNOT_WRITE = 74  # EX_IOERR: the output cannot be written
+NOT_YET = (
+    75  # EX_TEMPFAIL: a model does not serve, and has not failed either; health: it is not ready; update: it loads
+)
+PROTOCOL = 76  # EX_PROTOCOL: the daemon speaks another version of the protocol
+NO_PERMISSION = 77  # EX_NOPERM: this user may not connect
+INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+BROKEN_PIPE = 141  # nobody reads the output any more, as a shell reports it
+
+HELP = """\
+Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 wrong command line,
+66 an input file cannot be used, 69 the daemon cannot be reached, 74 the output cannot be written,
+75 a model does not serve yet, 76 the daemon speaks another protocol version, 77 permission denied,
+130 Ctrl-C."""
+
+# For the manual; the comments above are for who returns them.
+MEANINGS: Mapping[int, str] = {
+    OK: "Good: as the command says.",
+    ERROR: "The request ended in an error; `status`: a model has failed; `bench`: it was not answered; "
+    "`install-units`: a file was left alone.",
+    USAGE: "The command line is wrong.",
+    NO_INPUT: "An input file is missing, or is not what it should be.",
+    UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install; "
+    "`keygen`: this ZeroMQ has no CURVE.",
+    CANNOT_WRITE: "The output cannot be written.",
+    NOT_YET: "A model does not serve, and has not failed either; `health`: it is not ready; `update`: it still loads.",
+    PROTOCOL: "The daemon speaks another version of the protocol.",
+    NO_PERMISSION: "This user may not connect, or may not write there.",
+    INTERRUPTED: "Ctrl-C.",
+    BROKEN_PIPE: "Nobody reads the output any more.",
+}

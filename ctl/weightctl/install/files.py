@@ -1,0 +1,131 @@
+"""Files that are written whole or not at all, and only where nothing else stands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from enum import Enum
+from pathlib import Path
+
+from weightctl import exits
+from weightctl.install.plan import is_ours
+from weightctl.verb import CommandError
+from weightd_protocol.errors import Internal, PermissionDenied
+
+
+class InstallError(CommandError):
+    """A file cannot be written; the text names it."""
+
+    status = exits.CANNOT_WRITE
+    code = Internal.code
+
+
+class WriteNotAllowed(InstallError):
+    """This user may not write there; the text names the path."""
+
+    status = exits.NO_PERMISSION
+    code = PermissionDenied.code
+
+
+class FileState(Enum):
+    """What became of a file, or what would become of it."""
+
+    NEW = "new"
+    CHANGED = "changed"
+    UNCHANGED = "unchanged"
+    REMOVED = "removed"
+    ABSENT = "absent"
+    KEPT = "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
+
+
+def compare(path: Path, content: bytes) -> FileState:
+    """Return what `put` would do.
+
+    Raises:
+        Refused: it cannot be known.
+    """
+    try:
+        if path.is_symlink() or path.is_dir():
+            return FileState.KEPT
+        current = path.read_bytes()
+    except FileNotFoundError:
+        return FileState.NEW
+    except OSError as error:
+        raise _install_error(path, error) from None
+    if current == content:
+        return FileState.UNCHANGED
+    return FileState.CHANGED if is_ours(current) else FileState.KEPT
+
+
+def install(path: Path, content: bytes) -> FileState:
+    """Have `content` at `path`, readable for everybody; a file that is not ours is left as it is.
+
+    Whoever looks meanwhile, and whenever this is interrupted, sees the old file or the new one.
+
+    Raises:
+        Refused: it cannot be written.
+    """
+    state = compare(path, content)
+    if state in (FileState.NEW, FileState.CHANGED):
+        try:
+            _make_directory(path.parent)
+            _write(path, content)
+        except OSError as error:
+            raise _install_error(path, error) from None
+    return state
+
+
+def remove(path: Path, *, dry_run: bool) -> FileState:
+    """Remove the file; one that is not ours is left as it is.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    state = compare(path, b"")
+    if state is FileState.NEW:
+        return FileState.ABSENT
+    if state is not FileState.CHANGED:  # somebody else's, or empty
+        return FileState.KEPT
+    if not dry_run:
+        unlink(path)
+    return FileState.REMOVED
+
+
+def unlink(path: Path) -> None:
+    """Remove the file or link.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    try:
+        path.unlink()
+    except OSError as error:
+        raise _install_error(path, error) from None
+
+
+def _make_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        _make_directory(directory.parent)
+        directory.mkdir()
+        directory.chmod(0o755)  # whatever the umask is: services and `man` have to look into it
+
+
+def _write(path: Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=str(path.parent), delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(file.name).unlink()
+            raise
+
+
+def _install_error(path: Path, error: OSError) -> InstallError:
+    if isinstance(error, PermissionError):
+        return WriteNotAllowed(f"{path}: {error.strerror}; run this as root, with sudo")
+    return InstallError(f"{path}: {error.strerror}")

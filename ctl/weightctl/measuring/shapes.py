@@ -1,0 +1,179 @@
+"""Which shapes the inputs of a request have: those of the model, and what the command line says of the free ones."""
+
+from __future__ import annotations
+
+import argparse
+from types import MappingProxyType
+from typing import Dict, Mapping, Optional, Sequence, Tuple
+
+from weightctl import exits
+from weightctl.text import clean
+from weightctl.verb import CommandError
+from weightd_protocol import limits
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import TensorSignature, TensorSpec
+
+Shape = Tuple[int, ...]
+
+
+class WrongShape(CommandError):
+    """The command line asks for a shape that the model does not take; the text says which it does."""
+
+    status = exits.USAGE
+
+
+def add_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
+    """Declare `--shape`."""
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        type=_parse_named_shape,
+        metavar="NAME=N,N",
+        help="the shape of an input (default: one that the model is known to run on; free dimensions are 1 where none "
+        f"is known){help_suffix}; once for each",
+    )
+
+
+def _parse_named_shape(argument: str) -> Tuple[str, Shape]:
+    name, equals, dims = argument.rpartition("=")
+    try:
+        shape = tuple(int(each) for each in dims.split(",") if dims)
+    except ValueError:
+        shape = (-1,)
+    if not (name and equals) or not all(0 <= dim <= limits.MAX_DIM for dim in shape) or len(shape) > limits.MAX_RANK:
+        raise argparse.ArgumentTypeError(f"expected NAME=N,N, as in x=1,16, got {argument!r}")
+    return name, shape
+
+
+def parse_counts(argument: str) -> Tuple[int, ...]:
+    """Return the numbers of an argument like 1,8,64, in ascending order.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        numbers = sorted({int(each) for each in argument.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1 or numbers[-1] > MAX_COUNT or len(numbers) > _MAX_COUNTS:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {_MAX_COUNTS} numbers from 1 to {MAX_COUNT:,}, as in 1,8,64, got {argument!r}"
+        )
+    return tuple(numbers)
+
+
+def parse_rows(argument: str) -> int:
+    """Return a number of rows.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    number, *more = parse_counts(argument)
+    if more:
+        raise argparse.ArgumentTypeError(f"expected one number, got {argument!r}")
+    return number
+
+
+def parse_seconds(argument: str) -> float:
+    """Return how long something may take.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such time.
+    """
+    try:
+        value = float(argument)
+    except ValueError:
+        value = 0.0
+    if not _MIN_S <= value <= _MAX_S:
+        raise argparse.ArgumentTypeError(f"expected seconds from {_MIN_S:g} to {_MAX_S:,}, got {argument!r}")
+    return value
+
+
+# More rows than this no model is configured to merge; more requests under way a daemon hardly keeps for one client.
+MAX_COUNT = 4096
+_MAX_COUNTS = 16
+_MIN_S, _MAX_S = 0.1, 3600
+
+
+def example_of(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
+    """Return shapes of a model's inputs that it is known to run on; empty where none are known."""
+    return {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
+
+
+def has_free_rows(signature: TensorSignature) -> bool:
+    """Whether a request chooses the first dimension of this input."""
+    return signature.shape is None or signature.shape[:1] == (-1,)
+
+
+def specify(
+    inputs: Sequence[TensorSignature],
+    requested: Sequence[Tuple[str, Shape]],
+    rows: Optional[int] = None,
+    example: Mapping[str, Shape] = MappingProxyType({}),
+) -> Tuple[TensorSpec, ...]:
+    """Return the inputs of a request.
+
+    Args:
+        inputs: what the model takes.
+        given: what `--shape` says of them.
+        rows: the first dimension of those where it is free; None: as in `given`, else as in `example`, else 1.
+        example: shapes that are known to be good, of inputs that are not `given`.
+
+    Raises:
+        WrongShape: the model does not take this, or no request can carry it.
+    """
+    shapes = _shapes_by_name(inputs, requested)
+    if rows is not None and not any(map(has_free_rows, inputs)):
+        raise WrongShape(f"--rows {rows}: no input has a free first dimension: {describe(inputs)}")
+    specs = tuple(
+        TensorSpec(each.name, each.datatype, _resolve_shape(each, shapes.get(each.name, example.get(each.name)), rows))
+        for each in inputs
+    )
+    for spec in specs:
+        if spec.nbytes > limits.MAX_FRAME_BYTES:
+            raise WrongShape(
+                f"input {clean(spec.name)}: {list(spec.shape)} of {spec.datatype} are {spec.nbytes:,} bytes; "
+                f"a request carries at most {limits.MAX_FRAME_BYTES:,}"
+            )
+    return specs
+
+
+def rows_of(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> Optional[int]:
+    """Return how many rows a request has; None if no input has a free first dimension, or they do not agree."""
+    rows = {spec.shape[0] for each, spec in zip(inputs, specs) if has_free_rows(each) and spec.shape}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def describe(inputs: Sequence[TensorSignature]) -> str:
+    """Return inputs for people."""
+    return ", ".join(f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in inputs) or "none"
+
+
+def _shapes_by_name(inputs: Sequence[TensorSignature], requested: Sequence[Tuple[str, Shape]]) -> Mapping[str, Shape]:
+    names = {each.name for each in inputs}
+    shapes: Dict[str, Shape] = {}
+    for name, shape in requested:
+        if name not in names:
+            raise WrongShape(f"--shape: there is no input {name!r}; there are: {describe(inputs)}")
+        if name in shapes:
+            raise WrongShape(f"--shape: {name!r} is given twice")
+        shapes[name] = shape
+    return shapes
+
+
+def _resolve_shape(signature: TensorSignature, requested: Optional[Shape], rows: Optional[int]) -> Shape:
+    declared = signature.shape
+    if requested is None:
+        if declared is None:
+            raise WrongShape(
+                f"input {clean(signature.name)} is of any rank: --shape {clean(signature.name)}=N,N says it"
+            )
+        requested = tuple(1 if dim < 0 else dim for dim in declared)
+    elif declared is not None and not _fits(requested, declared):
+        raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.shape_text}, got {list(requested)}")
+    return (rows, *requested[1:]) if rows is not None and requested and has_free_rows(signature) else requested
+
+
+def _fits(requested: Shape, declared: Shape) -> bool:
+    return len(requested) == len(declared) and all(dim in (-1, got) for got, dim in zip(requested, declared))

@@ -1,0 +1,126 @@
+"""`weightctl metadata`: what a model takes and gives, and how it is asked: lines to copy, which run as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from typing import Any, Dict, Iterator, List, Sequence
+
+import numpy as np
+
+from weightctl import exits
+from weightctl.measuring.shapes import example_of, specify
+from weightctl.signatures import as_json, lines_of
+from weightctl.text import clean
+from weightctl.verb import Command, Connect
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.tensors import NUMPY_DTYPE
+
+_DESCRIPTION = """\
+Shows what MODEL takes and gives: names, datatypes, shapes; and how it is asked, in a shell and in
+Python, in lines to copy that run as they are. A dimension of -1 is free: each request chooses it.
+
+This waits while the model loads, for --timeout seconds.
+
+--json prints one object as the Open Inference Protocol has it, {"name", "platform", "inputs",
+"outputs"}, a shape null where any rank will do; "example_shapes" are such that the model is known
+to run on, by input.
+
+Exit status: 0 good, 1 there is no such model, or it does not serve."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client:
+        metadata = client.metadata(options.model)
+    if options.json:
+        print(json.dumps(_as_json(metadata)))
+    else:
+        print("\n".join(_lines(metadata, options)))
+    return exits.OK
+
+
+def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iterator[str]:
+    yield f"{clean(metadata.name)}: {clean(metadata.platform)}"
+    for what, tensors in (("inputs", metadata.inputs), ("outputs", metadata.outputs)):
+        yield f"  {what}"
+        yield from lines_of(tensors, "    ")
+    specs = example_inputs(metadata)
+    yield ""
+    yield shell_command(metadata, specs, options)
+    yield ""
+    yield from python_program(metadata.name, specs, options)
+
+
+def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
+    """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
+    known_shapes = example_of(metadata)
+    default_shapes = [
+        (each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes
+    ]
+    return specify(metadata.inputs, default_shapes, example=known_shapes)
+
+
+def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
+    """Return the command that asks the model, wherever it is run: the daemon may be another one's default."""
+    words = ["weightctl", *_connection_options(options), "predict", metadata.name, "--random"]
+    for each, signature in zip(specs, metadata.inputs):
+        if signature.shape is None and not metadata.example:
+            words += ["--shape", f"{each.name}={','.join(map(str, each.shape))}"]
+    return " ".join(map(_quote, words))
+
+
+def _quote(text: str) -> str:
+    """Return a word for a shell; as bash and zsh know it, where it has what could play tricks on a terminal."""
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
+
+
+def _escape(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    return character if character.isprintable() else "".join(f"\\x{byte:02x}" for byte in character.encode())
+
+
+def _connection_options(options: argparse.Namespace) -> List[str]:
+    """The arguments that said which daemon this is, and for whom it is asked."""
+    values = {"--socket": _daemon_address(options), "--key": options.key, "--server-key": options.server_key}
+    values["--tenant"] = options.tenant
+    return [word for option, value in values.items() if value for word in (option, value)]
+
+
+def _daemon_address(options: argparse.Namespace) -> str:
+    """Where the daemon is, "" where it is found there without a word: the variable is not set everywhere."""
+    return options.socket or os.environ.get("WEIGHTD_SOCKET", "")
+
+
+def python_program(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a program that does the same."""
+    arguments = [repr(_daemon_address(options))] if _daemon_address(options) else []
+    named = (("key", options.key), ("server_key", options.server_key), ("tenant", options.tenant))
+    arguments += [f"{name}={value!r}" for name, value in named if value]
+    inputs = ", ".join(f"{each.name!r}: numpy.zeros({each.shape!r}, {_dtype(each)!r})" for each in specs)
+    yield "import numpy"
+    yield "from weightd import Client"
+    yield ""
+    yield f"with Client({', '.join(arguments)}) as client:"
+    yield f"    print(client.infer({model!r}, {{{inputs}}}))"
+
+
+def _dtype(spec: TensorSpec) -> str:
+    return str(np.dtype(NUMPY_DTYPE[spec.datatype]).name)
+
+
+def _as_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
+    fields = {"name": metadata.name, "platform": metadata.platform}
+    tensors = {"inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
+    shapes = {each.name: list(shape) for each, shape in zip(metadata.inputs, metadata.example or ())}
+    return {**fields, **tensors, "example_shapes": shapes or None}
+
+
+COMMAND = Command("show what a model takes and gives, and how to ask it", _DESCRIPTION, _add_arguments, _run)

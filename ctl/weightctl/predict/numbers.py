@@ -1,0 +1,238 @@
+"""Numbers that people have written, as the arrays that a model takes: no one becomes another, or infinite, in silence.
+
+JSON is a list, flat or nested as the shape is; CSV is a table. Text has no datatype: numbers get that of the input, and
+have to be in its range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+
+import numpy as np
+
+from weightd_protocol import limits
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.schema import describe_value
+from weightd_protocol.tensors import NUMPY_DTYPE
+
+# More digits than a double or an int64 has any use for; to read millions of them takes minutes.
+_MAX_CHARACTERS = 64
+
+# As the outputs of `predict --json` have them, and protobuf's JSON.
+_NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+Index = Tuple[int, ...]
+
+# Named so that no checker infers a list of unknown things from the comparison.
+_LIST: Type[Any] = list
+
+
+class WrongNumbers(ValueError):
+    """A text is not what the input takes; it is told where."""
+
+
+def read_json(text: str) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        WrongNumbers: it is none.
+    """
+    try:
+        return json.loads(text, parse_int=_parse_integer, parse_float=_parse_float, object_pairs_hook=_make_object)
+    except RecursionError:
+        raise WrongNumbers(f"expected lists of at most {limits.MAX_RANK} levels") from None
+    except WrongNumbers:
+        raise
+    except ValueError as error:
+        raise WrongNumbers(f"not JSON: {error}") from None
+
+
+def _parse_integer(digits: str) -> int:
+    if len(digits) > _MAX_CHARACTERS:
+        raise WrongNumbers(f"expected numbers of at most {_MAX_CHARACTERS} digits, got one of {len(digits)}")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise WrongNumbers(f"expected numbers that a double has, got {describe_value(digits)}")
+    return value
+
+
+def _make_object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
+    values: Dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise WrongNumbers(f"{name!r} is there twice")
+        values[name] = value
+    return values
+
+
+class CsvTable:
+    """The rows of a CSV text: numbers between commas, as many in each line; empty lines are passed over.
+
+    Raises:
+        WrongNumbers: it is something else.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.rows: List[List[float]] = []
+        self._lines: List[int] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                cells = line.split(",")
+                if self.rows and len(cells) != len(self.rows[0]):
+                    raise WrongNumbers(f"line {number}: expected {len(self.rows[0])} numbers, got {len(cells)}")
+                self.rows.append([_parse_cell(cell.strip(), number, column) for column, cell in enumerate(cells, 1)])
+                self._lines.append(number)
+
+    def position(self, index: Index) -> str:
+        """Return where the number of this index stands."""
+        return f"line {self._lines[index[0]]}, column {index[1] + 1}"
+
+
+def _parse_cell(cell: str, line: int, column: int) -> float:
+    try:
+        if len(cell) > _MAX_CHARACTERS or "_" in cell:
+            raise ValueError
+        value = int(cell) if _INTEGER.fullmatch(cell) else float(cell)
+        if cell[-1:].isdigit() and math.isinf(value):
+            raise ValueError
+        return value
+    except ValueError:
+        raise WrongNumbers(f"line {line}, column {column}: expected a number, got {describe_value(cell)}") from None
+
+
+def list_position(index: Index) -> str:
+    """Return where a number is in nested lists."""
+    return "".join(f"[{each}]" for each in index) or "the value"
+
+
+def array_of_lists(value: Any, signature: TensorSignature) -> Any:
+    """Return the array of a number, a flat list or nested ones.
+
+    Raises:
+        WrongNumbers: the input cannot be that.
+    """
+    shape = _shape(value)
+    leaves: List[Any] = []
+    _flatten(value, shape, (), leaves)
+    fitted = _fitted_shape(len(leaves), signature) if len(shape) < 2 else None
+    return _make_array(leaves, shape, fitted, signature, list_position)
+
+
+def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
+    """Return the array of a table; where the input has not two dimensions, of its numbers in their order.
+
+    Raises:
+        WrongNumbers: the input cannot be that.
+    """
+    leaves = [cell for row in table.rows for cell in row]
+    shape = len(table.rows), len(table.rows[0]) if table.rows else 0
+    return _make_array(leaves, shape, _fitted_shape(len(leaves), signature, rank=2), signature, table.position)
+
+
+def _shape(value: Any) -> Index:
+    """The shape of nested lists, by the first of each."""
+    shape: List[int] = []
+    while isinstance(value, _LIST):
+        if len(shape) == limits.MAX_RANK:
+            raise WrongNumbers(f"expected lists of at most {limits.MAX_RANK} levels")
+        shape.append(len(value))
+        value = value[0] if value else None
+    return tuple(shape)
+
+
+def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
+    """Add the numbers in their order: all lists of a level have to be as long as the first."""
+    if not shape:
+        leaves.append(value)
+        return
+    if not isinstance(value, _LIST) or len(value) != shape[0]:
+        what = f"a list of {len(value)}" if isinstance(value, _LIST) else describe_value(value)
+        raise WrongNumbers(f"{list_position(index)}: expected a list of {shape[0]} as before it, got {what}")
+    if len(shape) == 1:
+        leaves.extend(value)
+        return
+    for number, each in enumerate(value):
+        _flatten(each, shape[1:], (*index, number), leaves)
+
+
+def _fitted_shape(count: int, signature: TensorSignature, rank: int = 1) -> Optional[Index]:
+    """Return the shape that so many numbers have, if they are not written as their input is; None: as they are."""
+    declared = signature.shape
+    if declared is None or len(declared) == rank:
+        return None
+    fixed = 1
+    for dim in declared:
+        fixed *= 1 if dim < 0 else dim
+    free = sum(dim < 0 for dim in declared)
+    if free > 1:
+        raise WrongNumbers(f"{signature.shape_text} has several free dimensions: nested lists say which is how long")
+    if free and fixed and count % fixed == 0:
+        return tuple(count // fixed if dim < 0 else dim for dim in declared)
+    if not free and count == fixed:
+        return declared
+    expected = f"a multiple of {fixed:,}" if free else f"{fixed:,}"
+    raise WrongNumbers(f"expected {expected} numbers for {signature.shape_text}, got {count:,}")
+
+
+def _make_array(
+    leaves: List[Any],
+    shape: Index,
+    fitted: Optional[Index],
+    signature: TensorSignature,
+    position_of: Callable[[Index], str],
+) -> Any:
+    dtype = np.dtype(NUMPY_DTYPE[signature.datatype])
+    convert: Callable[[Any, Any], Any] = _CONVERT.get(str(dtype.kind), _to_int)
+    values: List[Any] = []
+    try:
+        for leaf in leaves:
+            values.append(convert(leaf, dtype))  # noqa: PERF401 - its length is the index of what does not fit
+    except _Unfit as error:
+        index = len(values)
+        where = tuple(int(each) for each in np.unravel_index(index, shape)) if shape else ()
+        expected = f"{position_of(where)}: expected {error} for {signature.datatype}"
+        raise WrongNumbers(f"{expected}, got {describe_value(leaves[index])}") from None
+    return np.array(values, dtype).reshape(shape if fitted is None else fitted)
+
+
+class _Unfit(ValueError):
+    """A number cannot be one of these."""
+
+
+def _to_float(value: Any, dtype: Any) -> float:
+    maximum = float(np.finfo(dtype).max)
+    if isinstance(value, str):
+        value = _NOT_FINITE.get(value, value)
+    if type(value) not in (int, float):
+        raise _Unfit("a number")
+    # NaN is not more; infinities are meant.
+    if abs(value) > maximum and value not in (float("inf"), float("-inf")):
+        raise _Unfit(f"at most {maximum:g}")
+    return float(value)
+
+
+def _to_int(value: Any, dtype: Any) -> int:
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    if not (type(value) is int and low <= value <= high):
+        raise _Unfit(f"an integer from {low} to {high}")
+    return value
+
+
+def _to_bool(value: Any, _: Any) -> bool:
+    if type(value) is not bool and not (type(value) in (int, float) and value in (0, 1)):
+        raise _Unfit("true or false, 0 or 1")
+    return bool(value)
+
+
+_CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _to_float, "b": _to_bool}

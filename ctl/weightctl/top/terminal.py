@@ -1,0 +1,237 @@
+"""The screen of a terminal, by curses: keys in, lines out."""
+
+from __future__ import annotations
+
+import contextlib
+import curses
+import locale
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Callable, Dict, Generator, Iterable, List, Optional, Tuple
+
+from weightctl.top.asking import Poller, PollResult, PollThread
+from weightctl.top.bars import BLOCKS, glyphs
+from weightctl.top.lines import Style, StyledLine
+from weightctl.top.screen import PollStatus, ScreenSize, draw
+from weightctl.top.view import KeyAction, View, faster, slower
+from weightd_common.overview.rows import Overview
+
+# How long ago the last answer came is told in seconds.
+_TICK_S = 1.0
+
+# A key that is sent as several characters is whole within that; Esc alone is known after it.
+_ESCAPE_MS = 50
+
+# By code, and by the character that a terminal sends.
+_KEYS: Dict[int, str] = {
+    curses.KEY_UP: "up", curses.KEY_DOWN: "down", curses.KEY_PPAGE: "page up", curses.KEY_NPAGE: "page down",
+    curses.KEY_HOME: "home", curses.KEY_END: "end", curses.KEY_ENTER: "enter", curses.KEY_BACKSPACE: "backspace",
+}  # fmt: skip
+_CHARACTERS = {"\n": "enter", "\r": "enter", "\t": "tab", "\x1b": "escape", "\b": "backspace", "\x7f": "backspace"}
+
+_COLOURS = {
+    Style.GOOD: 2, Style.WARN: 3, Style.BAD: 1, Style.COPY: 6, Style.BESIDE: 4, Style.OTHER: 5,
+}  # fmt: skip
+
+
+def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
+    """Show pictures until `q`, or so many of them.
+
+    Args:
+        asker: asks for the next ones.
+        first: the first one.
+        delay: seconds between two.
+        most: how many; None for no end.
+    """
+    with contextlib.suppress(locale.Error):  # the environment names one that this host has not
+        locale.setlocale(locale.LC_ALL, "")
+    # What curses would wait after Esc is a second.
+    os.environ.setdefault("ESCDELAY", str(_ESCAPE_MS))
+    with _wakeup_socket() as (wake, woken):
+        screen = Screen(first, delay_s, max_updates)
+
+        def found(what: PollResult) -> None:
+            screen.results.put(what)
+            wake()
+
+        with PollThread(poller, delay_s, found) as asking:
+            _run_curses(lambda window: screen.run(window, woken, asking.poll_now))
+
+
+def _run_curses(run: Callable[[curses.window], None]) -> None:
+    """Have curses until the end of this; whoever types Ctrl-C again and again has the terminal as it was, too."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def run_and_end(window: curses.window) -> None:
+        try:
+            run(window)
+        finally:
+            signal.signal(signal.SIGINT, _ignore_signal)
+
+    try:
+        curses.wrapper(run_and_end)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
+    """A socket that is readable once the function was called, or the terminal has another size."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    before = signal.signal(signal.SIGWINCH, _ignore_signal)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def wake() -> None:
+        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody looks any more
+            writer.send(b"!")
+
+    try:
+        yield wake, reader
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGWINCH, before)
+        reader.close()
+        writer.close()
+
+
+def _ignore_signal(number: int, frame: object) -> None:
+    """A handler is needed for a signal to wake anybody."""
+
+
+class Screen:
+    """What is shown, and until when.
+
+    Args:
+        first: the first picture.
+        delay: seconds between two.
+        most: how many there are; None for no end.
+
+    Attributes:
+        findings: what came of asking, put there by another thread.
+    """
+
+    def __init__(self, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
+        self.results: queue.Queue[PollResult] = queue.Queue()
+        self._view = View()
+        self._overview, self._polled_at, self._error = first, time.monotonic(), ""
+        self._delay_s = delay_s
+        self._updates_left = max_updates
+        self._encoding = locale.nl_langinfo(locale.CODESET)
+        self._glyphs = glyphs(self._encoding)
+
+    def run(self, window: curses.window, wakeup: socket.socket, poll_now: Callable[[float], None]) -> None:
+        """Show, until it ends; `ask` has the daemon asked now, and then so often."""
+        styles = _make_styles()
+        window.nodelay(True)
+        window.keypad(True)
+        poll = select.poll()
+        for each in (sys.stdin, wakeup):
+            poll.register(each, select.POLLIN)
+        while True:
+            self._show(window, styles)
+            if any(event & ~select.POLLIN for _, event in poll.poll(1000 * _TICK_S)):
+                return  # the terminal is gone
+            with contextlib.suppress(BlockingIOError):
+                wakeup.recv(4096)
+            self._take_results()
+            if self._updates_left == 0 or not self._handle_keys(_read_keys(window), poll_now):
+                return
+
+    def _take_results(self) -> None:
+        """Look at what came of asking."""
+        while not self.results.empty():
+            found = self.results.get()
+            self._error = found.error
+            if found.overview is not None:
+                self._overview, self._polled_at = found.overview, found.polled_at
+            if self._updates_left is not None:
+                self._updates_left = max(0, self._updates_left - 1)
+
+    def _handle_keys(self, keys: Iterable[str], poll_now: Callable[[float], None]) -> bool:
+        """Do what keys want; return whether it goes on."""
+        for key in keys:
+            wish = self._view.on_key(key, self._overview)
+            if wish is KeyAction.QUIT:
+                return False
+            if wish is KeyAction.SLOWER:
+                self._delay_s = slower(self._delay_s)
+            if wish is KeyAction.FASTER:
+                self._delay_s = faster(self._delay_s)
+            if wish is not None:
+                poll_now(self._delay_s)
+        return True
+
+    def _show(self, window: curses.window, styles: Dict[Style, int]) -> None:
+        height, width = _fit_window(window)
+        poll_status = PollStatus(self._delay_s, time.monotonic() - self._polled_at, self._error)
+        # The last column of the last line is left alone: curses cannot write there without scrolling.
+        lines = draw(self._overview, self._view, poll_status, ScreenSize(height, width - 1), self._glyphs)
+        window.erase()
+        for row, line in enumerate(lines):
+            _write(window, row, self._encodable(line), width - 1, styles)
+        window.refresh()
+
+    def _encodable(self, line: StyledLine) -> StyledLine:
+        """Return a line without what this terminal has no character for."""
+        if self._glyphs is BLOCKS:
+            return line
+        spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.spans]
+        return line._replace(pieces=spans)
+
+
+def _fit_window(window: curses.window) -> Tuple[int, int]:
+    """Have the window as large as the terminal; return its size."""
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    if window.getmaxyx() != (lines, columns) and lines > 0 and columns > 1:
+        curses.resizeterm(lines, columns)
+    return window.getmaxyx()
+
+
+def _read_keys(window: curses.window) -> List[str]:
+    """Return the keys that were pressed; what this screen has no use for is none."""
+    found: List[str] = []
+    while True:
+        try:
+            key = window.get_wch()
+        except curses.error:
+            return found  # there is none
+        if isinstance(key, str):
+            found.append(_CHARACTERS.get(key, key))
+        elif key in _KEYS:
+            found.append(_KEYS[key])
+
+
+def _make_styles() -> Dict[Style, int]:
+    """Return the attributes of each style: colours where there are any."""
+    with contextlib.suppress(curses.error):
+        curses.curs_set(0)
+    styles = {
+        Style.STRONG: curses.A_BOLD, Style.WEAK: curses.A_DIM, Style.HEAD: curses.A_REVERSE,
+        Style.WARN: curses.A_BOLD, Style.BAD: curses.A_BOLD, Style.PLAIN: curses.A_DIM,
+    }  # fmt: skip
+    if not curses.has_colors() or "NO_COLOR" in os.environ:
+        return styles
+    curses.use_default_colors()
+    for number, (style, colour) in enumerate(_COLOURS.items(), 1):
+        curses.init_pair(number, colour, -1)
+        styles[style] = styles.get(style, 0) | curses.color_pair(number)
+    return styles
+
+
+def _write(window: curses.window, row: int, line: StyledLine, width: int, styles: Dict[Style, int]) -> None:
+    cursor = curses.A_REVERSE if line.is_selected else 0
+    # A terminal that has become smaller meanwhile refuses what is beyond it, and is drawn anew at once.
+    with contextlib.suppress(curses.error):
+        column = 0
+        for text, style in line.spans:
+            window.addstr(row, column, text, styles.get(style, 0) | cursor)
+            column += len(text)
+        if line.is_selected:
+            window.addstr(row, column, " " * (width - column), cursor)

@@ -1,0 +1,154 @@
+"""`weightctl update` and `weightctl update-weights`: another model, or other weights, without an interruption."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from weightd.client import Client
+from weightctl import exits
+from weightctl.arrays import NPZ
+from weightctl.text import clean
+from weightctl.verb import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
+from weightd_protocol.errors import DeadlineExceeded, RequestError
+from weightd_protocol.messages.control import UpdateResponse
+from weightd_common.regular import open_regular
+
+_UPDATE = """\
+Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right
+answer to the canary, and its inputs and outputs are those of the old one, it takes over and the
+old one leaves. No request is lost. If anything is wrong with it, the old one goes on serving and
+the cause is shown.
+
+  weightctl update resnet50 /models/resnet50-v2.mindir
+  weightctl update resnet50 --rollback
+
+For a while there are two copies of the weights: where a card has no room for them, the update is
+refused with the figures. A model that is cut over ranks has a path with {rank} in it; where a card
+has no second port for its communication, the old one leaves first, and requests wait.
+
+--rollback goes back once: a second one is refused, as it would bring back what was given up.
+
+This waits until it is over: for --timeout seconds, 30 unless it says otherwise. The update itself
+goes on after them; weightctl status shows how it stands.
+
+The configuration is not changed: a start that has to load the model anew, as after a reboot, loads
+the file that it names. To keep the new one for good, write its path there.
+
+Only the daemon's own user, root, and tenants that may "operate" may do this, over the daemon's
+unix socket: not over ipc:// or tcp://. A tenant's user has to be able to read every file of the
+new model, unless the file lies below one of the model_dirs of the tenant.
+
+Exit status: 0 the new model serves, 1 it does not and the old one does, 75 it still loads."""
+
+_UPDATE_WEIGHTS = """\
+Loads the arrays of an .npz file over the weights of a model that was converted for it
+(variable_weights = true), in all workers of the model or in none: generation after generation, as
+weightctl update does.
+
+  weightctl update-weights resnet50 /models/finetuned.npz
+
+A start that has to load the model anew loads it without them.
+
+Only the daemon's own user, root, and tenants that may "operate" may do this, over the daemon's
+unix socket: not over ipc:// or tcp://. A tenant's user has to be able to read the file, unless
+it lies below one of the model_dirs of the tenant.
+
+Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
+
+
+class StillLoading(CommandError):
+    """It is not over in the time that was given to it, and the daemon goes on with it."""
+
+    status = exits.NOT_YET
+    code = DeadlineExceeded.code
+
+
+def _add_update(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    parser.add_argument("path", nargs="?", default="", metavar="NEW_PATH", help="the new model file")
+    parser.add_argument(
+        "--rollback", action="store_true", help="go back to what served before the last update; without NEW_PATH"
+    )
+
+
+def _add_update_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    parser.add_argument("weights", metavar="WEIGHTS.npz", help="arrays by the names that the model has for them")
+
+
+def _run_update(options: argparse.Namespace, connect: Connect) -> int:
+    if options.rollback == bool(options.path):
+        options.fail("expected NEW_PATH or --rollback, one of the two")
+    path = _absolute_path(options.path) if options.path else ""
+    with connect() as client:
+        return _print_result(options, _update_and_wait(client, options.model, path=path, rollback=options.rollback))
+
+
+def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
+    weights = _absolute_path(options.weights)
+    _check_npz(options.weights)
+    with connect() as client:
+        return _print_result(options, _update_and_wait(client, options.model, weights=weights))
+
+
+def _update_and_wait(
+    client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False
+) -> UpdateResponse:
+    """Update, and tell an update that takes its time from a daemon that does not answer."""
+    try:
+        with explain_denied(client):
+            return client.update(model, path, weights=weights, rollback=rollback)
+    except DeadlineExceeded as late:
+        try:
+            client.server()
+        except RequestError:
+            raise DaemonUnreachable(late) from None
+        raise StillLoading(
+            f"{model}: not over within {client.timeout:g} s, and goes on; weightctl status {model} shows how it stands"
+        ) from None
+
+
+def _check_npz(path: str) -> None:
+    try:
+        with open_regular(path) as file:
+            start = file.read(4)
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}") from None
+    if start not in NPZ:
+        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it; for a model: weightctl update")
+
+
+def _absolute_path(path: str) -> str:
+    """The daemon has another working directory; that the file is there is looked at here, where it is cheap."""
+    absolute = Path(path).absolute()
+    # Of the files of ranks the first one is looked at.
+    first = Path(str(absolute).replace("{rank}", "0"))
+    if not first.is_file():
+        raise BadInput(f"{first if first != absolute else path}: no such file")
+    return str(absolute)
+
+
+def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
+    if options.json:
+        fields = dataclasses.asdict(response)
+        del fields["id"]
+        print(json.dumps(fields))
+        return exits.OK
+    what = "generation" if len(response.generations) == 1 else "generations"
+    numbers = ", ".join(map(str, response.generations))
+    weights = f" with {clean(response.weights)}" if response.weights else ""
+    print(f"{clean(response.model_name)}: {what} {numbers} took over, {clean(response.path)}{weights}")
+    if weights or response.path != response.configured_path:
+        print(
+            f"  a start that has to load it anew goes back to {clean(response.configured_path)}: so says the configuration"
+        )
+    return exits.OK
+
+
+COMMAND = Command("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
+WEIGHTS_COMMAND = Command(
+    "load other weights into a model that serves", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
+)

@@ -1,0 +1,55 @@
+"""Where the program `weightd` begins: from here on Ctrl-C ends it without a word, and soon in order.
+
+An engine's own interpreter gets this script, too, and may be too old for the daemon: this file runs on 3.7.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Sequence
+
+from weightd_daemon import exits
+from weightd_common import signals
+from weightd_common.coredump import disable_core_dumps
+from weightd_common.imports import gc_disabled
+from weightd_common.interrupts import silent_while_importing
+
+
+def main() -> int:
+    """Run the command; return its exit status."""
+    if sys.version_info < (3, 10):
+        has = ".".join(map(str, sys.version_info[:2]))
+        print(
+            f"weightd: the daemon needs Python 3.10 or later, and {sys.executable} is {has}: install weightd in an "
+            "environment with one, and name this interpreter in the key `python` of its models",
+            file=sys.stderr,
+        )
+        return exits.CONFIG
+    with silent_while_importing():
+        signals.reset()
+        # Before the first process is started, which has it from this one.
+        disable_core_dumps()
+        from weightd_common.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
+
+        serve_as_init()
+        zygote_process = None
+        if _is_serve_command(sys.argv[1:]):
+            from weightd_daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked
+
+            # Where the kernel refuses, the daemon says why, and tries again later.
+            with contextlib.suppress(OSError):
+                zygote_process = zygote.fork()
+        with gc_disabled():
+            from weightd_daemon import command  # noqa: PLC0415 - it takes a few tenths of a second
+    return command.main(zygote=zygote_process)
+
+
+def _is_serve_command(arguments: Sequence[str]) -> bool:
+    """Whether this is to be a daemon, which has gates."""
+    name = next((each for each in arguments if not each.startswith("-")), "")
+    return name in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

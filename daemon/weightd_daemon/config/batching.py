@@ -1,0 +1,83 @@
+"""The tables [models.NAME.batching] and [models.NAME.split]: many requests in one predict, one request in many."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, boolean, integer, list_of
+
+# Of one predict. On a CPU nothing is gained by far fewer, and what is tested at load takes the longer the more it is.
+MAX_ROWS = 4096
+
+# Of one request: more than its frames can hold of the smallest rows that anybody would send.
+_MAX_REQUEST_ROWS = 2**24
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """The table [models.NAME.batching]."""
+
+    max_rows: int = field(default=1, metadata=integer(1, MAX_ROWS))
+    """The most rows of one predict that requests share, a row being one entry of the first dimension. Default: 1, each
+    request is a predict of its own; with `sizes` the largest of them."""
+
+    exact: bool = field(default=True, metadata=boolean())
+    """Whether requests share a predict only where that was tested to leave every bit of their answers as it is. With
+    false they share it anyway, but never with a request of another client."""
+
+    sizes: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, MAX_ROWS), limits.MAX_TENSORS))
+    """On a card: the only numbers of rows that the model's graph was made for, ascending. What is fewer is padded, and
+    what was added is cut off the answer. Default: any number of rows."""
+
+    def fill_defaults(self) -> BatchingConfig:
+        """Return the same with its defaults filled in."""
+        return dataclasses.replace(self, max_rows=self.sizes[-1]) if self.sizes and self.max_rows == 1 else self
+
+    def problems(self, *, is_on_cards: bool) -> Iterator[FieldError]:
+        """Yield what does not go together, or would have no effect."""
+        if not self.exact and self.fill_defaults().max_rows == 1:
+            yield FieldError("it has no effect without max_rows").at(".exact")
+        if not self.sizes:
+            return
+        if not is_on_cards:
+            yield FieldError("it has no effect on the cpu, only on a card").at(".sizes")
+        for index, (one, other) in enumerate(itertools.pairwise(self.sizes), 1):
+            if one >= other:
+                yield FieldError(f"expected ascending numbers, got {other} after {one}").at(f".sizes[{index}]")
+                return
+        if self.max_rows not in (1, self.sizes[-1]):
+            expected = f"expected the largest of sizes, {self.sizes[-1]}, or nothing, got {self.max_rows}"
+            yield FieldError(expected).at(".max_rows")
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """The table [models.NAME.split]."""
+
+    part_rows: int = field(default=0, metadata=integer(0, MAX_ROWS))
+    """The most rows of one part: a request with more is cut into parts that run side by side, on all devices of the
+    model. Default: 0, requests are never cut."""
+
+    max_rows: int = field(default=65536, metadata=integer(1, _MAX_REQUEST_ROWS))
+    """The most rows of one request; one with more is answered INVALID_ARGUMENT."""
+
+    exact: bool = field(default=True, metadata=boolean())
+    """Whether requests are cut only where that was tested to leave every bit of their answers as it is: of the canary's
+    dimensions."""
+
+    def problems(self, batching: BatchingConfig) -> Iterator[FieldError]:
+        """Yield what does not go together, also with the other table, or would have no effect."""
+        if not self.part_rows:
+            for key in ("max_rows", "exact"):
+                if getattr(self, key) != getattr(SplitConfig, key):
+                    yield FieldError("it has no effect without part_rows").at(f".{key}")
+        elif self.max_rows < self.part_rows:
+            yield FieldError(f"expected at least part_rows, {self.part_rows}, got {self.max_rows}").at(".max_rows")
+        largest = max(batching.sizes, default=MAX_ROWS)
+        if self.part_rows > largest:
+            message = f"expected at most the largest of batching.sizes, {largest}, got {self.part_rows}"
+            yield FieldError(message).at(".part_rows")

@@ -1,0 +1,178 @@
+"""The table [daemon]."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightd_daemon.config import addresses
+from weightd_daemon.config.defaults import UnitDefaults, default_cache_dir, default_runtime_dir
+from weightd_daemon.host.admission import UserConnectionLimits
+from weightd_daemon.host.memory import MIB
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, integer, list_of, number, text
+from weightd_common import paths
+from weightd_common.tables import MAX_SECONDS, ErrorCollector
+from weightd_common.userpaths import user_path
+
+# With less, a few requests of ordinary size would be too many.
+_MIN_MEMORY_BYTES = 16 * MIB
+
+# Below it, seconds would be spent on messages between parts, not on parts.
+_MIN_BATCH_S = 0.001
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    """The table [daemon]."""
+
+    socket: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The daemon's name, after which its files are called: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT. Clients that speak
+    ZeroMQ connect there, unless tables [listeners.NAME] say where else; those of this host beside it, to PATH.unix, or
+    with tcp:// to a socket in `runtime_dir`. Default: weightd.sock in `runtime_dir`."""
+
+    runtime_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """Directory of the sockets. Default: what systemd gives, /run/weightd for root, XDG_RUNTIME_DIR/weightd."""
+
+    cache_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """Directory of model snapshots and page stores, on a disk. Default: /var/cache/weightd or ~/.cache/weightd."""
+
+    drain_timeout: float = field(default=30.0, metadata=number(MAX_SECONDS))
+    """Seconds that accepted requests may take when the daemon is asked to stop."""
+
+    max_memory_bytes: int = field(default=0, metadata=integer(0, 2**62))
+    """Bytes that the daemon keeps for its clients: requests under way and answers that they have not read. Past it who
+    has most is refused or hung up first. At least 16 MiB. Default: a quarter of the memory of host or control group."""
+
+    max_shm_bytes: int = field(default=0, metadata=integer(0, 2**62))
+    """Bytes of memory that one user may share with the workers, for tensors that are not sent. It takes memory where it
+    is written to, and is the user's own but for outputs. Default: a quarter of the memory of host or control group."""
+
+    max_user_connections: int = field(default=1024, metadata=integer(0, 2**31))
+    """Connections that one user may have open to the Unix socket, and one user or host to each listener. Those to the
+    Unix socket that have ended count until the client has read everything. With tables [tenants], all users of this
+    host without a tenant are one user. Root and the user that weightd runs as have no such limit. 0: no limit."""
+
+    max_user_connection_rate: float = field(default=256.0, metadata=number(1e6))
+    """New connections a second of one user or host, likewise. A user that opened none for a while may open as many at
+    once as it may have. 0: no limit."""
+
+    accounting_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
+    """Seconds after which the log has a line for each tenant that has asked anything meanwhile. 0: none."""
+
+    max_batch_seconds: float = field(default=0.1, metadata=number(MAX_SECONDS))
+    """Seconds that one predict of many rows may take, about, while another tenant asks: less has nobody wait for long,
+    more makes better use of a device. Requests that cannot be split and are expected to take longer do not take the
+    last free worker of a model, unless those of the other tenants take about as long."""
+
+    metrics: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.
+    Whoever reaches it sees those of all tenants; over TCP that is everybody on the host. Default: nowhere."""
+
+    pass_environment: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), 256))
+    """Further environment variables that workers get, by name or, with * at the end, by how the name begins. They get
+    those that engines read, and no others."""
+
+    @property
+    def user_limits(self) -> UserConnectionLimits:
+        """Limits of the connections of one user."""
+        return UserConnectionLimits(self.max_user_connections, self.max_user_connection_rate)
+
+    @property
+    def daemon_key(self) -> str:
+        """A short name for this daemon, made from its socket: two daemons never share a file."""
+        return paths.daemon_key(self.socket)
+
+    @property
+    def private_dir(self) -> Path:
+        """The directory of this daemon's snapshots and page stores."""
+        return Path(self.cache_dir, self.daemon_key)
+
+    @property
+    def counters_file(self) -> Path:
+        """The file with what was counted, which stays when the daemon ends."""
+        return Path(self.cache_dir, f"{self.daemon_key}.counters")
+
+    @property
+    def children_socket(self) -> Path:
+        """The socket of this daemon's children."""
+        return Path(self.runtime_dir, f"{self.daemon_key}.sock")
+
+    @property
+    def children_address(self) -> str:
+        """The address of that socket."""
+        return f"ipc://{self.children_socket}"
+
+    @property
+    def channel_socket(self) -> Path:
+        """The socket beside it, for their requests."""
+        return Path(paths.channel_path(self.children_address))
+
+    @property
+    def unix_socket(self) -> Path:
+        """The socket of clients of this host."""
+        return Path(paths.unix_path(self.socket, self.runtime_dir))
+
+
+def complete_daemon(
+    config: DaemonConfig,
+    base: Path,
+    listen_addresses: Sequence[str],
+    problems: ErrorCollector,
+    unit: UnitDefaults | None = None,
+) -> DaemonConfig:
+    """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
+
+    `listening`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added to
+    `problems`, where that of single keys is already; what is returned is of use if there is none. Defaults are those
+    of `unit`, if there is one, else those of this process.
+    """
+    runtime_dir = config.runtime_dir or (unit.runtime_dir if unit else default_runtime_dir())
+    runtime_dir = str((base / runtime_dir).absolute())
+    cache_dir = config.cache_dir or (unit.cache_dir if unit else default_cache_dir())
+    cache_dir = str((base / cache_dir).absolute())
+    allowed_sockets = addresses.daemon_socket_addresses(listen_addresses)
+    default_socket = (
+        allowed_sockets[0] if allowed_sockets else unit.socket if unit else paths.socket_address(runtime_dir)
+    )
+    socket = config.socket or default_socket
+    complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
+    path_errors = addresses.check_socket_path(str(complete.channel_socket))
+    problems.add((each.at(".runtime_dir") for each in path_errors), "runtime_dir")
+    problems.add(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
+    problems.add(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
+    problems.add(_check_accounting_interval(config.accounting_interval), "accounting_interval")
+    problems.add(_check_max_batch_time(config.max_batch_seconds), "max_job_s")
+    problems.add(_check_metrics(config.metrics), "metrics")
+    return complete
+
+
+def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[FieldError]:
+    if not allowed_sockets:
+        yield from (each.at(".socket") for each in addresses.check_address(socket, paths.UNIX_SUFFIX))
+    elif socket not in allowed_sockets:
+        text = f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got {socket!r}"
+        yield FieldError(text).at(".socket")
+
+
+def _check_metrics(address: str) -> Iterator[FieldError]:
+    if address:
+        yield from (each.at(".metrics") for each in addresses.check_metrics_address(address))
+
+
+def _check_max_memory(max_memory_bytes: int) -> Iterator[FieldError]:
+    if 0 < max_memory_bytes < _MIN_MEMORY_BYTES:
+        expected = f"expected 0 or at least {_MIN_MEMORY_BYTES}, got {max_memory_bytes}"
+        yield FieldError(expected).at(".max_memory_bytes")
+
+
+def _check_max_batch_time(max_job_s: float) -> Iterator[FieldError]:
+    if max_job_s < _MIN_BATCH_S:
+        yield FieldError(f"expected at least {_MIN_BATCH_S}, got {max_job_s:g}").at(".max_job_s")
+
+
+def _check_accounting_interval(interval: float) -> Iterator[FieldError]:
+    if 0 < interval < 1:
+        yield FieldError(f"expected 0 or at least 1, got {interval:g}").at(".accounting_interval")

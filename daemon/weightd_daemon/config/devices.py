@@ -1,0 +1,79 @@
+"""The tables [devices.NAME]: what of a card weightd may take, and what is a set of cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from weightd_daemon.engines import ascend
+from weightd_daemon.engines.ranktable import is_address
+from weightd_daemon.host.cores import allowed_cores
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, integer, label, short_repr, text
+from weightd_common import cores, tables
+from weightd_common.devices import card_of, has_cores
+from weightd_common.tables import ErrorCollector
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """A table [devices.NAME], for a NAME such as "ascend:0" or "cpu:0"."""
+
+    memory_mib: int = field(default=0, metadata=integer(0, 2**40))
+    """MiB that weightd may use of a card. Default: what is free when the first model is loaded."""
+
+    processes: int = field(default=ascend.MAX_PROCESSES, metadata=integer(1, 4096))
+    """Processes that may use a card: the driver's limit is 63 on training cards, 32 in virtual machines."""
+
+    cpus: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """The cores of a set of cores, of those that weightd may use: "0-3,8". Required there, and only there."""
+
+    ip: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """The address of a card's own network port, for the rank tables that weightd writes. Default: what /etc/hccn.conf
+    says; without it none, which will do for cards of one host."""
+
+    @property
+    def cores(self) -> frozenset[int]:
+        """The cores; none where `cpus` is no list of them."""
+        try:
+            return cores.parse_cpulist(self.cpus)
+        except ValueError:
+            return frozenset()
+
+
+def read_devices(content: Any, problems: ErrorCollector) -> dict[str, DeviceConfig]:
+    """Return the tables by name; what is wrong is added to `problems`.
+
+    Raises:
+        FieldError: these are no tables.
+    """
+    if type(content) is not dict:
+        raise FieldError("expected tables [devices.NAME]")
+    devices: dict[str, DeviceConfig] = {}
+    for name, table in cast("dict[str, Any]", content).items():
+        with problems.at(f".{label(name)}"):
+            if card_of(name) is None and not has_cores(name):
+                raise FieldError('expected the name of a card, such as "ascend:0", or of a set of cores, "cpu:0"')
+            devices[name] = device = tables.read_table(DeviceConfig, table, problems)
+            problems.add(_check_core_set(device) if has_cores(name) else _check_card(device), "cpus", "ip")
+    return devices
+
+
+def _check_card(device: DeviceConfig) -> Iterator[FieldError]:
+    if device.cpus:
+        yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
+    if device.ip and not is_address(device.ip):
+        yield FieldError(f'expected an address such as "192.168.1.8", got {short_repr(device.ip)}').at(".ip")
+
+
+def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
+    for key in ("memory_mib", "processes", "ip"):
+        if getattr(device, key) != getattr(DeviceConfig, key):
+            yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
+    if not device.cores:
+        yield FieldError(f'expected cores such as "0-3,8", got {short_repr(device.cpus)}').at(".cpus")
+    missing = device.cores - allowed_cores()
+    if missing:
+        expected = f"expected cores of those that weightd may use, {cores.format_cpulist(allowed_cores())}"
+        yield FieldError(f"{expected}, got {cores.format_cpulist(missing)}").at(".cpus")

@@ -1,0 +1,166 @@
+"""The tables [groups.NAME]: several models of one card in one process, which share what they work with."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from weightd_daemon.config.membership import Membership
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.names import check_name
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, label, list_of, one_of, text
+from weightd_common import tables
+from weightd_common.tables import ErrorCollector, derived
+
+# The only engine that has them, from 2.1 on.
+_GROUP_ENGINE = "mindspore_lite"
+
+_NAME = text(limits.MAX_NAME_BYTES)
+
+WEIGHTS = "weights"
+WORKSPACE = "workspace"
+BOTH = "both"
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """A table [groups.NAME]."""
+
+    models: tuple[str, ...] = field(metadata=list_of(_NAME, limits.MAX_GROUP_MODELS))
+    """The models, by name, at least two: on each of their devices, one process serves all of them, one predict after
+    another. Where one fails so that its process has to go, all of them come up again."""
+
+    share: str = field(default=WORKSPACE, metadata=one_of([WORKSPACE, WEIGHTS, BOTH]))
+    """What they have in common: the "workspace", as large as the largest of them needs; the "weights", which pays only
+    for models with the same `path`; or both."""
+
+    devices: tuple[str, ...] = field(default=(), metadata=derived(list_of(_NAME, limits.MAX_DEVICES)))
+    """The devices of its models, which are the same for all."""
+
+    @property
+    def shares_workspace(self) -> bool:
+        """Whether its models work in the same memory."""
+        return self.share != WEIGHTS
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether models of the same path have one copy of their weights."""
+        return self.share != WORKSPACE
+
+
+def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) -> dict[str, GroupConfig]:
+    """Return the tables by name, as far as they are good; what is wrong is added to `problems`.
+
+    Args:
+        content: the tables, as TOML has them.
+        names: of the models that have a table.
+        problems: as in `tables.read`.
+
+    Raises:
+        FieldError: these are no tables.
+    """
+    if type(content) is not dict:
+        raise FieldError("expected tables [groups.NAME]")
+    groups: dict[str, GroupConfig] = {}
+    group_by_model: dict[str, str] = {}
+    for name, table in cast("dict[str, Any]", content).items():
+        before = len(problems.errors)
+        with problems.at(f".{label(name)}"):
+            problems.add(check_name("group", name))
+            group = tables.read_table(GroupConfig, table, problems, section=f"groups.{name}")
+            problems.add(_check_members(group.models or (), name, names, group_by_model), "models")
+            if len(problems.errors) == before:
+                groups[name] = group
+    return groups
+
+
+def with_member_defaults(config: ModelConfig) -> ModelConfig:
+    """Return a model of a group, as given, with what that says for its defaults: nobody takes a single one's place."""
+    return dataclasses.replace(config, spares=config.spares or 0, sharing=config.sharing or "off")
+
+
+def complete_groups(
+    groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig], problems: ErrorCollector
+) -> dict[str, GroupConfig]:
+    """Return the groups with their devices.
+
+    Args:
+        groups: as read.
+        models: those with which nothing is wrong; of a group that has another one, nothing else is looked at.
+        problems: as in `tables.read`.
+    """
+    complete: dict[str, GroupConfig] = {}
+    for name, group in groups.items():
+        if not models.keys() >= {*group.models}:
+            continue
+        members = {each: models[each] for each in group.models}
+        with problems.at(f".{label(name)}"):
+            problems.add(_check_group(group, members))
+        complete[name] = dataclasses.replace(group, devices=members[group.models[0]].devices)
+    return complete
+
+
+def with_memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """Return the models of groups that are complete, with the group of each."""
+    members: dict[str, ModelConfig] = {}
+    for name, group in groups.items():
+        there = [models[each] for each in group.models]
+        digest = hashlib.sha256(repr((group, there)).encode()).hexdigest()
+        ours = Membership(name, group.share, group.models, digest)
+        members.update((each, dataclasses.replace(models[each], group=ours)) for each in group.models)
+    return members
+
+
+def _check_members(
+    models: tuple[str, ...], group: str, names: Collection[str], group_by_model: dict[str, str]
+) -> Iterator[FieldError]:
+    if len(models) < 2:
+        yield FieldError(f"expected at least two models, got {len(models)}").at(".models")
+    for index, name in enumerate(models):
+        at = f".models[{index}]"
+        if name in models[:index]:
+            yield FieldError(f"{label(name)} is given twice").at(at)
+        elif name not in names:
+            yield FieldError(f"there is no model {label(name)}").at(at)
+        elif group_by_model.setdefault(name, group) != group:
+            yield FieldError(f"{label(name)} is in the group {label(group_by_model[name])} already").at(at)
+
+
+def _check_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
+    first_model, *other_models = members.values()
+    for index, (name, model) in enumerate(members.items()):
+        problem = _member_problem(model, group)
+        if problem:
+            yield FieldError(f"{label(name)}: {problem}").at(f".models[{index}]")
+    for key in ("devices", "python"):
+        for index, other in enumerate(other_models, 1):
+            theirs, own = getattr(other, key), getattr(first_model, key)
+            if theirs != own:
+                text = f"{label(group.models[index])}: expected the {key} of {label(group.models[0])}, {own}, for one "
+                yield FieldError(f"{text}process serves both; got {theirs}").at(f".models[{index}]")
+    if group.shares_weights and len({model.path for model in members.values()}) == len(members):
+        text = f'weights are shared by models with the same path, and no two have one; set share = "{WORKSPACE}"'
+        yield FieldError(text).at(".share")
+
+
+def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
+    """Say why a model cannot be in a group; the reasons in the order in which one would mend them."""
+    rows = model.batching.max_rows
+    reasons = {
+        f"expected engine {_GROUP_ENGINE}, which alone has groups, got {model.engine}": model.engine != _GROUP_ENGINE,
+        "expected a model on cards: on the cpu there is nothing to share": not model.is_on_cards,
+        "a model with ranks has groups of its own": model.ranks is not None,
+        'provider "ge" shares in another way, which weightd does not serve': model.mindspore_lite.provider == "ge",
+        f'expected sharing = "off", got "{model.sharing}": the library ignores it in a group': model.sharing != "off",
+        f"expected workers = 1, got {model.workers}: the group has one process for a device": model.workers != 1,
+        f"expected spares = 0, got {model.spares}: the group has one process for a device": bool(model.spares),
+        "a model whose weights can be changed is refused by the library": model.mindspore_lite.variable_weights,
+        f"expected batching.max_rows = 1, got {rows}: of a model for several sizes the library shares no workspace": (
+            rows > 1 and group.shares_workspace
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")

@@ -1,0 +1,197 @@
+"""The tables [listeners.NAME]: where clients connect that speak ZeroMQ, and who they have to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_daemon.config import addresses
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.config.names import check_name
+from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
+from weightd_common import tables, tcp
+from weightd_common.keys import KEY_CHARACTERS, KeyFileError, read_secret
+from weightd_common.tables import ErrorCollector, derived
+from weightd_common.userpaths import user_path
+
+# The listener where no table names one, or the first of those that a service manager has opened.
+_DEFAULT_NAME = "default"
+
+NONE, CURVE = SECURITY_MODES = ("none", "curve")
+
+_TCP = "tcp://"
+
+_MAX_COUNT = 2**31
+
+_INSECURE_TCP_TEXT = (
+    "over TCP without CURVE whoever reaches the port may ask, and whoever is on the way may read and change what is "
+    "said"
+)
+
+
+@dataclass(frozen=True)
+class ListenerConfig:
+    """A table [listeners.NAME]."""
+
+    address: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
+    """Where its clients connect: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT."""
+
+    security: str = field(default=NONE, metadata=one_of(SECURITY_MODES))
+    """"curve": all is encrypted, and clients have to prove that they have a key of a tenant's `keys`."""
+
+    key: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The file with its secret key, for "curve", which weightctl keygen makes; only its owner may read that."""
+
+    insecure: bool = field(default=False, metadata=boolean())
+    """Needed for tcp:// without "curve": whoever reaches the port may ask, and read and change what others say."""
+
+    tenants: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
+    """The tenants for which it is; others are refused there. None: all."""
+
+    max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
+    """Clients that may be connected there. 0: as many as there are descriptors for."""
+
+    secret: str = field(default="", repr=False, metadata=derived(text(KEY_CHARACTERS, empty=True)))
+    """What is in `key`."""
+
+
+def read_listeners(
+    content: Any,
+    daemon: DaemonConfig,
+    tenants: Mapping[str, TenantConfig],
+    base: Path,
+    listen_addresses: Sequence[str],
+    problems: ErrorCollector,
+) -> Mapping[str, ListenerConfig]:
+    """Return the listeners by name; what is wrong is added to `problems`.
+
+    Args:
+        content: the tables, as TOML has them.
+        daemon: complete; its socket is the one listener where there are no tables and nothing is open.
+        tenants: as the file has them.
+        base: the directory of the file: paths are relative to it.
+        listening: see `load`; where there are no tables, these are the listeners.
+        problems: as in `complete_daemon`.
+
+    Raises:
+        FieldError: these are no tables, or too many.
+    """
+    if type(content) is not dict:
+        raise FieldError("expected tables [listeners.NAME]")
+    listener_tables = cast("dict[str, Any]", content)
+    if len(listener_tables) > limits.MAX_LISTENERS:
+        raise FieldError(f"expected at most {limits.MAX_LISTENERS} listeners, got {len(listener_tables)}")
+    listeners: dict[str, ListenerConfig] = {}
+    error_count = len(problems.errors)
+    for name, table in listener_tables.items():
+        with problems.at(f".{label(name)}"):
+            problems.add(check_name("listener", name))
+            listener = tables.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
+            # It is None where it is missing.
+            problems.add((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
+            problems.add(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
+            problems.add(_check_tenants(listener, tenants), "tenants")
+            listeners[name] = _with_secret_key(listener, base, problems)
+    if listener_tables and len(problems.errors) == error_count:
+        problems.add(_check_all_listeners(listeners, listen_addresses))
+    return listeners or _default_listeners(daemon, listen_addresses, problems)
+
+
+def allowed_keys(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> tuple[str, ...] | None:
+    """Return the public keys in Z85 that may connect to a listener with "curve"; None for any."""
+    admitted_tenants = {
+        name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants
+    }
+    if DEFAULT_TENANT_NAME in admitted_tenants:
+        return None
+    return tuple(key for tenant in admitted_tenants.values() for key in tenant.public_keys)
+
+
+def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
+    is_tcp = (listener.address or "").startswith(_TCP)
+    if listener.security == CURVE:
+        if not listener.key:
+            yield FieldError('missing: security = "curve" needs the file of a secret key; see weightctl keygen').at(
+                ".key"
+            )
+        if importlib.util.find_spec("nacl") is None:
+            yield FieldError('"curve" needs PyNaCl, which is not installed: pip install "weightd[daemon]"').at(
+                ".security"
+            )
+        if listener.insecure:
+            yield FieldError('expected false with security = "curve"').at(".insecure")
+        if not is_tcp:
+            yield FieldError('expected "none" for ipc://: the kernel tells who connects there').at(".security")
+        if allowed_keys(listener, tenants) == ():
+            text = "nobody could connect: no tenant that it is for has `keys`, and there is no [tenants.default]"
+            yield FieldError(text).at(".security")
+    else:
+        if listener.key:
+            yield FieldError('expected none without security = "curve"').at(".key")
+        if is_tcp and not listener.insecure:
+            yield FieldError(
+                f'missing: expected security = "curve" with a key, or insecure = true: {_INSECURE_TCP_TEXT}'
+            ).at(".insecure")
+        if listener.insecure and not is_tcp:
+            yield FieldError("expected false for ipc://: the kernel tells who connects there").at(".insecure")
+
+
+def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
+    for index, each in enumerate(listener.tenants):
+        if each not in tenants:
+            yield (
+                FieldError(f"expected a tenant that has a table, got {describe_value(each)}")
+                .at(f"[{index}]")
+                .at(".tenants")
+            )
+
+
+def _with_secret_key(listener: ListenerConfig, base: Path, problems: ErrorCollector) -> ListenerConfig:
+    if listener.security != CURVE or not listener.key:
+        return listener
+    path = (base / listener.key).absolute()
+    try:
+        secret = read_secret(path)
+    except KeyFileError as error:
+        problems.add([FieldError(str(error)).at(".key")], "key")
+        return listener
+    return dataclasses.replace(listener, key=str(path), secret=secret)
+
+
+def _check_all_listeners(
+    listeners: Mapping[str, ListenerConfig], listen_addresses: Sequence[str]
+) -> Iterator[FieldError]:
+    name_by_address: dict[str, str] = {}
+    for name, listener in listeners.items():
+        other = name_by_address.setdefault(addresses.normalize(listener.address), name)
+        if other != name:
+            text = f"listener {other} has the address {listener.address!r} already"
+            yield FieldError(text).at(f".{label(name)}.address")
+    configured_addresses = {listener.address for listener in listeners.values()}
+    for address in addresses.zmq_addresses(listen_addresses):
+        if address not in configured_addresses:
+            # Who connects there would wait for ever.
+            yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
+
+
+def _default_listeners(
+    daemon: DaemonConfig, listen_addresses: Sequence[str], problems: ErrorCollector
+) -> Mapping[str, ListenerConfig]:
+    passed_addresses = sorted(addresses.zmq_addresses(listen_addresses), key=lambda each: each != daemon.socket)
+    if not listen_addresses:
+        passed_addresses = [daemon.socket]
+    for address in passed_addresses:
+        if tcp.is_address(address):
+            table = (
+                f'a table [listeners.NAME] with address = "{address}" that has security = "curve", or insecure = true'
+            )
+            problems.add([FieldError(f"expected {table}: {_INSECURE_TCP_TEXT}")])
+    names = (f"{_DEFAULT_NAME}-{number}" if number > 1 else _DEFAULT_NAME for number in itertools.count(1))
+    return {name: ListenerConfig(address) for name, address in zip(names, passed_addresses, strict=False)}

@@ -1,0 +1,221 @@
+"""The configuration file: TOML into frozen objects, or an error that names file, key and expectation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from weightd_daemon.config import rankrules
+from weightd_daemon.config.daemon import DaemonConfig, complete_daemon
+from weightd_daemon.config.defaults import UnitDefaults
+from weightd_daemon.config.devices import DeviceConfig, read_devices
+from weightd_daemon.config.groups import (
+    GroupConfig,
+    complete_groups,
+    read_groups,
+    with_member_defaults,
+    with_memberships,
+)
+from weightd_daemon.config.listeners import ListenerConfig, read_listeners
+from weightd_daemon.config.model import LOAD_KEYS, ModelConfig, complete_model
+from weightd_daemon.config.tenants import TenantConfig, read_tenants
+from weightd_protocol import limits
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.schema import FieldError, label
+from weightd_common import tables
+from weightd_common.regular import MAX_CONFIG_BYTES, read_regular
+from weightd_common.tables import ErrorCollector
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TABLES = ("daemon", "listeners", "tenants", "models", "groups", "devices")
+
+
+class ConfigError(WeightdError):
+    """The configuration is not usable.
+
+    Attributes:
+        problems: all that is wrong, a line each: file, key and what was expected.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole configuration file.
+
+    Attributes:
+        daemon: the table [daemon].
+        models: those that are served, by name.
+        devices: the tables of those that have one.
+        listeners: all there are, by name: where clients that speak ZeroMQ connect.
+        groups: models that share a process, by the name of their group.
+        tenants: who may ask what, by name; none: everyone is one.
+    """
+
+    daemon: DaemonConfig
+    models: Mapping[str, ModelConfig]
+    devices: Mapping[str, DeviceConfig] = field(default_factory=dict[str, DeviceConfig])
+    listeners: Mapping[str, ListenerConfig] = field(default_factory=dict[str, ListenerConfig])
+    groups: Mapping[str, GroupConfig] = field(default_factory=dict[str, GroupConfig])
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])
+
+
+class CheckedConfig(NamedTuple):
+    """What a file says.
+
+    Attributes:
+        config: as far as it is good: a model with a problem is not among its models.
+        loadable: the models whose files and interpreter are told rightly, whatever else is wrong with them.
+        problems: all that is wrong.
+    """
+
+    config: Config
+    loadable: Mapping[str, ModelConfig]
+    problems: list[str]
+
+
+def load(path: Path, listen_addresses: Sequence[str] = ()) -> Config:
+    """Read the configuration at `path`.
+
+    Args:
+        path: of the TOML file.
+        listening: addresses for clients that a service manager has opened, see `addresses`.
+
+    Raises:
+        ConfigError: it is unreadable, not TOML, or says something that it must not.
+    """
+    return load_text(read_text(path), path, listen_addresses)
+
+
+def load_text(text: str, path: Path, listen_addresses: Sequence[str] = ()) -> Config:
+    """Return the configuration that a text is; it is, or was, that of the file at `path`. See `load`."""
+    checked = _check_text(text, path, listen_addresses)
+    if checked.problems:
+        raise ConfigError(*checked.problems)
+    return checked.config
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a configuration file.
+
+    Raises:
+        ConfigError: it is unreadable, or no text.
+    """
+    try:
+        # Some editors begin a text with a byte order mark.
+        return read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+
+
+def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
+    """Read the configuration at `path`, see `load`, and tell what is wrong with its keys beside what is good.
+
+    Defaults are those of `unit`, if there is one.
+
+    Raises:
+        ConfigError: it is unreadable, or not TOML.
+    """
+    return _check_text(read_text(path), path, (), unit)
+
+
+def _check_text(
+    text: str, path: Path, listen_addresses: Sequence[str], unit: UnitDefaults | None = None
+) -> CheckedConfig:
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    config, loadable, problems = _parse_tables(content, path.resolve().parent, listen_addresses, unit)
+    return CheckedConfig(config, loadable, [f"{path}: {error}" for error in problems.errors])
+
+
+def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str] = ()) -> Config:
+    """Return the configuration of parsed TOML; relative paths are relative to `base`. `listening`: see `load`.
+
+    Raises:
+        ConfigError: the texts name key and expectation.
+    """
+    config, _, problems = _parse_tables(content, base, listen_addresses)
+    if problems.errors:
+        raise ConfigError(*map(str, problems.errors))
+    return config
+
+
+def _parse_tables(
+    content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str], unit: UnitDefaults | None = None
+) -> tuple[Config, dict[str, ModelConfig], ErrorCollector]:
+    problems = ErrorCollector()
+    daemon = DaemonConfig()
+    listeners: Mapping[str, ListenerConfig] = {}
+    models: dict[str, ModelConfig] = {}
+    loadable: dict[str, ModelConfig] = {}
+    devices: dict[str, DeviceConfig] = {}
+    groups: dict[str, GroupConfig] = {}
+    tenants: dict[str, TenantConfig] = {}
+    for key in content:
+        if key not in _TABLES:
+            problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
+    with problems.at(".daemon"):
+        daemon = tables.read_table(DaemonConfig, content.get("daemon", {}), problems)
+        daemon = complete_daemon(daemon, base, listen_addresses, problems, unit)
+    with problems.at(".tenants"):
+        tenants = read_tenants(content.get("tenants", {}), base, problems)
+    with problems.at(".listeners"):
+        listeners = read_listeners(content.get("listeners", {}), daemon, tenants, base, listen_addresses, problems)
+    with problems.at(".devices"):
+        devices = read_devices(content.get("devices", {}), problems)
+    with problems.at(".groups"):
+        named = content.get("models")
+        names = list(cast("dict[str, Any]", named)) if type(named) is dict else []
+        groups = read_groups(content.get("groups", {}), names, problems)
+    with problems.at(".models"):
+        members = {name for group in groups.values() for name in group.models}
+        models, loadable = _read_models(content.get("models"), devices, members, base, problems)
+    with problems.at(".groups"):
+        groups = complete_groups(groups, models, problems)
+    models.update(with_memberships(groups, models))
+    return Config(daemon, models, devices, listeners, groups, tenants), loadable, problems
+
+
+def _read_models(
+    content: Any,
+    devices: Mapping[str, DeviceConfig],
+    group_members: Collection[str],
+    base: Path,
+    problems: ErrorCollector,
+) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
+    """Return the models that are good, and those that are `loadable`; `members` are those of groups."""
+    if type(content) is not dict or not content:
+        raise FieldError("expected at least one table [models.NAME]")
+    models = cast("dict[str, Any]", content)
+    if len(models) > limits.MAX_MODELS:
+        raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}")
+    valid: dict[str, ModelConfig] = {}
+    loadable: dict[str, ModelConfig] = {}
+    for name, table in models.items():
+        before = len(problems.errors)
+        with problems.at(f".{label(name)}"):
+            model = tables.read_table(ModelConfig, table, problems, section=f"models.{name}")
+            model = with_member_defaults(model) if name in group_members else model
+            model = rankrules.with_rank_defaults(model, devices, base, problems)
+            model = complete_model(name, model, devices, base, problems)
+            model = rankrules.apply_rank_rules(model, problems)
+            if problems.wrong_keys().isdisjoint(LOAD_KEYS):
+                loadable[name] = model
+            if len(problems.errors) == before:
+                valid[name] = model
+    problems.add(rankrules.check_card_ports(valid))
+    return valid, loadable

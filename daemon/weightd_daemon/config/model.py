@@ -1,0 +1,382 @@
+"""A table [models.NAME]: its keys, and which of them go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightd_daemon.config import canary as canary_config
+from weightd_daemon.config.batching import BatchingConfig, SplitConfig
+from weightd_daemon.config.canary import SelfTestSetting
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.config.membership import Membership
+from weightd_daemon.config.names import check_name
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
+from weightd_daemon.engines import ENGINES, ascend, engine_for
+from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd_daemon.engines.spec import EngineOptions, EngineSpec
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, boolean, integer, list_of, number, one_of, record, text
+from weightd_common import cores
+from weightd_common.devices import CPU, card_of, has_cores, is_cpu
+from weightd_common.tables import MAX_SECONDS, ErrorCollector, derived
+from weightd_common.userpaths import user_path
+
+# What tells what is done with requests, and of what is loaded only what has to be tested there.
+_REQUEST_KEYS = ("batching", "split", "default_priority")
+
+# What tells which files and which interpreter a model is loaded with.
+LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "canary", "ranks", *ENGINES)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A table [models.NAME]."""
+
+    path: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
+    """The model file, absolute or relative to the configuration file: .onnx or .mindir."""
+
+    engine: str = field(default="", metadata=one_of(["", *ENGINES]))
+    """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
+
+    python: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The interpreter that has the engine: a command, or a path as `path` is. Default: the daemon's own."""
+
+    start: str = field(default="fork", metadata=one_of(["fork", "spawn"]))
+    """How processes come to be on the CPU: "fork" makes them within milliseconds of one that has loaded the engine, or
+    built the model; "spawn" starts an interpreter for each, as is always done for a card."""
+
+    workers: int = field(default=1, metadata=integer(1, 1024))
+    """Worker processes, on each device."""
+
+    threads: int = field(default=1, metadata=integer(1, 1024))
+    """Threads that one predict uses."""
+
+    spares: int | None = field(default=None, metadata=integer(0, 1024))
+    """Further processes that are attached, and take requests when a worker of their device is lost. Default: 0, on
+    Ascend 1."""
+
+    devices: tuple[str, ...] = field(default=(CPU,), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
+    """Where the model runs: ["cpu"], or sets of cores as in ["cpu:0", "cpu:1"], or cards as in ["ascend:0",
+    "ascend:1"], each with workers of its own. A set of cores has a table [devices."cpu:N"]."""
+
+    copies: str = field(default="one", metadata=one_of(["one", "each"]))
+    """Of the weights, on sets of cores: "one" for all of them, or one for "each", in memory near to it. A card always
+    has its own."""
+
+    sharing: str = field(default="", metadata=one_of(["", "on", "auto", "off"]))
+    """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker.
+    Default: "on"; "off" for a model with ranks or in a group, which has no processes to share them with."""
+
+    process_mib: int = field(default=0, metadata=integer(0, 2**30))
+    """MiB of a card that each process takes beside the weights. Default: 0, then what the first generation takes."""
+
+    policy: str = field(default="auto", metadata=one_of([each.value for each in ReplacementPolicy]))
+    """How workers that cannot be replaced one by one are replaced: beside the old ones, in their place, or auto."""
+
+    holder_loss: str = field(default="strict", metadata=one_of(["strict", "frozen"]))
+    """On a card, when the process that built the weights dies: "strict" takes them for invalid, "frozen" goes on."""
+
+    timeout: float = field(default=30.0, metadata=number(limits.MAX_TIMEOUT_US / 1e6, positive=True))
+    """Seconds until a request that names no timeout of its own is answered DEADLINE_EXCEEDED."""
+
+    required: bool = field(default=False, metadata=boolean())
+    """Whether weightd is ready, for a service manager, only once this model serves. If it fails, so does the start."""
+
+    load_timeout: float = field(default=600.0, metadata=number(MAX_SECONDS, positive=True))
+    """Seconds that one process may take to copy the model, or to build it, and before that to come up: it imports the
+    engine and reads the whole model for its digest. For coming up it has a minute in any case."""
+
+    predict_timeout: float = field(default=60.0, metadata=number(MAX_SECONDS, positive=True))
+    """Seconds after which a worker that computes one answer is held to hang: it is aborted and replaced."""
+
+    watchdog: float = field(default=30.0, metadata=number(MAX_SECONDS, positive=True))
+    """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
+    pinged. Longer than the longest predict."""
+
+    selftest: SelfTestSetting = field(default=canary_config.AUTO, metadata=canary_config.field_metadata())
+    """What a worker has to answer as the holder did before it serves: "auto" looks for inputs that the model runs on, a
+    table such as {x = [1, 3, 48, 320]} gives their shapes, a path that of an .npz with an array for each input. "off":
+    nothing is asked; then nobody notices a worker that answers wrongly, and what an engine arranges in its first
+    predict is not shared."""
+
+    selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
+    """How far answers to the canary may be apart, as a share of the largest value of that output, for a model that does
+    not repeat itself to the last bit. Default: 0, not at all."""
+
+    selftest_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
+    """Seconds after which each worker runs the canary again, and is replaced if its answer is wrong. 0: never."""
+
+    max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
+    """Requests that may wait; further ones are answered RESOURCE_EXHAUSTED."""
+
+    max_queue_bytes: int = field(default=1024**3, metadata=integer(1, 2**62))
+    """Tensor bytes that may wait; further ones are answered RESOURCE_EXHAUSTED."""
+
+    priority_levels: int = field(default=1, metadata=integer(1, limits.MAX_PRIORITY))
+    """Levels of priority of requests, of which 1 is the highest. Default: 1, all are alike."""
+
+    default_priority: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
+    """The level of a request that names none. Default: 0, the middle one."""
+
+    batching: BatchingConfig = field(default=BatchingConfig(), metadata=record(BatchingConfig))
+    """Which requests share a predict."""
+
+    split: SplitConfig = field(default=SplitConfig(), metadata=record(SplitConfig))
+    """Which requests are cut into parts that run side by side."""
+
+    mindspore_lite: MindSporeLiteOptions = field(default=MindSporeLiteOptions(), metadata=record(MindSporeLiteOptions))
+    """More for this engine."""
+
+    ranks: RanksConfig | None = field(default=None, metadata=record(RanksConfig))
+    """The processes that compute this model together, each with a slice of it."""
+
+    cores: tuple[str, ...] = field(
+        default=(), metadata=derived(list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
+    )
+    """The cores of each of its devices, if they are sets of cores."""
+
+    group: Membership | None = field(default=None, metadata=derived(record(Membership)))
+    """The group whose process serves it, if it is of one."""
+
+    @property
+    def is_on_cards(self) -> bool:
+        """Whether the model runs on cards, all of it: a mixture is refused."""
+        return not all(map(is_cpu, self.devices))
+
+    @property
+    def devices_by_weight_copy(self) -> Mapping[str, tuple[str, ...]]:
+        """The devices that have a copy of the weights together, by the name of the device where that lies."""
+        if self.is_on_cards or self.copies == "each" or len(self.devices) == 1:
+            return {each: (each,) for each in self.devices}
+        return {CPU: self.devices}
+
+    @property
+    def max_batch_rows(self) -> int:
+        """The most rows of a predict that weightd itself makes of requests; 1: it makes none."""
+        return max(self.batching.max_rows, 2 * self.split.part_rows, 1)
+
+    @property
+    def max_concurrency(self) -> int:
+        """How many predicts of it can run at once."""
+        if self.ranks is not None:
+            return max(1, len(self.ranks.groups))
+        return len(self.devices) * (self.workers if self.group is None else 1)
+
+    @property
+    def default_level(self) -> int:
+        """The priority of a request that names none."""
+        return self.default_priority or (self.priority_levels + 1) // 2
+
+    def cores_of(self, device: str) -> str:
+        """Return the cores of a set of cores, or of all its sets for the CPU; "": those that weightd itself has."""
+        cores_by_device = dict(zip(self.devices, self.cores, strict=False))
+        return cores_by_device.get(device, ",".join(self.cores))
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether processes are forked of one that has loaded the engine: ranks are of no template."""
+        return self.start == "fork" and not self.is_on_cards and self.ranks is None
+
+    @property
+    def can_fork_from_holder(self) -> bool:
+        """Whether workers may be forked of the process that has built the model."""
+        return self.can_fork and self.sharing != "off" and self.threads <= self.engine_spec.template_threads
+
+    def has_same_load(self, other: ModelConfig) -> bool:
+        """Whether it has the same loaded as the other one, but for what is tested of rows."""
+        request_settings: Any = {key: getattr(other, key) for key in _REQUEST_KEYS}
+        return dataclasses.replace(self, **request_settings) == other
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """What is known of its engine."""
+        return ENGINES[self.engine]
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """What its engine is told."""
+        return self.options_by_engine.get(self.engine, EngineOptions())
+
+    @property
+    def options_by_engine(self) -> Mapping[str, EngineOptions]:
+        """The options for each engine that has some, by its name."""
+        return {"mindspore_lite": self.mindspore_lite}
+
+
+def complete_model(
+    name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
+) -> ModelConfig:
+    """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`.
+
+    `devices` are the tables of those that have one. Ranks and groups have filled in what they say for its defaults.
+    """
+    config = dataclasses.replace(config, sharing=config.sharing or "on")
+    problems.add(check_name("model", name))
+    problems.add(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
+    for needed, rule in _RULES:
+        problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
+    inputs_path = canary_config.inputs_path(config.selftest)
+    # A name without a slash is a command of the PATH.
+    python = str(base / config.python) if "/" in config.python else config.python or sys.executable
+    return dataclasses.replace(
+        config,
+        path=str(base / (config.path or "")),  # None where it is missing
+        engine=engine_name(config),
+        python=python,
+        spares=_spare_count(config),
+        batching=config.batching.fill_defaults(),
+        cores=tuple(
+            cores.format_cpulist(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
+        ),
+        mindspore_lite=config.mindspore_lite.resolve_paths(base),
+        canary=str(base / inputs_path) if inputs_path else config.selftest,
+    )
+
+
+# --- Which keys of a model go together ----------------------------------------------------------------------------
+
+
+def engine_name(config: ModelConfig) -> str:
+    """Return the engine that a model is given, or that its file's suffix tells; "" where it tells none."""
+    return config.engine or engine_for(Path(config.path or "").suffix)
+
+
+def _spare_count(config: ModelConfig) -> int:
+    if config.spares is not None or config.ranks is not None:
+        return config.spares or 0
+    return ascend.DEFAULT_SPARES if config.is_on_cards else 0
+
+
+def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
+    """Where there are ranks, the devices are theirs."""
+    for error in errors:
+        theirs = config.ranks is not None and error.path.startswith(".devices")
+        yield FieldError(error.problem).at(".ranks.devices") if theirs else error
+
+
+def _check_path(config: ModelConfig) -> Iterator[FieldError]:
+    engine, suffix = engine_name(config), Path(config.path).suffix
+    expected = ""
+    if not engine:
+        expected = f"a file that ends in {' or '.join(dict.fromkeys(each.suffix for each in ENGINES.values()))}"
+    elif suffix != ENGINES[engine].suffix:
+        expected = f"a {ENGINES[engine].suffix} file for engine {engine}"
+    if expected:
+        yield FieldError(f"expected {expected}, got {config.path!r}").at(".path")
+
+
+def _check_core_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig]) -> Iterator[FieldError]:
+    device_by_core: dict[int, str] = {}
+    for index, device in enumerate(config.devices):
+        if not has_cores(device):
+            continue
+        if device not in devices:
+            yield FieldError(f'expected a table [devices."{device}"] that gives its cpus').at(f".devices[{index}]")
+            continue
+        common = sorted(core for core in devices[device].cores if device_by_core.setdefault(core, device) != device)
+        if common:
+            text = f"{device} and {device_by_core[common[0]]} have cores in common: {cores.format_cpulist(common)}"
+            yield FieldError(text).at(f".devices[{index}]")
+
+
+def _check_devices(config: ModelConfig) -> Iterator[FieldError]:
+    if not config.devices:
+        yield FieldError("expected at least one device").at(".devices")
+    for index, device in enumerate(config.devices):
+        problem = _device_problem(device, config.devices)
+        if problem and config.devices.index(device) == index:
+            yield FieldError(problem).at(f".devices[{index}]")
+
+
+def _device_problem(device: str, devices: Sequence[str]) -> str:
+    if not is_cpu(device) and card_of(device) is None:
+        return f'expected "cpu", a set of cores such as "cpu:0" or a card such as "ascend:0", got {device!r}'
+    if devices.count(device) > 1:
+        return f"{device} is given twice"
+    if device == CPU and any(map(has_cores, devices)):
+        return "expected the whole CPU or sets of its cores"
+    if is_cpu(device) and not all(map(is_cpu, devices)):
+        return "expected the CPU alone or cards alone: their answers differ"
+    return ""
+
+
+def _check_copies(config: ModelConfig) -> Iterator[FieldError]:
+    if config.copies == "each" and not all(map(has_cores, config.devices)):
+        yield FieldError('it has no effect but on sets of cores such as "cpu:0"').at(".copies")
+
+
+def _check_priority(config: ModelConfig) -> Iterator[FieldError]:
+    if config.default_priority > config.priority_levels:
+        expected = f"expected at most priority_levels, {config.priority_levels}, got {config.default_priority}"
+        yield FieldError(expected).at(".default_priority")
+
+
+def _check_batching(config: ModelConfig) -> Iterator[FieldError]:
+    yield from (error.at(".batching") for error in config.batching.problems(is_on_cards=config.is_on_cards))
+    yield from (error.at(".split") for error in config.split.problems(config.batching))
+
+
+def _check_engine(config: ModelConfig) -> Iterator[FieldError]:
+    engine = engine_name(config)
+    if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].is_ranks_only):
+        expected = f"expected mindspore, or on cards mindspore_lite: engine {engine} has no ranks"
+        yield FieldError(expected).at(".engine")
+        return
+    if config.ranks is None and ENGINES[engine].is_ranks_only:
+        text = f"engine {engine} runs only the ranks of a model, which the table [models.NAME.ranks] gives"
+        yield FieldError(text).at(".engine")
+        return
+    for index, device in enumerate(config.devices):
+        if not ENGINES[engine].can_run_on(device):
+            yield FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")
+            return
+
+
+def _check_engine_options(config: ModelConfig) -> Iterator[FieldError]:
+    engine = engine_name(config)
+    for name, options in config.options_by_engine.items():
+        if name == engine:
+            yield from (error.at(f".{name}") for error in options.problems(config.devices, config.sharing))
+        elif options != type(options)():
+            yield FieldError(f"the model's engine is {engine}").at(f".{name}")
+
+
+def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
+    max_devices_per_copy = max(map(len, config.devices_by_weight_copy.values()), default=1)
+    count = (config.workers + _spare_count(config)) * max_devices_per_copy
+    if count > limits.MAX_PIDS:
+        on = f" on {max_devices_per_copy} sets of cores" if max_devices_per_copy > 1 else ""
+        yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares{on}, got {count}").at(".spares")
+
+
+def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
+    if config.selftest != canary_config.OFF:
+        return
+    for key in ("canary_tolerance", "canary_interval"):
+        if getattr(config, key):
+            yield FieldError('it has no effect with canary = "off"').at(f".{key}")
+    if config.is_on_cards and config.sharing == "on":
+        reason = "on a card nothing else shows that an attach has left the weights right"
+        yield FieldError(f'{reason}; set sharing = "off" too, or name an input').at(".canary")
+
+
+_Rule = Callable[[ModelConfig], Iterable[FieldError]]
+
+# A rule is asked if the keys that it reads are right by themselves, and by the rules before it.
+_RULES: Sequence[tuple[Sequence[str], _Rule]] = (
+    (("path", "engine"), _check_path),
+    (("devices",), _check_devices),
+    (("path", "engine", "devices"), _check_engine),
+    (("path", "engine", "devices", "sharing", *ENGINES), _check_engine_options),
+    (("devices", "copies"), _check_copies),
+    (("workers", "spares", "devices", "copies"), _check_process_count),
+    (("priority_levels", "default_priority"), _check_priority),
+    (("batching", "split", "devices"), _check_batching),
+    (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _check_selftest),
+)

@@ -1,0 +1,227 @@
+"""The table [models.NAME.ranks]: one model that several processes compute together, each with a slice of its own.
+
+A group is one set of processes that holds the model once; a rank is one of them. Which keys go together is in
+`rankrules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.host.memory import MIB
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
+from weightd_common.devices import CPU, is_cpu
+from weightd_common.tables import derived
+from weightd_common.userpaths import user_path
+
+# Of all groups of a model together: no host has more cards.
+MAX_RANKS = limits.MAX_DEVICES
+
+GENERATE = "generate"
+LAST = "last"
+CONCAT = "concat"
+
+ReplySetting = str | int
+
+# The engine that reads a rank table and runs ranks on cards alone: those of MindSpore find each other by its scheduler.
+MINDSPORE_LITE = "mindspore_lite"
+
+# What stands for numbers in paths.
+RANK_PLACEHOLDER = "{rank}"
+GROUP_PLACEHOLDER = "{group}"
+
+_TOO_FEW_RANKS = "expected at least two ranks; a model of one is served without this table"
+
+_NAME_METADATA = text(limits.MAX_NAME_BYTES)
+_PATH_METADATA = user_path(limits.MAX_PATH_BYTES, empty=True)
+_GROUP_METADATA = list_of(_NAME_METADATA, MAX_RANKS)
+_GROUPS_METADATA = list_of(_GROUP_METADATA, MAX_RANKS)
+_RANK_KIND = integer(0, MAX_RANKS - 1)["kind"]
+_REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
+
+
+def _devices_metadata() -> Mapping[str, FieldType]:
+    """Lists of names, one for each group; the list of a single group may stand alone."""
+    group_kind, groups_kind = _GROUP_METADATA["kind"], _GROUPS_METADATA["kind"]
+
+    def check(value: Any) -> Any:
+        items = cast("list[object]", value) if type(value) is list else []
+        alone = bool(items) and not any(type(each) is list for each in items)
+        return (group_kind.check(value),) if alone else groups_kind.check(value)
+
+    return {"kind": FieldType(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
+
+
+def _reply_metadata() -> Mapping[str, FieldType]:
+    def check(value: Any) -> ReplySetting:
+        if type(value) is int:
+            number: int = _RANK_KIND.check(value)
+            return number
+        if value not in (LAST, CONCAT):
+            raise FieldError(f"expected {_REPLY_EXPECTED}, got {short_repr(value)}")
+        word: str = value
+        return word
+
+    return {"kind": FieldType(check, check, check, _REPLY_EXPECTED)}
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """The table [models.NAME.ranks]; the derived fields say what its keys and those of the model come to."""
+
+    devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
+    """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several groups, each with the whole
+    model, serve side by side: [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]. On the CPU "cpu" for each rank, or
+    sets of cores."""
+
+    size: int = field(default=0, metadata=integer(0, MAX_RANKS))
+    """On the CPU: the number of ranks of one group, in the place of `devices`. Default: as many as `devices` has."""
+
+    rank_table: str = field(default="", metadata=_PATH_METADATA)
+    """On cards with MindSpore Lite: the rank table of the vendor's communication library, absolute or relative to this
+    file; {group} in it stands for the number of the group, from 0. Default: "generate", weightd writes one."""
+
+    device_ports: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, 65535), 2))
+    """Where weightd writes the rank table: the port on which a card's communication listens. With two, a new group
+    comes up on the other one, beside the old group, where card and driver allow it. Default: the library's, 16666."""
+
+    group_info_file: str = field(default="", metadata=_PATH_METADATA)
+    """On cards with MindSpore Lite: the groups of ranks within the model, as its export has written them, absolute or
+    relative to this file; {rank} in it stands for the rank. Default: none, there is no group but that of all ranks."""
+
+    reply: ReplySetting = field(default=LAST, metadata=_reply_metadata())
+    """Whose outputs are the answer: those of the "last" rank, right for a model cut by operators or by layers, those of
+    a rank by its number, or "concat", those of all ranks in their order, joined along the first dimension."""
+
+    connect_timeout: int = field(default=120, metadata=integer(1, 7200))
+    """Seconds within which all ranks have to find each other: HCCL_CONNECT_TIMEOUT, from 120 on cards, or
+    MS_TOPO_TIMEOUT. Their first predict, and what it compiles, is within it."""
+
+    exec_timeout: int = field(default=68, metadata=integer(1, 17340))
+    """Seconds for which a rank waits for another one in a predict: HCCL_EXEC_TIMEOUT, or MS_NODE_TIMEOUT. From 68 on
+    cards, some of which take whole multiples of 68 and round down. More than `predict_timeout`."""
+
+    buffer_mib: int = field(default=200, metadata=integer(1, 2**20))
+    """On cards: HCCL_BUFFSIZE. Each group of ranks within the model takes twice as many MiB of each card."""
+
+    communicators: int = field(default=1, metadata=integer(1, 1024))
+    """On cards: the groups of ranks within the model that one rank belongs to. Default: 1, that of all ranks."""
+
+    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS_METADATA))
+    """The device of each rank, for each group; all have the same number of ranks."""
+
+    paths: tuple[str, ...] = field(default=(), metadata=derived(list_of(_PATH_METADATA, MAX_RANKS)))
+    """The file of each rank."""
+
+    device_ips: Mapping[str, str] = field(
+        default_factory=dict[str, str], metadata=derived(mapping(_NAME_METADATA, limits.MAX_DEVICES))
+    )
+    """The addresses that the tables [devices.NAME] give, by device."""
+
+    def problems(self) -> Iterator[FieldError]:
+        """Yield what is wrong with the devices, of which whatever else is checked depends."""
+        if self.devices and self.size:
+            yield FieldError("it has no effect beside devices, a list of which has one for each rank").at(".size")
+        if not self.devices and not self.size:
+            yield FieldError("expected the device of each rank, or on the cpu their number as size").at(".devices")
+        if self.size == 1:
+            yield FieldError(_TOO_FEW_RANKS).at(".size")
+        sizes = [len(group) for group in self.devices]
+        for index, size in enumerate(sizes):
+            if index == 0 and size < 2:
+                yield FieldError(_TOO_FEW_RANKS).at(self._devices_path(index))
+            elif size != sizes[0]:
+                text = f"expected {sizes[0]} devices as the first group has, got {size}"
+                yield FieldError(text).at(self._devices_path(index))
+        if sum(sizes) > MAX_RANKS:
+            yield FieldError(f"expected at most {MAX_RANKS} ranks in all groups, got {sum(sizes)}").at(".devices")
+        yield from self._check_duplicates()
+
+    def _check_duplicates(self) -> Iterator[FieldError]:
+        """Ranks run at the same time: two of them on one card, or on the same cores, would wait for each other."""
+        groups: dict[str, int] = {}
+        for index, group in enumerate(self.devices):
+            for rank, device in enumerate(group):
+                if device == CPU:
+                    continue
+                other = groups.setdefault(device, index)
+                if other != index:
+                    yield FieldError(f"{device} has a rank of group {other} already").at(
+                        f"{self._devices_path(index)}[{rank}]"
+                    )
+                elif device in group[:rank]:
+                    yield FieldError(f"{device} is given twice").at(f"{self._devices_path(index)}[{rank}]")
+
+    def _devices_path(self, group: int) -> str:
+        return f".devices[{group}]" if len(self.devices) > 1 else ".devices"
+
+    @property
+    def is_on_cards(self) -> bool:
+        """Whether the ranks are on cards, all of them: a mixture is refused."""
+        return any(not is_cpu(each) for group in self.groups for each in group)
+
+    @property
+    def all_devices(self) -> tuple[str, ...]:
+        """The devices of all groups, each once."""
+        return tuple(dict.fromkeys(each for group in self.groups for each in group))
+
+    @property
+    def reply_rank(self) -> int | None:
+        """The rank whose outputs are the answer; None: those of all are joined."""
+        if self.reply == CONCAT:
+            return None
+        return self.reply if isinstance(self.reply, int) else self.size - 1
+
+    @property
+    def is_table_generated(self) -> bool:
+        """Whether weightd writes the rank table."""
+        return self.rank_table == GENERATE
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of each card that communication takes."""
+        return 2 * self.buffer_mib * MIB * self.communicators if self.is_on_cards else 0
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a new group may come up beside an old one on its devices: a card has one on each port."""
+        return not self.is_on_cards or len(self.device_ports) > 1
+
+    def rank_table_path(self, group: int) -> str:
+        """Return the path of the rank table that was given for a group; "" where none was."""
+        return "" if self.is_table_generated else self.rank_table.replace(GROUP_PLACEHOLDER, str(group))
+
+    def group_info_path(self, rank: int) -> str:
+        """Return the path of what a rank is told of the groups within the model, or ""."""
+        return self.group_info_file.replace(RANK_PLACEHOLDER, str(rank))
+
+
+def complete_ranks(
+    ranks: RanksConfig, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]
+) -> RanksConfig:
+    """Return the table with its defaults filled in and its paths made absolute.
+
+    Args:
+        ranks: as given.
+        engine: of the model.
+        path: of the model, absolute; {rank} stands in it for the rank.
+        base: what paths are relative to.
+        devices: the tables of those that have one.
+    """
+    groups = ranks.devices or ((CPU,) * ranks.size,)
+    size = len(groups[0])
+    ranks = dataclasses.replace(ranks, groups=groups, size=size)
+    rank_table = ranks.rank_table or (GENERATE if ranks.is_on_cards and engine == MINDSPORE_LITE else "")
+    return dataclasses.replace(
+        ranks,
+        rank_table=rank_table if rank_table in ("", GENERATE) else str(base / rank_table),
+        group_info_file=str(base / ranks.group_info_file) if ranks.group_info_file else "",
+        paths=tuple(path.replace(RANK_PLACEHOLDER, str(rank)) for rank in range(size)),
+        device_ips={each: devices[each].ip for each in ranks.all_devices if each in devices and devices[each].ip},
+    )

@@ -1,0 +1,244 @@
+"""The tables [tenants.NAME]: who may ask what, and how much of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_daemon.config import identities
+from weightd_daemon.config.identities import Identities
+from weightd_daemon.config.names import check_name
+from weightd_protocol import limits
+from weightd_protocol.schema import (
+    FieldError,
+    FieldType,
+    Metadata,
+    describe_value,
+    integer,
+    label,
+    list_of,
+    number,
+    one_of,
+    text,
+)
+from weightd_common import tables
+from weightd_common.tables import ErrorCollector, derived
+from weightd_common.userpaths import user_path
+
+# Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
+INFER = "infer"
+STATUS = "status"
+OPERATE = "operate"
+RIGHTS = (INFER, STATUS, OPERATE)
+
+# The pattern of a tenant that has all models.
+ALL_MODELS = "*"
+
+# Who is in no other.
+DEFAULT_TENANT_NAME = "default"
+
+# Users, groups, keys and patterns of one.
+_MAX_ENTRIES = 256
+
+_MAX_BYTES = 2**62
+_MAX_COUNT = 2**31
+
+# The shares of two tenants are no further apart than its square: seconds divided by a weight stay seconds.
+_MAX_WEIGHT = 1000.0
+MIN_WEIGHT = 1 / _MAX_WEIGHT
+
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
+_WILDCARDS = re.compile(r"[*?]")
+
+
+def _account_metadata() -> Metadata:
+    """A user or a group: its name, or its number as text."""
+    names, numbers = text(limits.MAX_NAME_BYTES)["kind"], integer(0, 2**32 - 2)["kind"]
+
+    def check(value: Any) -> str:
+        return str(numbers.check(value)) if type(value) is int else cast(str, names.check(value))
+
+    return {"kind": FieldType(check, check, check, "name, or number")}
+
+
+def _pattern_metadata() -> Metadata:
+    """A name, or with * for any characters and ? for one, all that are like it."""
+    names = text(limits.MAX_NAME_BYTES)["kind"]
+
+    def check(value: Any) -> str:
+        checked: str = names.check(value)
+        if not _NAME_PATTERN.fullmatch(checked):
+            expected = "a name, or a pattern of ASCII letters, digits, '_', '.', '-', '*' and '?'"
+            raise FieldError(f"expected {expected}, got {describe_value(checked)}")
+        return checked
+
+    return {"kind": FieldType(check, check, check, "name, or pattern with * and ?")}
+
+
+@dataclass(frozen=True)
+class TenantConfig:
+    """A table [tenants.NAME]."""
+
+    uids: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
+    """Users of this host, by name or number: who has connected to a unix socket, as the kernel says."""
+
+    groups: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
+    """Groups of this host, by name or number: whoever is in one, and is in no tenant's `uids`."""
+
+    keys: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
+    """Files with public keys, of clients that connect to a listener with `security = "curve"`; see weightctl keygen."""
+
+    models: tuple[str, ...] = field(default=(ALL_MODELS,), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
+    """The models that there are for it, by name or by a pattern with * and ?."""
+
+    may: tuple[str, ...] = field(default=(INFER,), metadata=list_of(one_of(RIGHTS), len(RIGHTS)))
+    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update its models and, where
+    these are all models ("*"), to reload, on the daemon's unix socket."""
+
+    model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
+    """Directories with models to which it may update: every file below them, also one that its user may not read.
+    Elsewhere an update takes files that the user may read, and no others."""
+
+    acts_for: tuple[str, ...] = field(default=(), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
+    """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
+
+    weight: float = field(default=1.0, metadata=number(_MAX_WEIGHT, positive=True))
+    """Its share of the seconds of each device, among those who wait for some: 2 is twice as many as 1. At least
+    0.001."""
+
+    max_in_flight: int = field(default=0, metadata=integer(0, _MAX_COUNT))
+    """Requests that wait or run. 0: as many as the models take."""
+
+    max_queue: int = field(default=0, metadata=integer(0, _MAX_COUNT))
+    """Requests that wait, of all models. 0: as many as the models take."""
+
+    max_queue_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
+    """Bytes of their tensors. 0: as many as the models take."""
+
+    max_rate: float = field(default=0.0, metadata=number(1e6))
+    """Requests of any kind a second, of which it may save up for one. 0: no bound."""
+
+    max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
+    """Rows of a request. 0: as many as the model takes."""
+
+    max_shared_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
+    """Bytes of memory that it may share with the workers. 0: `max_shm_bytes` of the daemon."""
+
+    max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
+    """Connections. 0: as many as the daemon has room for."""
+
+    priority_max: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
+    """The first level of priority that it may ask for: 1 goes first. 0: any."""
+
+    user_ids: tuple[int, ...] = field(default=(), metadata=derived(list_of(integer(0, 2**32 - 1), _MAX_ENTRIES)))
+    """What `uids` are."""
+
+    group_ids: tuple[int, ...] = field(default=(), metadata=derived(list_of(integer(0, 2**32 - 1), _MAX_ENTRIES)))
+    """What `groups` are."""
+
+    public_keys: tuple[str, ...] = field(default=(), metadata=derived(list_of(text(40), _MAX_ENTRIES)))
+    """What is in `keys`, in Z85."""
+
+    model_directories: tuple[str, ...] = field(
+        default=(), metadata=derived(list_of(text(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
+    )
+    """What is in `model_dirs`, as absolute paths."""
+
+    def absolute_model_dirs(self, base: Path) -> tuple[str, ...]:
+        """Return its `model_dirs` as absolute paths."""
+        return tuple(os.path.normpath(base.absolute() / each) for each in self.model_dirs)
+
+    def look_up_identities(self, base: Path, problems: ErrorCollector) -> Identities:
+        """Return who its users, groups and keys are; what is wrong is added to `problems`."""
+        return identities.look_up(self.uids, self.groups, self.keys, base, problems)
+
+
+def read_tenants(content: Any, base: Path, problems: ErrorCollector) -> dict[str, TenantConfig]:
+    """Return the tenants by name; what is wrong is added to `problems`.
+
+    Args:
+        content: the tables, as TOML has them.
+        base: the directory of the file: paths are relative to it.
+        problems: as in `tables.read`.
+
+    Raises:
+        FieldError: these are no tables, or too many.
+    """
+    if type(content) is not dict:
+        raise FieldError("expected tables [tenants.NAME]")
+    tenant_tables = cast("dict[str, Any]", content)
+    if len(tenant_tables) > limits.MAX_TENANTS:
+        raise FieldError(f"expected at most {limits.MAX_TENANTS} tenants, got {len(tenant_tables)}")
+    tenants: dict[str, TenantConfig] = {}
+    found_identities: dict[str, Identities] = {}
+    for name, table in tenant_tables.items():
+        with problems.at(f".{label(name)}"):
+            problems.add(check_name("tenant", name))
+            tenant = tables.read_table(TenantConfig, table, problems, section=f"tenants.{name}")
+            problems.add(_check_tenant(tenant, tenant_tables))
+            who = found_identities[name] = tenant.look_up_identities(base, problems)
+            tenants[name] = dataclasses.replace(
+                tenant,
+                user_ids=tuple(who.users),
+                group_ids=tuple(who.groups),
+                public_keys=tuple(who.keys),
+                model_directories=tenant.absolute_model_dirs(base),
+            )
+    problems.add(_check_all_tenants(found_identities))
+    return tenants
+
+
+def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterator[FieldError]:
+    if tenant.weight < MIN_WEIGHT:
+        yield FieldError(f"expected at least {MIN_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
+    for index, each in enumerate(tenant.acts_for):
+        if is_exact_name(each) and each not in tenant_names:
+            yield (
+                FieldError(f"expected a tenant that has a table, got {describe_value(each)}")
+                .at(f"[{index}]")
+                .at(".acts_for")
+            )
+
+
+def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
+    """Nobody is two tenants, and gates can be told all keys."""
+    if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
+        yield FieldError(f"expected at most {limits.MAX_KEYS} keys of all tenants, got {count}")
+    for name, error in identities.find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):
+        yield error.at(".uids").at(f".{label(name)}")
+    for name, error in identities.find_duplicates({name: each.groups for name, each in identities_by_tenant.items()}):
+        yield error.at(".groups").at(f".{label(name)}")
+    for name, error in identities.find_duplicates({name: each.keys for name, each in identities_by_tenant.items()}):
+        yield error.at(".keys").at(f".{label(name)}")
+
+
+def is_exact_name(pattern: str) -> bool:
+    """Return whether a pattern is that of one name alone."""
+    return not _WILDCARDS.search(pattern)
+
+
+def find_warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) -> Iterator[str]:
+    """Yield what of the tables is probably not what was meant; each text names the key."""
+    for name, tenant in tenants.items():
+        where = f"tenants.{label(name)}"
+        for each in tenant.models:
+            if is_exact_name(each) and each not in models:
+                yield f"{where}.models: there is no model {each!r}"
+        if tenant.model_dirs and OPERATE not in tenant.may:
+            yield f'{where}.model_dirs: it may not update models: "{OPERATE}" is not in its `may`'
+        if not tenant.may:
+            yield f"{where}.may: it may do nothing"
+        if name != DEFAULT_TENANT_NAME and not (
+            tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)
+        ):
+            yield f"{where}: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it"
+
+
+def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for other in tenants.values() for each in other.acts_for)

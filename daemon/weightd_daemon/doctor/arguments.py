@@ -1,0 +1,136 @@
+"""What the verb takes: needed to parse `weightd`'s command line. What it does is only imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightd_common.devices import card_of
+
+if TYPE_CHECKING:
+    from weightd_daemon.config.canary import SelfTestSetting
+
+HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
+
+_DESCRIPTION = """\
+Checks what weightd needs on an Ascend host and prints a line for each check: pass, fail, or not testable, what was
+found, and what to do. With --model it shares the weights of that model among real worker processes, kills the one that
+built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
+there, for a small model a second one to compare, and up to four processes at a time.
+
+With --ranks it says what a model that is spread over several cards would lack here; no rank is started.
+
+Where systemd has a unit for weightd, its environment counts and not that of this shell; the line `service` says so.
+Each check runs in child processes with a time limit; none is left behind.
+
+Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 64 the command line is
+wrong, 69 there is nothing to test: no Ascend driver or library is here."""
+
+_STEP_TIMEOUT_S = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the verb does and takes."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help="the interpreter that has MindSpore Lite and weightd (default: this one)",
+    )
+    parser.add_argument(
+        "--device", type=_parse_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
+    parser.add_argument(
+        "--canary",
+        type=_parse_selftest,
+        default="auto",
+        metavar="VALUE",
+        help="as the key canary of the model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
+    )
+    parser.add_argument(
+        "--canary-tolerance",
+        type=_parse_tolerance,
+        default=0.0,
+        metavar="SHARE",
+        help="as the key canary_tolerance of the model (default: 0)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_parse_devices,
+        nargs="?",
+        const=(),
+        metavar="ascend:N,...",
+        help="look at what a model with ranks on these devices needs, in their order (default: on all there are)",
+    )
+    parser.add_argument("--rank-table", type=Path, metavar="FILE", help="with --ranks: the rank table of these devices")
+    parser.add_argument(
+        "--limit",
+        type=_parse_seconds,
+        default=_STEP_TIMEOUT_S,
+        metavar="SECONDS",
+        help="time for one step of the self-test, such as a build (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--unit",
+        default="weightd.service",
+        metavar="NAME",
+        help='the service whose environment, user and devices count, if systemd has it; "" for those of this shell '
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from weightd_daemon.doctor import command  # noqa: PLC0415 - a fifth of the time that the daemon takes to start
+
+    return command.run(options)
+
+
+def _parse_device(text: str) -> int:
+    card = card_of(text)
+    if card is None:
+        raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
+    return card
+
+
+def _parse_devices(text: str) -> tuple[int, ...]:
+    devices = tuple(_parse_device(each.strip()) for each in text.split(","))
+    if len(set(devices)) < len(devices):
+        raise argparse.ArgumentTypeError(f"expected each device once, got {text!r}")
+    return devices
+
+
+def _parse_selftest(text: str) -> SelfTestSetting:
+    from weightd_daemon.config import canary as canary_config  # noqa: PLC0415 - as above
+    from weightd_protocol.schema import FieldError  # noqa: PLC0415
+
+    try:
+        return canary_config.parse_text(text)
+    except FieldError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _parse_tolerance(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return share
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,102 @@
+"""Has the model's interpreter report on itself and its cards, in a process that may crash or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightd_daemon.host.ends import describe_status
+
+_LOG_TAIL_LINES = 4
+
+
+@dataclass(frozen=True)
+class InterpreterReport:
+    """What `python -m weightd_worker.report` told.
+
+    Attributes:
+        steps: by name, the values of each step that ended; `error` among them where it failed.
+        stopped: the step during which the process ended, "" if it ended after the last or began none.
+        end: how it ended if not well, in words.
+        log: the last lines of what it and its libraries wrote.
+    """
+
+    steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    unfinished_step: str = ""
+    exit_description: str = ""
+    log_tail: str = ""
+
+    def value(self, step: str, name: str) -> Any:
+        """Return a value of a step, None if it did not get so far."""
+        return self.steps.get(step, {}).get(name)
+
+    def error(self, step: str) -> str:
+        """Return why a step has given no values; "" if it has."""
+        if step in self.steps:
+            return str(self.steps[step].get("error", ""))
+        if step == self.unfinished_step:
+            return f"the process {self.exit_description}" + (
+                f"; its log ends: {self.log_tail}" if self.log_tail else ""
+            )
+        return (
+            f"not reached: the process {self.exit_description} in the step {self.unfinished_step}"
+            if self.unfinished_step
+            else "not reached"
+        )
+
+
+def run_report(
+    python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> InterpreterReport:
+    """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    argv = [python, "-m", "weightd_worker.report", "--device", str(device), "--parent", str(os.getpid())]
+    with tempfile.TemporaryFile() as log:
+        exit_description = ""
+        try:
+            # Killed and waited for when the time is over.
+            result = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                timeout=timeout_s,
+                check=False,
+                env=environment,
+            )
+            output: bytes = result.stdout
+            if result.returncode != 0:
+                exit_description = describe_status(result.returncode)
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout or b""
+            exit_description = f"was killed: it did not answer within {timeout_s:g} s"
+        log.seek(0)
+        return parse_report(output.decode("utf-8", "replace"), exit_description, log.read().decode("utf-8", "replace"))
+
+
+def parse_report(output: str, exit_description: str, log: str) -> InterpreterReport:
+    """Return the report of what a process wrote; a line that is cut short counts for nothing."""
+    steps: dict[str, Mapping[str, Any]] = {}
+    current_step = ""
+    for line in output.splitlines():
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        if "begin" in values:
+            current_step = values["begin"]
+        elif "step" in values:
+            steps[values.pop("step")] = values
+            current_step = ""
+    lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
+    return InterpreterReport(
+        steps, current_step, exit_description or ("ended" if current_step else ""), " | ".join(lines[-_LOG_TAIL_LINES:])
+    )

@@ -1,0 +1,270 @@
+"""Rank tables of the vendor's communication library, HCCL: written for ranks on this host, and held to its rules.
+
+HCCL takes every value as text, reads a table that is not "completed" again for half an hour, and finds most of what is
+wrong only when ranks connect. So a table that somebody else has written is held to the same rules before any process
+starts. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from weightd_protocol.schema import FieldError, describe_value, short_repr
+
+DEFAULT_PORT = 16666
+MAX_PORT = 65535
+
+# More than one for each rank of the largest group takes.
+MAX_BYTES = 1024 * 1024
+
+SUFFIX = ".json"
+
+# 1.2 adds super pods to 1.0; 1.1 is for hosts of different kinds, and what has none has another form altogether.
+_VERSIONS = ("1.0", "1.2")
+_COMPLETED = "completed"
+_MAX_SERVER_ID = 64
+
+# As HCCL reads numbers: no sign, no space, and no more digits than any of them has.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+_ADDRESS = re.compile(r"address_(0|[1-9][0-9]{0,3})\s*=\s*(\S+)\s*")
+
+
+class RankDevice(NamedTuple):
+    """A card of a group, in the place of its rank.
+
+    Attributes:
+        number: the physical one: of /dev/davinciN.
+        ip: of its own network port; "" where it is not known.
+        port: on which its communication listens; 0: HCCL's own.
+    """
+
+    physical_id: int
+    ip: str = ""
+    port: int = 0
+
+
+class RankTable(NamedTuple):
+    """What a table says.
+
+    Attributes:
+        devices: the card of each rank, in their order.
+        server: the one host that it names.
+    """
+
+    devices: tuple[RankDevice, ...]
+    server: str
+
+
+# --- Written ----------------------------------------------------------------------------------------------------------
+
+
+def generate(devices: Sequence[RankDevice], server: str = "localhost") -> str:
+    """Return the table of a group whose ranks have these devices, all on this host.
+
+    Addresses are in it if all are known: on one host HCCL can do without.
+    """
+    has_ips = all(each.ip for each in devices)
+    entries: list[dict[str, str]] = []
+    for rank, device in enumerate(devices):
+        entry = {"device_id": str(device.physical_id)}
+        if has_ips:
+            entry["device_ip"] = device.ip
+        if device.port:
+            entry["device_port"] = str(device.port)
+        entries.append({**entry, "rank_id": str(rank)})
+    table = {
+        "version": "1.0",
+        "server_count": "1",
+        "status": _COMPLETED,
+        "server_list": [{"server_id": server, "device": entries}],
+    }
+    return json.dumps(table, indent=2) + "\n"
+
+
+def parse_addresses(hccn_conf: str) -> dict[int, str]:
+    """Return the addresses that /etc/hccn.conf gives, by the physical number of the card."""
+    matches = (_ADDRESS.fullmatch(line.strip()) for line in hccn_conf.splitlines())
+    return {int(match.group(1)): match.group(2) for match in matches if match and is_address(match.group(2))}
+
+
+def is_address(text: str) -> bool:
+    """Whether this is an address of the network, without a zone."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
+
+
+# --- Read -------------------------------------------------------------------------------------------------------------
+
+
+def path_problems(path: str) -> Iterator[str]:
+    """Say why HCCL would not read a table at this path, links resolved: it looks for the suffix anywhere in it."""
+    if not path.endswith(SUFFIX) or path.count(SUFFIX) > 1:
+        yield f"expected a path with {SUFFIX} once, at its end, got {path!r}"
+
+
+def parse(text: str) -> RankTable:
+    """Return what a table says.
+
+    Raises:
+        FieldError: HCCL would refuse it, wait for it, or not run it on one host; the path is that of the field.
+    """
+    try:
+        content: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"not JSON: {error}") from None
+    table = _expect_object(content)
+    has_pods = _parse_head(table)
+    names: list[str] = []
+    ranks: dict[int, RankDevice] = {}
+    for index, server in enumerate(_get_list(table, "server_list")):
+        with _error_at(f".server_list[{index}]"):
+            _parse_server(_expect_object(server), names, ranks, has_pods=has_pods)
+    with _error_at(".server_list"):
+        _check_complete(names, ranks)
+    if has_pods:
+        _check_pods(table, names)
+    return RankTable(tuple(ranks[rank] for rank in sorted(ranks)), names[0])
+
+
+def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iterator[str]:
+    """Say where a table is not that of a group.
+
+    Args:
+        table: as read.
+        devices: the physical number of the card of each rank, in their order, by the name in the configuration; None
+            where no card is known by it.
+    """
+    if len(table.devices) != len(devices):
+        yield f"expected {len(devices)} ranks, as devices has, got {len(table.devices)}"
+        return
+    for rank, (entry, (name, number)) in enumerate(zip(table.devices, devices.items(), strict=True)):
+        if number is not None and entry.physical_id != number:
+            yield f"rank {rank}: expected device_id {number}, which {name} is, got {entry.physical_id}"
+
+
+def _parse_head(table: Mapping[str, Any]) -> bool:
+    """Check what stands before the servers, and return whether these are in super pods."""
+    version = _get_text(table, "version")
+    if version not in _VERSIONS:
+        raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {short_repr(version)}").at(".version")
+    status = _get_text(table, "status")
+    if status != _COMPLETED:
+        raise FieldError(f'expected "{_COMPLETED}", for else HCCL waits, got {short_repr(status)}').at(".status")
+    count = len(_get_list(table, "server_list"))
+    if "server_count" in table and _get_number(table, "server_count") != count:
+        text = f'expected "{count}", as server_list has, got {short_repr(table["server_count"])}'
+        raise FieldError(text).at(".server_count")
+    return version == "1.2"
+
+
+def _check_complete(names: Sequence[str], ranks: Mapping[int, RankDevice]) -> None:
+    if len(names) > 1:
+        raise FieldError(f"expected one server, for all ranks are on this host, got {len(names)}")
+    if not ranks:
+        raise FieldError("expected at least one device")
+    missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
+    if missing is not None:
+        raise FieldError(f"expected ranks 0 to {len(ranks) - 1}, but there is no rank {missing}")
+
+
+def _parse_server(server: Mapping[str, Any], names: list[str], ranks: dict[int, RankDevice], *, has_pods: bool) -> None:
+    name = _get_text(server, "server_id")
+    if not 0 < len(name) <= _MAX_SERVER_ID:
+        raise FieldError(f"expected 1 to {_MAX_SERVER_ID} characters, got {len(name)}").at(".server_id")
+    names.append(name)
+    for index, entry in enumerate(_get_list(server, "device")):
+        with _error_at(f".device[{index}]"):
+            rank, device = _parse_device(_expect_object(entry), has_pods=has_pods)
+            _check_unique(rank, device, ranks)
+            ranks[rank] = device
+
+
+def _parse_device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, RankDevice]:
+    if has_pods:
+        _get_number(entry, "super_device_id")
+    ip = ""
+    if "device_ip" in entry:
+        ip = _get_text(entry, "device_ip")
+        if not is_address(ip):
+            raise FieldError(f"expected an address, got {short_repr(ip)}").at(".device_ip")
+    port = 0
+    if "device_port" in entry:
+        port = _get_number(entry, "device_port")
+        if not 0 < port <= MAX_PORT:
+            raise FieldError(f'expected a port, "1" to "{MAX_PORT}", got "{port}"').at(".device_port")
+    return _get_number(entry, "rank_id"), RankDevice(_get_number(entry, "device_id"), ip, port)
+
+
+def _check_unique(rank: int, device: RankDevice, ranks: Mapping[int, RankDevice]) -> None:
+    if rank in ranks:
+        raise FieldError(f'"{rank}" is given twice').at(".rank_id")
+    for other in ranks.values():
+        if other.physical_id == device.physical_id:
+            raise FieldError(f'"{device.physical_id}" is given twice').at(".device_id")
+        if device.ip and other.ip == device.ip:
+            raise FieldError(f'"{device.ip}" is given twice').at(".device_ip")
+
+
+def _check_pods(table: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Each server is of a super pod."""
+    pod_servers: list[str] = []
+    for index, each in enumerate(_get_list(table, "super_pod_list")):
+        with _error_at(f".super_pod_list[{index}]"):
+            pod = _expect_object(each)
+            _get_text(pod, "super_pod_id")
+            for place, server in enumerate(_get_list(pod, "server_list")):
+                with _error_at(f".server_list[{place}]"):
+                    pod_servers.append(_get_text(_expect_object(server), "server_id"))
+    if sorted(pod_servers) != sorted(names):
+        text = f"expected the servers of server_list, {', '.join(names)}, got {', '.join(pod_servers)}"
+        raise FieldError(text).at(".super_pod_list")
+
+
+@contextlib.contextmanager
+def _error_at(step: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except FieldError as error:
+        raise error.at(step) from None
+
+
+def _expect_object(value: Any) -> Mapping[str, Any]:
+    if type(value) is not dict:
+        raise FieldError(f"expected an object, got {describe_value(value)}")
+    return cast("dict[str, Any]", value)
+
+
+def _get_list(table: Mapping[str, Any], key: str) -> list[Any]:
+    value = _get_value(table, key)
+    if type(value) is not list:
+        raise FieldError(f"expected a list, got {describe_value(value)}").at(f".{key}")
+    items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
+    return items  # pyright: ignore[reportUnknownVariableType]
+
+
+def _get_text(table: Mapping[str, Any], key: str) -> str:
+    value = _get_value(table, key)
+    if type(value) is not str:
+        raise FieldError(f"expected text, which HCCL has every value as, got {describe_value(value)}").at(f".{key}")
+    return value
+
+
+def _get_number(table: Mapping[str, Any], key: str) -> int:
+    value = _get_text(table, key)
+    if not _NUMBER.fullmatch(value):
+        raise FieldError(f"expected a number as text, got {short_repr(value)}").at(f".{key}")
+    return int(value)
+
+
+def _get_value(table: Mapping[str, Any], key: str) -> Any:
+    if key not in table:
+        raise FieldError("missing").at(f".{key}")
+    return table[key]

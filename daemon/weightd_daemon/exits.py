@@ -1,0 +1,28 @@
+"""Exit statuses of the daemon, as in sysexits.h: a service manager can tell what is worth another start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightd_common import commandline
+
+OK = 0
+MODEL_FAILED = 1  # it ran, but a model could not be served
+PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
+USAGE = commandline.EXIT_USAGE
+CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, a directory or a thread cannot be had, or another daemon has the socket
+CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
+INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it
+
+# For the manual; the comments above are for who returns them.
+MEANINGS: Mapping[int, str] = {
+    OK: "It did what it was asked to, and stopped when it was told to.",
+    MODEL_FAILED: (
+        "It ran, but a model could not be served; `check --load`: one does not load; `doctor`: a check has failed."
+    ),
+    PROCESS_DIED: "It served and stopped when it was told to, but a process had ended that nobody had asked to.",
+    USAGE: "The command line is wrong.",
+    CANNOT_CREATE: "A socket, a directory or a thread cannot be had, or another daemon has the socket.",
+    CONFIG: "The configuration is wrong: the text names file, key and what was expected; or Python is older than 3.10.",
+    INTERRUPTED: "Ctrl-C before it served; later that is a stop in order.",
+}

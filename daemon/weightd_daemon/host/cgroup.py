@@ -1,0 +1,325 @@
+"""What the kernel lets the service take of memory, time and processes: the limits of the daemon's control group.
+
+In version 2 of control groups, in version 1, and where both are in use (hybrid), one of which has either. All of it
+is text in files, which may be missing or be something else than this knows: then what they would say is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
+
+from weightd_protocol.limits import MAX_COUNT
+from weightd_protocol.messages.status import MemoryLimit
+
+T = TypeVar("T")
+
+# Version 1 writes "none" as the largest number of whole pages, which depends on their size; no host has an exbibyte.
+_NO_LIMIT = 2**60
+
+_NUMBER = re.compile(r"[0-9]{1,19}")
+
+_PRESSURE = re.compile(
+    r"some avg10=(?P<percent>[0-9]{1,3}\.[0-9]{2}) avg60=[0-9]{1,3}\.[0-9]{2} avg300=[0-9]{1,3}\.[0-9]{2} total=[0-9]+"
+)
+
+# See proc_pid_mountinfo(5): six fields, any number of optional ones, a hyphen, three fields.
+_MOUNT = re.compile(
+    r"[0-9]+ [0-9]+ [0-9]+:[0-9]+ (?P<root>[^ ]+) (?P<point>[^ ]+) [^ ]+(?: [^ ]+)*? - "
+    r"(?P<kind>cgroup2?) [^ ]* (?P<options>[^ ]+)"
+)
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+class _Names(NamedTuple):
+    """Where it says what is taken, what may be, and in memory.stat what of it the kernel gives back first."""
+
+    usage: str
+    limits: tuple[str, ...]
+    inactive_key: str
+
+
+_V2_FILES = _Names("memory.current", ("memory.max", "memory.high"), "inactive_file")
+_V1_FILES = _Names("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_inactive_file")
+
+
+class ControlGroup(NamedTuple):
+    """A control group: where its hierarchy is mounted, which it is below there, and whether it is of version 2."""
+
+    mount: Path
+    relative_path: PurePosixPath
+    is_v2: bool
+
+    @property
+    def self_and_ancestors(self) -> list[Path]:
+        """Its directory, and those above it as far as they can be seen: what is limited there is limited here."""
+        return [self.mount / each for each in (self.relative_path, *self.relative_path.parents)]
+
+
+def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
+    """Return what the process's control group takes and may take; None where it is not known.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _find_group(proc, "memory")
+    if group is None:
+        return None
+    return (
+        _v2_memory(_with_memory_controller(group.self_and_ancestors))
+        if group.is_v2
+        else _v1_memory(group.self_and_ancestors)
+    )
+
+
+def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
+    """Return how much memory the process's control group may still take; None where no limit is known.
+
+    Files that were read or written once count as free: before anything fails the kernel gives that memory back.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _find_group(proc, "memory")
+    if group is None:
+        return None
+    free = (
+        _free_in_group(directory, _V2_FILES if group.is_v2 else _V1_FILES) for directory in group.self_and_ancestors
+    )
+    return min((each for each in free if each is not None), default=None)
+
+
+class TaskLimit(NamedTuple):
+    """How many processes and threads a control group may have, all together.
+
+    Attributes:
+        directory: of the group.
+        limit: the most of them.
+        used: how many there are; None where that is not known.
+    """
+
+    directory: Path
+    limit: int
+    used: int | None
+
+
+def tasks(proc: Path = Path("/proc/self")) -> TaskLimit | None:
+    """Return the smallest limit of processes and threads that holds for the process; None where none is known.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _find_group(proc, "pids")
+    found: list[TaskLimit] = []
+    for directory in () if group is None else group.self_and_ancestors:
+        limit = _read_value(directory / "pids.max", _parse_limit)
+        if limit is not None and limit < _NO_LIMIT:
+            found.append(TaskLimit(directory, limit, _read_value(directory / "pids.current", _parse_number)))
+    return min(found, key=lambda each: each.limit, default=None)
+
+
+def cores(proc: Path = Path("/proc/self")) -> float | None:
+    """Return how many cores' time the process's control group has; None where no limit is known.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _find_group(proc, "cpu")
+    if group is None:
+        return None
+    shares = ((_v2_cores if group.is_v2 else _v1_cores)(directory) for directory in group.self_and_ancestors)
+    return min((each for each in shares if each is not None), default=None)
+
+
+def _find_group(proc: Path, controller: str) -> ControlGroup | None:
+    membership, mountinfo = _read_text(proc / "cgroup"), _read_text(proc / "mountinfo")
+    return locate(membership, mountinfo, controller) if membership is not None and mountinfo is not None else None
+
+
+def locate(membership: str, mountinfo: str, controller: str = "memory") -> ControlGroup | None:
+    """Return the control group that has the memory, or what another controller limits; None if it is not seen.
+
+    The path in the first is seen from the root of the namespace, and so is the root of a mount in the second: what is
+    mounted may begin further down (a container without a namespace of its own), or outside ("/..").
+
+    Args:
+        membership: /proc/PID/cgroup.
+        mountinfo: /proc/PID/mountinfo.
+        controller: its name.
+    """
+    found = _parse_membership(membership, controller)
+    if found is None:
+        return None
+    path, unified = found
+    groups = [
+        ControlGroup(Path(point), below, unified)
+        for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
+    ]
+    # Of several, the one that shows most of what is above.
+    return max(groups, key=lambda group: len(group.relative_path.parts), default=None)
+
+
+def _parse_membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None:
+    """The path of the group, and whether it is of version 2."""
+    unified: str | None = None
+    for line in text.removesuffix("\n").split("\n"):
+        hierarchy, *rest = line.split(":", 2)
+        if len(rest) != 2:
+            return None
+        controllers, path = rest
+        if controller in controllers.split(","):
+            return PurePosixPath(path), False
+        if (hierarchy, controllers) == ("0", ""):
+            unified = path
+    return None if unified is None else (PurePosixPath(unified), True)
+
+
+def _find_mounts(mountinfo: str, path: PurePosixPath, controller: str) -> Iterator[tuple[str, PurePosixPath]]:
+    """Yield each mount point under which the group is, and its path from there; without a controller of version 2."""
+    for line in mountinfo.split("\n"):
+        mount = _MOUNT.fullmatch(line)
+        if mount is None or (mount["kind"] == "cgroup2") != (not controller):
+            continue
+        if controller and controller not in mount["options"].split(","):
+            continue
+        root = _unescape(mount["root"])
+        if path.is_relative_to(root) and ".." not in path.relative_to(root).parts:
+            yield _unescape(mount["point"]), path.relative_to(root)
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def _with_memory_controller(directories: list[Path]) -> list[Path]:
+    """A group without the memory controller takes its memory from the next one above that has it."""
+    for index, directory in enumerate(directories):
+        controllers = _read_text(directory / "cgroup.controllers")
+        if controllers is None:
+            break
+        if "memory" in controllers.split():
+            return directories[index:]
+    return []
+
+
+def _v2_memory(directories: list[Path]) -> MemoryLimit | None:
+    # The root of the host has no memory.current: what it has (its pressure) is not the service's.
+    usage = _read_value(directories[0] / "memory.current", _parse_number) if directories else None
+    if usage is None:
+        return None
+    return MemoryLimit(
+        usage_bytes=usage,
+        limit_bytes=_min_limit(_read_text(each / "memory.max") for each in directories),
+        high_bytes=_min_limit(_read_text(each / "memory.high") for each in directories),
+        oom_kills=_read_value(directories[0] / "memory.events", _parse_oom_kills),
+        pressure_percent=_read_value(directories[0] / "memory.pressure", _parse_pressure),
+    )
+
+
+def _v1_memory(directories: list[Path]) -> MemoryLimit | None:
+    usage = _read_value(directories[0] / "memory.usage_in_bytes", _parse_number)
+    if usage is None:
+        return None
+    limits = [_read_text(each / "memory.limit_in_bytes") for each in directories]
+    # Where the groups above are not mounted, the kernel still says what they leave.
+    hierarchical_limit = _read_value(directories[0] / "memory.stat", _parse_hierarchical_limit)
+    return MemoryLimit(
+        usage_bytes=usage,
+        limit_bytes=_min_limit([*limits, None if hierarchical_limit is None else str(hierarchical_limit)]),
+        oom_kills=_read_value(directories[0] / "memory.oom_control", _parse_oom_kills),
+    )
+
+
+def _free_in_group(directory: Path, files: _Names) -> int | None:
+    limit = _min_limit(_read_text(directory / each) for each in files.limits)
+    if limit is None:
+        return None
+    used = _read_value(directory / files.usage, _parse_number)
+    cached = _read_value(directory / "memory.stat", lambda text: _parse_entry(text, files.inactive_key)) or 0
+    # Where there is a limit, and what is taken is not known, nothing can be said to be free.
+    return 0 if used is None else max(0, limit - max(0, used - cached))
+
+
+def _v2_cores(directory: Path) -> float | None:
+    return _read_value(directory / "cpu.max", _parse_quota)
+
+
+def _v1_cores(directory: Path) -> float | None:
+    # Without a limit the first is -1.
+    quota, period = (_read_value(directory / f"cpu.cfs_{each}_us", _parse_number) for each in ("quota", "period"))
+    return None if quota is None or not period else quota / period
+
+
+# --- the texts --------------------------------------------------------------------------------------------------
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8", "surrogateescape")
+    except (OSError, ValueError):
+        return None
+
+
+def _read_value(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What the file says; None if it cannot be read, or says something else."""
+    text = _read_text(path)
+    try:
+        return None if text is None else parse(text)
+    except ValueError:
+        return None
+
+
+def _min_limit(texts: Iterable[str | None]) -> int | None:
+    """The smallest of several limits; a file that is not there limits nothing, one that says anything else might."""
+    try:
+        limits = [_parse_limit(text) for text in texts if text is not None]
+    except ValueError:
+        return None
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _parse_limit(text: str) -> int:
+    return _NO_LIMIT if text == "max\n" else _parse_number(text)
+
+
+def _parse_number(text: str) -> int:
+    """A number of bytes, or a count; beyond what a status can carry it is none."""
+    digits = text.removesuffix("\n")
+    if not _NUMBER.fullmatch(digits) or int(digits) > MAX_COUNT:
+        raise ValueError(text)
+    return int(digits)
+
+
+def _parse_quota(text: str) -> float:
+    """How many cores' time, out of a quota and the period that it is for; "max" is no number."""
+    quota, _, period = text.partition(" ")
+    if _parse_number(period) == 0:
+        raise ValueError(text)
+    return _parse_number(quota) / _parse_number(period)
+
+
+def _parse_oom_kills(text: str) -> int:
+    return _parse_entry(text, "oom_kill")
+
+
+def _parse_hierarchical_limit(text: str) -> int:
+    return _parse_entry(text, "hierarchical_memory_limit")
+
+
+def _parse_entry(text: str, key: str) -> int:
+    """The number behind the key, in a file with one such pair a line."""
+    pairs = [line.partition(" ") for line in text.split("\n")]
+    values = [value for name, _, value in pairs if name == key]
+    if len(values) != 1:
+        raise ValueError(f"{key} stands there {len(values)} times")
+    return _parse_number(values[0])
+
+
+def _parse_pressure(text: str) -> float:
+    """The share of the last ten seconds in which some process waited for memory, in percent."""
+    match = _PRESSURE.fullmatch(text.partition("\n")[0])
+    if match is None or float(match["percent"]) > 100:
+        raise ValueError(text)
+    return float(match["percent"])

@@ -1,0 +1,86 @@
+"""weightd(8): what `--help` says, and what stands in no help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightd_daemon import exits
+from weightd_daemon.command import parser
+from weightd_protocol.version import VERSION
+from weightd_common.manual import commands, completion
+from weightd_common.manual.page import table, write_sections
+from weightd_common.manual.roff import ManPage
+
+# What the shell offers for a metavar.
+_COMPLETIONS: Mapping[str, str] = {
+    "CONFIG": completion.FILE,
+    "MODEL": completion.FILE,
+    "FILE": completion.FILE,
+    "FILE.mindir": completion.FILE,
+    "DIR": completion.DIRECTORY,
+}
+
+SIGNALS: Mapping[str, str] = {
+    "SIGTERM, SIGINT": (
+        "Stop: nothing new is accepted, and what was accepted is finished within `drain_timeout`. A second one waits "
+        "for no request. When the service is stopped, every process ends, and no file is left; when it is restarted, "
+        "workers and holders live on, and the next daemon goes on with them."
+    ),
+    "SIGHUP": (
+        "Read the configuration file again, as `weightctl reload` does. A file that is wrong changes nothing. `weightd "
+        "run` has no file and stops, and so does a `weightd serve` or `weightd gateway` that was started in the "
+        "foreground of a terminal which has closed. Under nohup(1) a closed terminal stops none of them."
+    ),
+}
+
+ENVIRONMENT: Mapping[str, str] = {
+    "WEIGHTD_SOCKET": "`weightd run`: where clients connect, unless --socket says so.",
+    "RUNTIME_DIRECTORY": "From systemd: the default of `runtime_dir`, where the sockets are.",
+    "CACHE_DIRECTORY": "From systemd: the default of `cache_dir`, where snapshots and page stores are.",
+    "CONFIGURATION_DIRECTORY": "From systemd: where `weightd serve` looks for weightd.toml if it is given no file.",
+    "NOTIFY_SOCKET": "From systemd: where it is told that the required models serve, of a reload, and of the end.",
+    "WATCHDOG_USEC": (
+        "From systemd: how often it wants to hear that the daemon goes on. It is told so only while each required "
+        "model has a worker that makes progress, or is being loaded again."
+    ),
+    "LISTEN_FDS": (
+        "From systemd: how many descriptors it passes, with LISTEN_PID and LISTEN_FDNAMES: the sockets on which "
+        "clients connect (socket activation), one whose path ends in .unix for those of this host and others for those "
+        "that speak ZeroMQ, and what leads to the processes of the daemon before this one."
+    ),
+    "JOURNAL_STREAM": "From systemd: stderr is the journal, so each line of the log begins with its priority.",
+    "XDG_RUNTIME_DIR": "Without systemd and not as root: `runtime_dir` is weightd in it by default.",
+    "XDG_CACHE_HOME": "Without systemd and not as root: `cache_dir` is weightd in it by default.",
+    "ASCEND_HOME_PATH": "Where CANN is installed; `weightd doctor` looks there, and set_env.sh of CANN sets it.",
+    "LD_LIBRARY_PATH": "Where `weightd doctor --ranks` looks for libhccl.so, as the loader of the processes does.",
+    "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and weightd for rank tables.",
+}
+
+FILES: Mapping[str, str] = {
+    "/etc/weightd/weightd.toml": "The configuration, see weightd.toml(5).",
+    "/run/weightd/weightd.sock.unix": "Where clients of this host connect; the group that may is the service's to set.",
+    "/run/weightd/weightd.sock": "Where clients connect that speak ZeroMQ; likewise.",
+    "/run/weightd/weightd.sock.lock": "The lock of the daemon on that socket; it holds the daemon's pid.",
+    "/var/cache/weightd": (
+        "Snapshots of the models, page stores and logs of the processes, below a directory named after the socket. "
+        "Nothing in it has to be kept: a daemon that starts makes it anew."
+    ),
+}
+
+
+def page() -> str:
+    """Return weightd(8)."""
+    page = ManPage("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
+    write_sections(page, commands.read_parser(parser()))
+    page.heading("EXIT STATUS")
+    table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
+    for heading, rows in (("SIGNALS", SIGNALS), ("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
+        page.heading(heading)
+        table(page, ([term, meaning] for term, meaning in rows.items()))
+    page.see_also([("weightctl", 1), ("weightd.toml", 5), ("systemctl", 1), ("journalctl", 1)])
+    return page.source()
+
+
+def bash() -> str:
+    """Return the completion of weightd for bash."""
+    return completion.bash_script(commands.read_parser(parser()), _COMPLETIONS)

@@ -1,0 +1,420 @@
+"""One model on one device: the generation that serves, the one that is to come, and those that leave.
+
+Plain decisions, as in `generation`: events and the clock go in, actions come out. Two promises: requests go to the
+workers of one generation only; and a second copy of the weights exists only while one generation takes over from
+another, and only if the device has room for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.generations.actions import Action, AddSlot, DeleteFiles
+from weightd_daemon.generations.life import GenerationBase
+from weightd_daemon.generations.plan import GenerationSpec, ModelSource, SelfTestSpec
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.restarts import RestartBackoff
+from weightd_daemon.generations.states import ACTIVE, GenerationState
+from weightd_daemon.models.budget import Placement, ResourceRequest
+from weightd_daemon.models.stage import LOADING_STATES, DeploymentEvent, DeploymentState, DeploymentView, RolloutPolicy
+from weightd_protocol.messages.findings import DeviceMemory
+
+_log = logging.getLogger("weightd.generation")
+
+
+class Deployment(DeploymentView):
+    """Keeps one generation serving; how it stands is that of `Deployed`.
+
+    Args:
+        device: where, and what it has room for: one device, or the cards of all ranks.
+        terms: of each generation.
+        succession: how one follows another.
+        make: makes a generation of a source, with a new number.
+        wake: called when there may be room by now for what waits for it: `tick` is due.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        spec: GenerationSpec,
+        rollout_policy: RolloutPolicy,
+        make_generation: Callable[[Placement, ModelSource, GenerationSpec], GenerationBase],
+        wake: Callable[[], object],
+    ) -> None:
+        super().__init__(placement, spec)
+        self._rollout_policy = rollout_policy
+        self._process_bytes = rollout_policy.process_bytes
+        self._make_generation = make_generation
+        self._wake = wake
+        self._backoff = RestartBackoff()
+        self._serving_since = 0.0
+        # Of a generation that is pinned and waits for room.
+        self._pending_snapshot: tuple[Snapshot, SelfTestSpec | None] | None = None
+        # Something has been released since it was refused.
+        self._is_memory_released = False
+        self._actions: list[tuple[GenerationBase, Action]] = []
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def start(self, source: ModelSource) -> None:
+        """Load the first generation."""
+        self._load(source)
+
+    def resume(self, generation: GenerationBase, snapshot: Snapshot, now: float, port: int = 0) -> None:
+        """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
+        self.loading = self._last_generation = generation
+        self.spec = generation.spec
+        self._machine.advance(DeploymentEvent.SERVE)
+        self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
+        # It is there: whether there is room is no question.
+        self.placement.restore(generation.label, self._resource_request(snapshot), port)
+        self.reconcile(now)
+
+    def update(self, source: ModelSource, now: float) -> None:
+        """Load a generation that is to take over once `switch` is called.
+
+        What `is_lost`, or `renews`, is tried again only if that fails.
+        """
+        wanted_again = self._wanted_source
+        if self.loading is not None and (self.is_lost or self.is_being_replaced):
+            wanted_again, old = self.loading.source, self.loading
+            self.loading = self._pending_snapshot = None
+            self._drain_generation(old, now)
+        self._machine.advance(DeploymentEvent.UPDATE)
+        self._load(source)
+        self._wanted_source = wanted_again
+
+    def retry(self, source: ModelSource) -> None:
+        """Load again what has `failed`."""
+        self._machine.advance(DeploymentEvent.RETRY)
+        self._backoff = RestartBackoff()
+        self._load(source)
+
+    def on_snapshot_taken(
+        self, source: ModelSource, snapshot: Snapshot, now: float, selftest: SelfTestSpec | None = None
+    ) -> None:
+        """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
+
+        `canary` is what an earlier generation of the source has found out of it.
+        """
+        if self._is_awaiting_snapshot(source):
+            self._pending_snapshot = snapshot, selftest
+            self.reconcile(now)
+
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
+        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
+        if self._is_awaiting_snapshot(source) and self.loading is not None:
+            self.loading.fail(cause, now, is_transient=is_transient)
+            self.reconcile(now)
+
+    def switch_to_loaded(self, now: float) -> None:
+        """Let the generation that was loaded by `update` take over."""
+        if self.loading is not None:
+            self._take_over(self.loading, now)
+            self.reconcile(now)
+
+    def abandon(self, cause: str, now: float) -> None:
+        """Give up the generation that was loaded by `update`."""
+        if self.loading is not None and self.is_updating:
+            self.loading.fail(cause, now)
+            self.reconcile(now)
+
+    def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
+        """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
+        if memory is not None:
+            self.placement.set_free_bytes(memory.free_bytes, rank)
+            self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
+            self.placement.set_process_bytes(generation.label, self._process_bytes)
+
+    def mark_leaving(self) -> None:
+        """It will be drained: who needs the room may wait for that."""
+        self.placement.mark_leaving([generation.label for generation in self.generations])
+
+    def vacate(self, now: float) -> None:
+        """Another model of the name comes in the place of this one: what serves leaves, and nothing is loaded."""
+        if self._state is not DeploymentState.ESTABLISHED:
+            return
+        self._machine.advance(DeploymentEvent.VACATE)
+        self.mark_leaving()
+        self._wanted_source = None
+        for generation in (self.serving, self.loading):
+            if generation is not None:
+                _log.info("%s leaves: another one is to take its place", generation.label, extra=generation.log_extra())
+                self._drain_generation(generation, now)
+        self.loading = self._pending_snapshot = None
+        self.reconcile(now)
+
+    def reinstate(self, now: float) -> None:
+        """The other one could not be loaded: what served before does again, as soon as there is room."""
+        if self.is_vacated:
+            self._machine.advance(DeploymentEvent.REINSTATE)
+            self._wanted_source = self.main_generation.source
+            self.reconcile(now)
+
+    def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
+        """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
+        if self._state in LOADING_STATES or self.is_vacated:
+            self._machine.advance(DeploymentEvent.STOP)
+        self._wanted_source = None
+        self.mark_leaving()
+        for generation in self.generations:
+            generation.drain(now, timeout_s=timeout_s)
+        self.reconcile(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for generation in self.generations:
+            if now >= generation.next_tick_at:
+                generation.tick(now)
+        self.reconcile(now)
+
+    def reconcile(self, now: float) -> None:
+        """Bring what is nearer to what should be; to be called after each event of a generation."""
+        self._collect_actions()
+        self._remove_ended()
+        if self.loading is not None and self.loading.state not in ACTIVE:
+            self._on_loading_failed(self.loading, now)
+        if self.serving is not None and self.serving.state not in ACTIVE:
+            self._on_serving_failed(self.serving, now)
+        if self._state is not DeploymentState.STOPPING:
+            self._admit(now)
+            self._take_over_if_ready(now)
+            self._load_if_wanted(now)
+        self._collect_actions()
+        self._remove_ended()
+
+    @property
+    def next_tick_at(self) -> float:
+        """When `tick` is due, in monotonic seconds."""
+        if self._is_memory_released and self._pending_snapshot is not None:
+            return 0.0
+        due_at = min((each.next_tick_at for each in self.generations), default=float("inf"))
+        return min(due_at, self._backoff.due_at) if self._may_load() else due_at
+
+    def take_actions(self) -> list[tuple[GenerationBase, Action]]:
+        """Return what is to be done, in order, and forget it."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # --- decisions ----------------------------------------------------------------------------------------------
+
+    def _load(self, source: ModelSource) -> None:
+        self._wanted_source = None
+        self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
+        self.loading.start()
+        self._collect_actions()
+
+    def _admit(self, now: float) -> None:
+        """Let a generation that is pinned go on, if its device has room."""
+        self._is_memory_released = False
+        if self._pending_snapshot is None or self.loading is None:
+            return
+        snapshot, canary = self._pending_snapshot
+        coming, old, need = self.loading, self.serving, self._resource_request(snapshot)
+        is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
+        reason = self._rejection_reason(coming.label, need, now)
+        if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
+            return  # they make room, and there are never more than two
+        if old is not None and self._should_vacate_first(reason):
+            vacate_reason = reason or "policy replace"
+            reason = self.placement.rejection_reason(coming.label, need, excluding=[old.label])
+            if not reason:
+                _log.info(
+                    "%s leaves before %s is loaded: %s", old.label, coming.label, vacate_reason, extra=old.log_extra()
+                )
+                if self.is_updating:
+                    # Should that fail, what serves now comes again.
+                    self._wanted_source = old.source
+                self._drain_generation(old, now)
+                return
+        if reason and not self.placement.rejection_reason(coming.label, need, excluding=self.placement.leaving):
+            if coming.label not in self.placement.waiting:
+                labels = ", ".join(sorted(self.placement.leaving))
+                _log.info("%s waits for the room of %s", coming.label, labels, extra=coming.log_extra())
+                self.placement.wait_for_release(coming.label, self._on_memory_released)
+            return
+        if reason:
+            coming.fail(reason, now)
+            self._on_loading_failed(coming, now)
+        else:
+            self._pending_snapshot = None
+            self.placement.reserve(coming.label, need)
+            coming.on_snapshot_taken(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
+
+    def _rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
+        """Why there is no room for a generation, or ""; whose place it may take has made way for it."""
+        reason = self.placement.rejection_reason(label, request)
+        if not reason or self.predecessor is None:
+            return reason
+        leaving_labels = [*self.placement.leaving, *self.predecessor.generation_labels()]
+        if not self.placement.rejection_reason(label, request, excluding=leaving_labels):
+            self.predecessor.vacate(now)
+        return self.placement.rejection_reason(label, request)
+
+    def _on_memory_released(self) -> None:
+        self._is_memory_released = True
+        self._wake()
+
+    def _should_vacate_first(self, reason: str) -> bool:
+        """Whether the generation that serves leaves before the next one is loaded."""
+        # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
+        is_beside = self.is_updating and self.spec.rank_group is None
+        if is_beside or self._rollout_policy.policy is ReplacementPolicy.OVERLAP:
+            return False
+        return self._rollout_policy.policy is ReplacementPolicy.REPLACE or bool(reason)
+
+    def _resource_request(self, snapshot: Snapshot) -> ResourceRequest:
+        nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
+        if slices:
+            buffer_bytes = self._rollout_policy.buffer_bytes
+            return ResourceRequest(nbytes, 1, len(slices), len(slices), self._process_bytes, buffer_bytes, slices)
+        if self.spec.rank_group is not None:
+            return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
+        worker_count = self.spec.process_count
+        # Without sharing the holder has left, and its copy with it, before a worker loads.
+        copy_count = 1 if self.spec.is_sharing else worker_count
+        return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
+
+    def _take_over_if_ready(self, now: float) -> None:
+        """The coming generation takes over: at once where nobody serves, else as soon as it is complete."""
+        loading = self.loading
+        if loading is None or loading.state is not GenerationState.SERVING:
+            return
+        if self.is_updating:
+            if loading.is_complete and not loading.has_all_workers:
+                loading.give_up("not every worker could load it", now)
+                self._on_loading_failed(loading, now)
+        elif self.serving is None or loading.is_complete:
+            self._take_over(loading, now)
+
+    def _take_over(self, coming: GenerationBase, now: float) -> None:
+        old, self.serving, self.loading = self.serving, coming, None
+        self._wanted_source, self._serving_since = None, now
+        if self._state is DeploymentState.INITIAL:
+            self._machine.advance(DeploymentEvent.SERVE)
+        elif self.is_updating:
+            self._machine.advance(DeploymentEvent.FINISH_UPDATE)
+        self._backoff.on_ready()
+        self._failed_generation = None
+        self._is_failing = False
+        if old is not None:
+            _log.info("%s takes over from %s", coming.label, old.label, extra=coming.log_extra())
+            self._drain_generation(old, now)
+        # After the old one's workers are dismissed: no two generations are given requests.
+        self._collect_actions()
+        self._actions += [(coming, AddSlot(name)) for name in coming.slots]
+
+    def _load_if_wanted(self, now: float) -> None:
+        if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
+            self._wanted_source = self.serving.source
+        if self._may_load() and now >= self._backoff.due_at and self._wanted_source is not None:
+            self._load(self._wanted_source)
+
+    def _may_load(self) -> bool:
+        return self._wanted_source is not None and self.loading is None and self._state in LOADING_STATES
+
+    def _is_awaiting_snapshot(self, source: ModelSource) -> bool:
+        loading = self.loading
+        return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
+
+    def _on_loading_failed(self, coming: GenerationBase, now: float) -> None:
+        self.loading, self._pending_snapshot = None, None
+        self.draining.append(coming)
+        self._failed_generation = coming
+        if self._state is DeploymentState.STOPPING:
+            return
+        if self._state is DeploymentState.REPAIRING:
+            self._fail(coming)
+        elif self.is_updating:
+            self._machine.advance(DeploymentEvent.FINISH_UPDATE)
+        elif coming.retry_hint is RetryHint.WAIT_FOR_MEMORY:
+            # Copies of the weights in each process would find less.
+            self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
+            self._retry_or_fail(coming)
+        elif self._should_fall_back(coming):
+            _log.warning(
+                "%s: cannot share weights, so each worker gets its own: %s",
+                coming.label,
+                coming.cause,
+                extra=coming.log_extra(),
+            )
+            self.spec = self.spec.without_sharing()
+            self._wanted_source = coming.source
+            return
+        elif coming.built is not None and coming.built.is_template and not coming.is_transient:
+            _log.warning(
+                "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
+                coming.label,
+                coming.cause,
+                extra=coming.log_extra(),
+            )
+            self.spec = self.spec.without_forking()
+            self._wanted_source = coming.source
+            return
+        elif self._state is DeploymentState.INITIAL and coming.retry_hint is not RetryHint.MAY_SUCCEED:
+            self._fail(coming)
+        else:
+            self._backoff.on_start_failed(now)
+            self._retry_or_fail(coming)
+        self._log_failure(coming)
+
+    def _should_fall_back(self, failed: GenerationBase) -> bool:
+        """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
+        has_sharing_failed = self.spec.is_sharing and bool(failed.sha256) and failed.built is None
+        return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.is_transient
+
+    def _retry_or_fail(self, failed: GenerationBase) -> None:
+        if self._state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
+            # What has served before was good: it is not given up, whatever is in its way now.
+            self._wanted_source = failed.source
+            delay_s = self._backoff.delay_s
+            _log.warning("%s is followed by another one in %.1f s", failed.label, delay_s, extra=failed.log_extra())
+        else:
+            self._fail(failed)
+
+    def _fail(self, last: GenerationBase) -> None:
+        self._machine.advance(DeploymentEvent.FAIL)
+        self._is_failing = True
+        consequence = (
+            "" if last.is_transient else f"; nothing is loaded on {self.placement.name} before a reload or an update"
+        )
+        _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
+
+    def _log_failure(self, generation: GenerationBase) -> None:
+        """Tell why, unless that was told with what follows."""
+        if not self.has_failed and generation.state is GenerationState.FAILED:
+            _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())
+
+    def _on_serving_failed(self, serving: GenerationBase, now: float) -> None:
+        self.serving = None
+        self.draining.append(serving)
+        self._failed_generation = serving
+        if self._state is DeploymentState.STOPPING or serving.state is not GenerationState.FAILED:
+            return
+        self._backoff.on_death(now - self._serving_since, now)
+        self._wanted_source = serving.source
+        self._log_failure(serving)
+
+    def _drain_generation(self, old: GenerationBase, now: float) -> None:
+        if self.serving is old:
+            self.serving = None
+        self.draining.append(old)
+        old.drain(now, timeout_s=self.spec.predict_timeout)
+
+    def _remove_ended(self) -> None:
+        for generation in [each for each in self.draining if each.is_ended]:
+            self.draining.remove(generation)
+            self.placement.release(generation.label)
+            self._actions.append((generation, DeleteFiles()))
+
+    def _collect_actions(self) -> None:
+        """Take the generations' actions; only the one that serves may have its workers enlisted."""
+        self._actions += [
+            (generation, action)
+            for generation in self.generations
+            for action in generation.take_actions()
+            if not isinstance(action, AddSlot) or generation is self.serving
+        ]

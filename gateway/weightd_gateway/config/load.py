@@ -1,0 +1,215 @@
+"""The file, read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pwd
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_gateway import tokens
+from weightd_gateway.callers import Authenticator
+from weightd_gateway.config import places
+from weightd_gateway.config.table import GatewayConfig, GatewayFile
+from weightd_protocol import limits
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.schema import FieldError, describe_value, label, mapping, text
+from weightd_common import tables
+from weightd_common.regular import MAX_CONFIG_BYTES, read_regular
+from weightd_common.tables import ErrorCollector
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT = Path("/etc/weightd/gateway.toml")
+
+_TABLES = ("gateway", "certificates", "users")
+
+# Of a table that names callers.
+_MAX_CALLERS = 65536
+
+# Whom the kernel cannot name, as those whom a user namespace hides: nobody in particular.
+_HIDDEN_UID = 65534
+
+_FILE_KEYS = ("tokens", "tls_cert", "tls_key", "client_ca")
+
+_CALLER_TABLE = mapping(text(limits.MAX_NAME_BYTES), _MAX_CALLERS)["kind"]
+
+
+class ConfigError(WeightdError):
+    """The configuration is not usable.
+
+    Attributes:
+        problems: all that is wrong, a line each: file, key and what was expected.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def default_path() -> Path:
+    """Return the file that is read where none is named."""
+    directory = os.environ.get("CONFIGURATION_DIRECTORY", "")
+    return Path(directory, DEFAULT.name) if directory else DEFAULT
+
+
+def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile, Authenticator]:
+    """Return what a file says, and who is who by it and its file of tokens.
+
+    Args:
+        path: of the TOML file.
+        listening: where a service manager listens for HTTP: these take the place of `http`.
+
+    Raises:
+        ConfigError: it is unreadable, not TOML, or says something that it must not.
+    """
+    try:
+        # Some editors begin a text with a byte order mark.
+        content = tomllib.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    problems = ErrorCollector()
+    config = parse(content, path.resolve().parent, problems, listen_addresses)
+    errors = [f"{path}: {error}" for error in problems.errors]
+    try:
+        authenticator = make_authenticator(config)
+    except tokens.TokenFileError as error:
+        raise ConfigError(*errors, *error.problems) from None
+    if errors:
+        raise ConfigError(*errors)
+    return config, authenticator
+
+
+def parse(
+    content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()
+) -> GatewayFile:
+    """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listening`: see `load`.
+
+    What is wrong is added to `problems`; what is returned is of use if there is nothing.
+    """
+    gateway, certificates, users = GatewayConfig(), dict[str, str](), dict[int, str]()
+    for key in content:
+        if key not in _TABLES:
+            problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
+    with problems.at(".gateway"):
+        gateway = tables.read_table(GatewayConfig, content.get("gateway", {}), problems)
+        gateway = dataclasses.replace(gateway, http=tuple(listen_addresses) or gateway.http)
+        gateway = _complete(gateway, base, problems)
+    with problems.at(".certificates"):
+        certificates = _CALLER_TABLE.check(content.get("certificates", {}))
+        if certificates and not gateway.client_ca:
+            raise FieldError("it has no effect without client_ca in [gateway]")
+    with problems.at(".users"):
+        users = _parse_users(_CALLER_TABLE.check(content.get("users", {})), problems)
+        if users and not any(each.startswith(places.UNIX_PREFIX) for each in gateway.http):
+            raise FieldError("it has no effect without a unix: address among http in [gateway]")
+    return GatewayFile(gateway, certificates, users)
+
+
+def make_authenticator(config: GatewayFile) -> Authenticator:
+    """Return who is who.
+
+    Raises:
+        TokenFileError: the file with tokens cannot be used.
+    """
+    gateway = config.gateway
+    return Authenticator(
+        tokens.read_tokens(Path(gateway.tokens)) if gateway.tokens else {},
+        {name: tokens.parse_caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
+        {uid: tokens.parse_caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
+        tokens.parse_caller(gateway.anonymous, "anonymous") if gateway.anonymous else None,
+    )
+
+
+def _complete(config: GatewayConfig, base: Path, problems: ErrorCollector) -> GatewayConfig:
+    paths = {key: str((base / value).absolute()) for key in _FILE_KEYS if (value := getattr(config, key))}
+    config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
+    problems.add((each.at(".http") for each in places.check_addresses(config.http)), "http")
+    problems.add((each.at(".grpc") for each in places.check_addresses(config.grpc)), "grpc")
+    problems.add(_check_memory(config), "max_memory_bytes", "max_body_bytes")
+    problems.add(_check_tls(config), "tls_cert", "tls_key", "client_ca")
+    if problems.wrong_keys().isdisjoint({"http", "grpc"}):
+        http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
+        config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
+        problems.add(_check_exposure(config), "tls_cert", "anonymous", "insecure")
+        problems.add(_check_shared_memory(config), "shared_memory")
+        if not (http or grpc):
+            problems.add([FieldError("expected an address here, or among grpc").at(".http")])
+    return config
+
+
+def _check_memory(config: GatewayConfig) -> Iterator[FieldError]:
+    minimum = 2 * config.max_body_bytes
+    if config.max_memory_bytes < minimum:
+        expected = f"expected at least twice max_body_bytes, {minimum}, got {config.max_memory_bytes}"
+        yield FieldError(expected).at(".max_memory_bytes")
+
+
+def _check_tls(config: GatewayConfig) -> Iterator[FieldError]:
+    if bool(config.tls_cert) != bool(config.tls_key):
+        missing = "tls_key" if config.tls_cert else "tls_cert"
+        yield FieldError("missing: a certificate and its key go together").at(f".{missing}")
+    if config.client_ca and not config.tls_cert:
+        yield FieldError("it has no effect without tls_cert and tls_key").at(".client_ca")
+    for key in ("tls_cert", "tls_key", "client_ca"):
+        path = getattr(config, key)
+        if path and not os.access(path, os.R_OK):
+            yield FieldError(f"expected a file that this user may read, got {path!r}").at(f".{key}")
+
+
+def _check_exposure(config: GatewayConfig) -> Iterator[FieldError]:
+    """Say which addresses are open to whoever reaches them, unless that is what was said."""
+    if config.insecure or (config.tls_cert and (config.client_ca or not config.anonymous)):
+        return
+    what = "lets them ask: expected no `anonymous`" if config.tls_cert else "is read on the way: expected tls_cert"
+    whose = "`anonymous`" if config.tls_cert else "what is said"
+    for key, named in (("http", config.http_addresses), ("grpc", config.grpc_addresses)):
+        for index, place in enumerate(named):
+            if not place.is_local:
+                text = f"{place}: other hosts reach it, and {whose} {what}, or insecure = true"
+                yield FieldError(text).at(f".{key}[{index}]")
+
+
+def _check_shared_memory(config: GatewayConfig) -> Iterator[FieldError]:
+    remote_addresses = [place for place in (*config.http_addresses, *config.grpc_addresses) if not place.is_local]
+    if config.shared_memory and remote_addresses:
+        yield FieldError(f"expected addresses on this host alone, got {remote_addresses[0]}").at(".shared_memory")
+
+
+def _parse_users(tenants_by_user: Mapping[str, str], problems: ErrorCollector) -> dict[int, str]:
+    users: dict[int, str] = {}
+    for name, tenant in tenants_by_user.items():
+        with problems.at(f".{label(name)}"):
+            uid = _parse_user_id(name)
+            if uid == _HIDDEN_UID:
+                raise FieldError("expected another user: so the kernel calls each that it cannot name")
+            if uid in users:
+                raise FieldError("this user is there already")
+            users[uid] = tenant
+    return users
+
+
+def _parse_user_id(name: str) -> int:
+    if name.isascii() and name.isdecimal():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError, OSError):
+        raise FieldError(f"expected a user of this host, by name or number, got {describe_value(name)}") from None
+
+
+def keys_needing_restart(before: GatewayFile, after: GatewayFile) -> list[str]:
+    """Return the keys of [gateway] that differ and take a restart."""
+    reloadable = {"tokens", "anonymous"}
+    fields = [each.name for each in tables.table_keys(GatewayConfig)]
+    return [
+        key for key in fields if key not in reloadable and getattr(before.gateway, key) != getattr(after.gateway, key)
+    ]

@@ -1,0 +1,76 @@
+"""`python -m weightd_gateway.helper_child DESCRIPTOR NICENESS`: the child process of `helper.Helper`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from weightd_gateway.helper import COUNT, LENGTH, JobFailure, encode_message
+from weightd_protocol.errors import Internal, RequestError
+
+# After a job with more bytes than this, freed memory is returned to the kernel.
+_LARGE_BYTES = 256 * 1024
+
+
+def main() -> None:
+    """Run jobs until the parent closes the connection."""
+    # At a stop the service manager, and a terminal, signal all processes: the parent finishes what is under way.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(int(sys.argv[2]))
+    with socket.socket(fileno=int(sys.argv[1])) as channel, contextlib.suppress(EOFError, OSError):
+        while True:
+            if _run_one(channel) > _LARGE_BYTES:
+                _trim()
+
+
+def _run_one(channel: socket.socket) -> int:
+    """Run a job; return how many bytes it and its result had."""
+    count: int = COUNT.unpack(_receive(channel, COUNT.size))[0]
+    lengths: list[int] = [LENGTH.unpack(_receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
+    content, *buffers = [_receive(channel, each) for each in lengths]
+    function, arguments = pickle.loads(content, buffers=buffers)  # noqa: S301 - the parent is this program
+    size = 0
+    started_at = time.monotonic()
+    result = _call_function(function, arguments)
+    for part in encode_message((time.monotonic() - started_at, result)):
+        channel.sendall(part)
+        size += len(part)
+    return size + sum(lengths)
+
+
+def _call_function(function: Any, arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except RequestError as error:
+        return JobFailure(error)
+    except Exception as error:  # noqa: BLE001 - the caller is told, and the child goes on
+        return JobFailure(Internal(f"the gateway failed: {type(error).__name__}: {error}"))
+
+
+def _receive(channel: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        count = channel.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return content
+
+
+def _trim() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The files of the page, which are the same for everybody, and what a browser is told of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+# The page takes scripts, styles and numbers from here alone, is shown in no other page, and sends nothing anywhere.
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self' data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of each answer that belongs to the page, the numbers included."""
+
+STATUS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
+"""Of status.json."""
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """A file of the page.
+
+    Attributes:
+        body: its content.
+        content_type: its media type.
+        etag: by which a browser knows that it has it.
+        headers: of the answer, besides its type.
+    """
+
+    body: bytes
+    content_type: str
+    etag: str
+    headers: Mapping[str, str]
+
+
+def _load_file(name: str, media_type: str) -> PageFile:
+    body = resources.files("weightd_gateway.page").joinpath(name).read_bytes()
+    etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+    # Asked for each time, and mostly answered with 304: an upgrade is seen at once.
+    return PageFile(body, f"{media_type}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
+
+
+FILES: Mapping[str, PageFile] = {
+    "/": _load_file("index.html", "text/html"),
+    "/app.js": _load_file("app.js", "text/javascript"),
+    "/style.css": _load_file("style.css", "text/css"),
+}
+"""By path."""

@@ -1,0 +1,126 @@
+"""The process: its fronts from start to stop, and what signals tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightd_gateway import heap
+from weightd_gateway.config.load import ConfigError, keys_needing_restart, load
+from weightd_gateway.config.table import GatewayFile
+from weightd_gateway.front import Frontend
+from weightd_gateway.gateway import Gateway
+from weightd_gateway.manager import ServiceManager
+from weightd_common.terminal import Terminal
+
+_log = logging.getLogger("weightd_gateway")
+
+
+class GatewayServer:
+    """Runs fronts until it is told to stop.
+
+    Args:
+        path: of the configuration, which SIGHUP has read again.
+        config: what it said.
+        gateway: what the fronts share; a reload has other identities in it.
+        fronts: the protocols.
+        manager: the service manager.
+    """
+
+    def __init__(
+        self, path: Path, config: GatewayFile, gateway: Gateway, frontends: Sequence[Frontend], manager: ServiceManager
+    ) -> None:
+        self._path = path
+        self._config = config
+        self._gateway = gateway
+        self._frontends = frontends
+        self._manager = manager
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, or until the terminal closes, and then finish what is under way.
+
+        A second SIGTERM or SIGINT waits for nothing.
+
+        Raises:
+            OSError: an address cannot be had.
+        """
+        loop = asyncio.get_running_loop()
+        stop_requested, stop_now = asyncio.Event(), asyncio.Event()
+
+        def stop() -> None:
+            (stop_now if stop_requested.is_set() else stop_requested).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        terminal = Terminal()
+
+        def on_hangup() -> None:
+            if terminal.has_closed():
+                # The kernel and the shell may both send it: that is no request to hurry.
+                stop_requested.set()
+            else:
+                self._reload()
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        _raise_fd_limit()
+        heap_watch_task = loop.create_task(heap.watch())
+        try:
+            await self._start()
+            self._manager.notify("READY=1", "STATUS=serving")
+            await stop_requested.wait()
+            self._manager.notify("STOPPING=1", "STATUS=finishing what is under way")
+            await self._drain(stop_now)
+        finally:
+            heap_watch_task.cancel()
+            await self._gateway.daemon_client.close()
+            await self._gateway.parsers.close()
+
+    async def _start(self) -> None:
+        for front in self._frontends:
+            try:
+                places = await front.start()
+            except OSError:
+                await self._stop(0.0)
+                raise
+            for place in places:
+                _log.info("serving at %s", place)
+
+    async def _drain(self, stop_now: asyncio.Event) -> None:
+        stop_task = asyncio.create_task(self._stop(self._gateway.config.drain_timeout))
+        stop_now_task = asyncio.create_task(stop_now.wait())
+        await asyncio.wait([stop_task, stop_now_task], return_when=asyncio.FIRST_COMPLETED)
+        if not stop_task.done():
+            stop_task.cancel()
+            await asyncio.wait([stop_task])
+            await self._stop(0.0)
+        stop_now_task.cancel()
+
+    async def _stop(self, grace_s: float) -> None:
+        await asyncio.gather(*(front.stop(grace_s) for front in self._frontends))
+
+    def _reload(self) -> None:
+        """Read the configuration again: who is who holds from now on, for who is connected, too."""
+        self._manager.notify_reloading()
+        try:
+            config, authenticator = load(self._path, self._config.gateway.http if self._manager.sockets else ())
+        except ConfigError as error:
+            for problem in error.problems:
+                _log.error("the reload changes nothing: %s", problem)
+        else:
+            for key in keys_needing_restart(self._config, config):
+                _log.warning("gateway.%s has changed, which takes a restart", key)
+            self._gateway.authenticator = authenticator
+            _log.info("reloaded: %d tokens", len(authenticator.tokens))
+        self._manager.notify("READY=1")
+
+
+def _raise_fd_limit() -> None:
+    """Have as many descriptors as this process may: each caller is one."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

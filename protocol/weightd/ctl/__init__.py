@@ -1,6 +1,0 @@
-"""The command `weightctl`: asks a running daemon.
-
-One verb is one file, or one folder: its arguments, its call, its rendering. No verb imports another. Imports
-`weightd.client`, `weightd.shared` and `weightd.protocol`: weightctl is a client, and what it wants of the daemon's
-program it asks in a process of its own.
-"""

@@ -1,4 +1,0 @@
-"""What more than one of daemon, worker, client and weightctl needs, and is not the wire.
-
-Imports `weightd.protocol` and nothing else of weightd; runs on Python 3.7.
-"""

@@ -1,0 +1,52 @@
+"""What a status tells of tenants: who there is, and what each has asked and been given."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Dict, Optional, Tuple
+
+from weightd_protocol import limits
+from weightd_protocol.schema import integer, list_of, mapping, number, omit_default, record, text
+from weightd_protocol.values import dataclass
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class AccountStatus:
+    """What a tenant has asked of one model, and what that has taken; since the tenant is there, over restarts.
+
+    `model` is empty for what is no request of a model that there is: of those that are gone, what was refused before
+    a model was known, and where an answer has no room for each model, those that were asked least. Each request that
+    has ended is in `served`, or once in `refused`, by its error's code or by the bound of the tenant that was reached.
+    `rows` and `seat_seconds` are what ran, the latter in seconds of workers; `waited_seconds` is from the arrival of
+    each to the worker. Bytes are those of tensors that were sent. `deaths` are workers that were lost to its requests.
+    """
+
+    model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
+    requests: int = field(metadata=_COUNT)
+    served: int = field(metadata=_COUNT)
+    rows: int = field(metadata=_COUNT)
+    slot_seconds: float = field(metadata=number())
+    queue_seconds: float = field(metadata=number())
+    bytes_in: int = field(metadata=_COUNT)
+    bytes_out: int = field(metadata=_COUNT)
+    in_flight: int = field(metadata=_COUNT)
+    queued: int = field(metadata=_COUNT)
+    refused: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
+    unexpected_exits: int = field(default=0, metadata=omit_default(_COUNT))
+
+
+@dataclass(frozen=True)
+class TenantStatus:
+    """A tenant of the configuration, with an account for each model of which it has asked anything.
+
+    `share` is its part of the seconds of all workers of the last minute; absent where none were used. `summed` are
+    accounts that are one here: an answer has room for so many.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    weight: float = field(metadata=number())
+    accounts: Tuple[AccountStatus, ...] = field(metadata=list_of(record(AccountStatus), limits.MAX_MODELS + 1))
+    share: Optional[float] = field(default=None, metadata=number())
+    merged_accounts: int = field(default=0, metadata=omit_default(_COUNT))

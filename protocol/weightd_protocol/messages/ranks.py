@@ -1,0 +1,108 @@
+"""What is said only to and by the processes of a unit, which live and die together.
+
+A unit is a model that is cut over several processes, its ranks, of which each has one slice; or one process that serves
+several models, its members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Optional, Tuple
+
+from weightd_protocol import limits
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import (
+    DIGEST,
+    ROW_COUNT,
+    ROW_COUNTS,
+    SELFTEST_CASE,
+    SELFTEST_CASES,
+    DeviceMemory,
+    RowSupport,
+    SelfTestCases,
+)
+from weightd_protocol.schema import integer, list_of, record
+from weightd_protocol.values import dataclass
+
+_SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Which rank a process is, and what the file of its slice says of the model's tensors."""
+
+    rank: int = field(metadata=integer(0, limits.MAX_DEVICES - 1))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class RankMember:
+    """One of the models of a process that has several: what it takes and gives."""
+
+    inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """What the canary of one of the models of a process has shown: the digest of its answer, "" where it has none."""
+
+    selftest_digest: str = field(metadata=DIGEST)
+    selftest_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
+
+
+@dataclass(frozen=True)
+class JoinGroup:
+    """daemon → each process of a unit: all are there; join the group, and load.
+
+    A broker, by which ranks find each other, answers nothing to it.
+    """
+
+
+@dataclass(frozen=True)
+class JoinedGroup:
+    """rank → daemon: I am in the group, and have loaded my slice, which takes and gives this.
+
+    `members` are those of a process that has several models; then `inputs` and `outputs` are empty.
+    """
+
+    inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after that; None on the CPU."""
+    members: Tuple[RankMember, ...] = field(default=(), metadata=list_of(record(RankMember), limits.MAX_GROUP_MODELS))
+
+
+@dataclass(frozen=True)
+class RunSelfTest:
+    """daemon → rank: all have entered, and all are told this at once: run the canary. `rows`, `sizes` as in `Build`."""
+
+    max_rows: int = field(default=1, metadata=ROW_COUNT)
+    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+
+
+@dataclass(frozen=True)
+class SelfTestDone:
+    """rank → daemon: I have run the canary, and what I had to compare was right.
+
+    `canary` is the digest of what was compared, "" where this rank has nothing to compare, and `canary_cases` are its
+    inputs. Of a process that has several models `members` has both of each, in their order; then these are empty.
+    """
+
+    selftest_digest: str = field(metadata=DIGEST)
+    selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
+    """None where it was not to be found out."""
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after that; None on the CPU."""
+    members: Tuple[SelfTestResult, ...] = field(
+        default=(), metadata=list_of(record(SelfTestResult), limits.MAX_GROUP_MODELS)
+    )
+
+
+@dataclass(frozen=True)
+class Done:
+    """rank → daemon: the `Predict` is run, and what came of it another rank tells."""
+
+    request: int = field(metadata=integer(0, limits.MAX_COUNT))

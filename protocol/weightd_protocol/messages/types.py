@@ -1,0 +1,89 @@
+"""The messages between clients and the daemon, by the name of their type."""
+
+from typing import Dict, Type, Union
+
+from weightd_protocol.messages.control import (
+    ModelMetadata,
+    ModelMetadataResponse,
+    ModelReady,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
+    ServerMetadata,
+    ServerMetadataResponse,
+    ServerReady,
+    Update,
+    UpdateResponse,
+)
+from weightd_protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd_protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.metrics import Metrics, MetricsResponse
+from weightd_protocol.messages.regions import Register, Registered, Released, Unregister
+from weightd_protocol.messages.status import Status, StatusResponse
+
+ClientMessage = Union[
+    Infer,
+    Cancel,
+    Register,
+    Unregister,
+    ServerReady,
+    ModelReady,
+    ServerMetadata,
+    ModelMetadata,
+    Status,
+    Metrics,
+    Events,
+    Logs,
+    Update,
+    Reload,
+]
+DaemonMessage = Union[
+    InferResponse,
+    Error,
+    Registered,
+    Released,
+    ReadyResponse,
+    ServerMetadataResponse,
+    ModelMetadataResponse,
+    StatusResponse,
+    MetricsResponse,
+    EventsResponse,
+    LogsResponse,
+    UpdateResponse,
+    ReloadResponse,
+]
+
+FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
+    "infer": Infer,
+    "cancel": Cancel,
+    "register": Register,
+    "unregister": Unregister,
+    "server_ready": ServerReady,
+    "model_ready": ModelReady,
+    "server_metadata": ServerMetadata,
+    "model_metadata": ModelMetadata,
+    "status": Status,
+    "metrics": Metrics,
+    "events": Events,
+    "logs": Logs,
+    "update": Update,
+    "reload": Reload,
+}
+
+# Those that have no answer. Of a `cancel` that would be a second one to what it names.
+MESSAGES_WITHOUT_REPLY = frozenset(["cancel", "unregister"])
+TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
+    "infer_response": InferResponse,
+    "error": Error,
+    "registered": Registered,
+    "released": Released,
+    "ready_response": ReadyResponse,
+    "server_metadata_response": ServerMetadataResponse,
+    "model_metadata_response": ModelMetadataResponse,
+    "status_response": StatusResponse,
+    "metrics_response": MetricsResponse,
+    "events_response": EventsResponse,
+    "logs_response": LogsResponse,
+    "update_response": UpdateResponse,
+    "reload_response": ReloadResponse,
+}

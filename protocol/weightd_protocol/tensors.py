@@ -1,0 +1,145 @@
+"""numpy arrays to tensor frames and back. The only module of the protocol that needs numpy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.schema import label
+
+NUMPY_DTYPE: Dict[str, str] = {
+    "BOOL": "|b1",
+    "UINT8": "|u1",
+    "UINT16": "<u2",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "INT8": "|i1",
+    "INT16": "<i2",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "FP16": "<f2",
+    "FP32": "<f4",
+    "FP64": "<f8",
+}
+# Made once: numpy takes longer to read a dtype's name than to look at an array.
+_DTYPES: Dict[str, Any] = {name: np.dtype(dtype) for name, dtype in NUMPY_DTYPE.items()}
+_WIRE_DTYPES = frozenset(_DTYPES.values())
+_DATATYPES_BY_DTYPE: Dict[str, str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
+
+
+def to_wire(array: Any) -> Any:
+    """Return `array` as the wire wants it: C order, little-endian. A copy only where it is not so already.
+
+    Raises:
+        InvalidArgument: it is no array, its dtype has no name on the wire (object, string, complex, structured ...),
+            it has too many dimensions, or it is too large for a frame.
+    """
+    # Most are so: this is looked at in one go.
+    if (
+        type(array) is np.ndarray
+        and array.dtype in _WIRE_DTYPES
+        and array.flags.c_contiguous
+        and array.nbytes <= limits.MAX_FRAME_BYTES
+        and array.ndim <= limits.MAX_RANK
+    ):
+        return array
+    try:
+        array = np.asarray(array)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # The conversion is the object's own code: PyTorch, for example, raises RuntimeError.
+        raise InvalidArgument(f"expected an array: {str(error) or type(error).__name__}") from error
+    dtype = array.dtype.newbyteorder("<")
+    if dtype.str not in _DATATYPES_BY_DTYPE:
+        names = ", ".join(NUMPY_DTYPE)
+        raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {names}")
+    _check_size(array)
+    # Not ascontiguousarray: it turns a scalar into shape (1,).
+    return np.asarray(array, dtype=dtype, order="C")
+
+
+def _check_size(array: Any) -> None:
+    if array.ndim > limits.MAX_RANK:
+        raise InvalidArgument(f"expected at most {limits.MAX_RANK} dimensions, got {array.ndim}")
+    if array.nbytes > limits.MAX_FRAME_BYTES:
+        raise InvalidArgument(f"expected at most {limits.MAX_FRAME_BYTES} bytes, got {array.nbytes}")
+
+
+def describe_request(
+    model: str, arrays: Mapping[str, Any], outputs: Optional[Sequence[str]] = None
+) -> RequestDescription:
+    """Return what is asked of a model with `arrays`, which `to_wire` returned: the same object for the same shapes."""
+    return _request_description(model, _shapes(arrays), None if outputs is None else tuple(outputs))
+
+
+def describe_response(model: str, arrays: Mapping[str, Any]) -> ResponseDescription:
+    """Return what a model has answered with `arrays`, which `to_wire` returned: the same object for the same shapes."""
+    return _response_description(model, _shapes(arrays))
+
+
+def spec_of(name: str, array: Any) -> TensorSpec:
+    """Return the description of one array, which is what `to_wire` returned."""
+    return _specs(_shapes({name: array}))[0]
+
+
+# What is known of arrays without their bytes.
+_Shapes = Tuple[Tuple[str, Any, Tuple[int, ...]], ...]
+
+
+def _shapes(arrays: Mapping[str, Any]) -> _Shapes:
+    return tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
+
+
+@functools.lru_cache(maxsize=256)
+def _request_description(model: str, shapes: _Shapes, outputs: Optional[Tuple[str, ...]]) -> RequestDescription:
+    return RequestDescription(model, _specs(shapes), outputs)
+
+
+@functools.lru_cache(maxsize=256)
+def _response_description(model: str, shapes: _Shapes) -> ResponseDescription:
+    return ResponseDescription(model, _specs(shapes))
+
+
+def _specs(shapes: _Shapes) -> Tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, _DATATYPES_BY_DTYPE[dtype.str], tuple(shape)) for name, dtype, shape in shapes)
+
+
+def frame_of(array: Any) -> memoryview:
+    """Return the bytes of `array`, which is what `to_wire` returned, without a copy."""
+    # A view without elements cannot be cast.
+    return memoryview(array).cast("B") if array.size else memoryview(b"")
+
+
+def from_frame(spec: TensorSpec, frame: Any) -> Any:
+    """Return the tensor of a frame whose length the decoder has checked: a view, writable if the frame is.
+
+    Raises:
+        InvalidArgument: a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such a byte.
+    """
+    array = np.ndarray(spec.shape, _DTYPES[spec.datatype], frame)
+    if spec.datatype == "BOOL":
+        _check_bool(spec, array)
+    return array
+
+
+def from_memory(spec: TensorSpec, array: Callable[[Tuple[int, ...], Any], Any]) -> Any:
+    """Return the tensor for which `array` returns memory as an array of a shape and a dtype.
+
+    Raises:
+        InvalidArgument: as `from_frame` does.
+    """
+    tensor = array(spec.shape, _DTYPES[spec.datatype])
+    if spec.datatype == "BOOL":
+        _check_bool(spec, tensor)
+    return tensor
+
+
+def _check_bool(spec: TensorSpec, array: Any) -> None:
+    if array.size and array.view(np.uint8).max() > 1:
+        raise InvalidArgument(f"{label(spec.name)}: expected 0 or 1 in each byte of a BOOL")

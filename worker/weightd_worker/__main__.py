@@ -1,0 +1,25 @@
+"""The child process: ``python -m weightd_worker``, started by the daemon."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from weightd_common import signals
+from weightd_common.parent import die_with_named_parent
+
+if __name__ == "__main__":
+    # Ctrl-C is the daemon's to act on.
+    signals.reset(signal.SIGINT)
+    die_with_named_parent(sys.argv)
+
+from weightd_worker import arguments, child, exits
+
+
+def main() -> int:
+    """Run one child until the daemon stops it; return its exit status."""
+    return child.run(arguments.parse(arguments.read_arguments()), child.prepare_process())
+
+
+if __name__ == "__main__":
+    exits.run_and_exit(main)

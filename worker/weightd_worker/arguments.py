@@ -1,0 +1,110 @@
+"""The arguments of a child."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from typing import Any, Dict, List, Sequence, Tuple, cast
+
+from weightd_common.oom import SCORES_ABOVE_DAEMON
+from weightd_worker.engines import ENGINES, RANK_ENGINES
+from weightd_worker.engines.errors import BuildError
+
+PROGRAM = ("-m", "weightd_worker")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments.
+
+    Raises:
+        SystemExit: they are not such; the words are on stderr.
+    """
+    return parser().parse_args(argv)
+
+
+@functools.lru_cache(maxsize=None)
+def parser() -> argparse.ArgumentParser:
+    """Return what parses them: made once, in a process from which others are forked before it forks any."""
+    parser = argparse.ArgumentParser(
+        prog="python -m weightd_worker", description="A process of weightd. It is started by the daemon, not by hand."
+    )
+    parser.add_argument("--address", required=True, help="the daemon's socket for its children")
+    parser.add_argument("--name", required=True, help="this process's name and routing id")
+    parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
+    parser.add_argument(
+        "--role", choices=sorted(SCORES_ABOVE_DAEMON), default="worker", help="what the daemon has it for"
+    )
+    parser.add_argument(
+        "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
+    )
+    parser.add_argument("--model", required=True, help="path of the model's snapshot")
+    parser.add_argument("--pinned", default="", help="the model's identity and digest, by which it is not read again")
+    parser.add_argument("--store", required=True, help="path where the holder may write its page store")
+    parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
+    parser.add_argument("--device", required=True, help="where to run: cpu, a set cpu:N of its cores, or card ascend:N")
+    parser.add_argument("--cores", default="", help="the cores on which all its threads stay: 0-3,8")
+    parser.add_argument("--sharing", choices=["on", "off"], default="on", help="off: a copy of the weights of its own")
+    parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
+    parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
+    parser.add_argument("--sample", default="", help="an .npz of inputs to prove the model by")
+    parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to these may be")
+    parser.add_argument(
+        "--users", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
+    )
+    parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
+    parser.add_argument("--members", default="", help="the models of a process that serves several, a JSON object")
+    parser.add_argument("--ranks", default="", help="what a rank or a broker is told of its group, a JSON object")
+    parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
+    return parser
+
+
+def read_arguments() -> List[str]:
+    """Return the arguments that this process reads from stdin, a JSON list, and those of its command line.
+
+    Every user of the host may read a command line, and the arguments name models. Afterwards stdin is empty. With
+    `--help` alone stdin is not read.
+
+    Raises:
+        SystemExit: stdin has no such list.
+    """
+    if sys.argv[1:] == ["--help"]:
+        return sys.argv[1:]
+    with open(0, "rb", closefd=False) as file:
+        content = file.read()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    try:
+        argv: Any = json.loads(content)
+    except ValueError:
+        argv = None
+    if not isinstance(argv, list) or not all(isinstance(word, str) for word in cast(List[object], argv)):
+        raise SystemExit("stdin: expected the arguments as a JSON list of strings; weightd starts this process")
+    return [*cast(List[str], argv), *sys.argv[1:]]
+
+
+def parse_options(text: str) -> Dict[str, Any]:
+    """Return the JSON object; what its keys may be is the engine's business.
+
+    Raises:
+        BuildError: it is none.
+    """
+
+    def reject_duplicate_keys(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+        options: Dict[str, Any] = {}
+        for key, value in pairs:
+            if key in options:
+                raise BuildError(f"options.{key}: given twice")
+            options[key] = value
+        return options
+
+    try:
+        options: Any = json.loads(text, object_pairs_hook=reject_duplicate_keys)
+    except (ValueError, RecursionError) as error:
+        raise BuildError(f"options: not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise BuildError(f"options: expected a JSON object, got {type(options).__name__}")
+    return cast(Dict[str, Any], options)

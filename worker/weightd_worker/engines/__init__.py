@@ -1,0 +1,25 @@
+"""The engines by name. Each lives in its own module and imports its library only when it is made.
+
+What belongs here is known of one library, or the interface to all; of weightd_worker only `pagesharing` and `nativelog`
+may be imported.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Type
+
+from weightd_worker.engines import mindspore_lite
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.mindspore import MindSporeRank
+from weightd_worker.engines.mindspore_lite.ge import MindSporeLiteRank
+from weightd_worker.engines.onnxruntime import OnnxRuntime
+from weightd_worker.engines.ranks import RankEngine
+
+ENGINES: Dict[str, Callable[[BuildSettings], Engine]] = {
+    "onnxruntime": OnnxRuntime,
+    "mindspore_lite": mindspore_lite.make_engine,
+}
+"""What makes an engine: raises `EngineMissing` or, where the settings cannot be, `BuildError`."""
+
+RANK_ENGINES: Dict[str, Type[RankEngine]] = {"mindspore": MindSporeRank, "mindspore_lite": MindSporeLiteRank}
+"""What runs one rank of a model; raises as above."""

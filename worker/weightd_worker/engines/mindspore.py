@@ -1,0 +1,220 @@
+"""One rank by MindSpore itself, on the CPU or on an Ascend card.
+
+Seen with 2.7.1 on the CPU, and what this module does about it:
+
+- A group has a process more, the scheduler, by which its ranks find each other: `serve_broker`. What they are told is
+  in the environment, which has to be set before the import.
+- `init` returns when all have come. Beside predicts it is the only place at which somebody waits for others.
+- A model that is compiled for each shape takes a third of a second and memory for each, for ever. So the shape that its
+  file gives is set, with its free dimensions: it is compiled once, and its answers are the same, bit for bit.
+- The library checks inputs against that before it sends anything. Not so whether free dimensions fit each other, as
+  those of two inputs that are added: that fails in the middle of a predict, and all ranks are lost. Where there is more
+  than one, each new combination is compiled once, which sends nothing, and refused where that fails.
+- With what has no elements its collective operators fail, to the same effect. It is refused, too.
+- After a failed predict every later one fails, too, and what it had sent spoils an answer of the others.
+- Two threads that predict hang for ever. All is done from one.
+- The file tells the signature; the library keeps no names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import types
+from typing import Any, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, cast
+
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.findings import DeviceMemory
+from weightd_common import mindir
+from weightd_common.devices import card_of, is_cpu
+from weightd_common.protobuf import Malformed
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
+from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
+
+# Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.
+_MAX_SHAPES = 4096
+
+
+class MindSporeRank(RankEngine):
+    """Runs a MindIR that MindSpore has exported. Only one in a process."""
+
+    name = "mindspore"
+    needs_broker = True
+
+    def __init__(self, rendezvous: RankRendezvous) -> None:
+        super().__init__(rendezvous)
+        self._library = _import_mindspore("MS_WORKER", rendezvous)
+        card = card_of(rendezvous.device)
+        if card is None and not is_cpu(rendezvous.device):
+            raise BuildError(f"device: expected cpu, cpu:N or ascend:N, got {rendezvous.device!r}")
+        context: Dict[str, Any] = {"mode": self._library.GRAPH_MODE}
+        if card is None:
+            context.update(device_target="CPU", runtime_num_threads=rendezvous.threads)
+        else:
+            context.update(device_target="Ascend", device_id=card)
+        with _as_build_error("the context"):
+            self._library.set_context(**context)
+
+    @classmethod
+    def load_broker(cls, rendezvous: RankRendezvous) -> None:
+        """Import all that a rank has."""
+        _import_mindspore("MS_SCHED", rendezvous)
+
+    @classmethod
+    def serve_broker(cls, rendezvous: RankRendezvous) -> None:
+        """Be the library's scheduler. It lives in `init`."""
+        library = _import_mindspore("MS_SCHED", rendezvous)
+        with _as_build_error("the scheduler"):
+            library.set_context(mode=library.GRAPH_MODE, device_target="CPU")
+            # In the end it raises SystemExit.
+            with contextlib.suppress(SystemExit):
+                library.communication.init()
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the library's version."""
+        return {"mindspore": str(self._library.__version__)}
+
+    def join_group(self) -> None:
+        """Join the group."""
+        with _as_build_error("the group"):
+            self._library.communication.init()
+
+    def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
+        """Load the slice and have it compiled for the shapes that its file gives."""
+        for name in options:
+            raise BuildError(f"options.{name}: unknown; mindspore has none")
+        self._path = path
+        self._signature = read_signature(path)
+        self._free_dim_count = sum(
+            ((-1, -1) if each.shape is None else each.shape).count(-1) for each in self._signature.inputs
+        )
+        self._compatible_shapes: Set[Tuple[Tuple[int, ...], ...]] = set()
+        with _as_build_error(path):
+            self._cell = self._library.nn.GraphCell(self._library.load(path))
+            if self._free_dim_count:
+                self._cell.set_inputs(*(self._dynamic_tensor(each) for each in self._signature.inputs))
+        return self._signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run the slice; its outputs are fresh arrays."""
+        for each in self._signature.inputs:
+            if inputs[each.name].size == 0:
+                raise RankRejected(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
+        tensors = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
+        if self._free_dim_count > 1:
+            self._check_compatible(tensors)
+        try:
+            results = [each.asnumpy() for each in _flatten(self._cell(*tensors))]
+        except Exception as error:
+            raise ModelCorrupted(f"mindspore: {_first_lines(error)}") from error
+        return {each.name: result for each, result in zip(self._signature.outputs, results)}
+
+    def leave_group(self) -> None:
+        """Have the library leave the group, as it does where an interpreter ends; the scheduler ends with the last one.
+
+        Otherwise that takes each for lost, once `exec_timeout` is over.
+        """
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+
+    def memory(self) -> Optional[DeviceMemory]:
+        """Return None: the library tells what it has taken of a card, not what the card has."""
+        return None
+
+    def _check_compatible(self, tensors: Sequence[Any]) -> None:
+        """Have the model compiled for these shapes, if that was not done; nothing of it is left."""
+        shapes = tuple(tuple(each.shape) for each in tensors)
+        if shapes in self._compatible_shapes:
+            return
+        try:
+            self._library.nn.GraphCell(self._library.load(self._path)).compile(*tensors)
+        except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
+            raise RankRejected(f"mindspore: {_first_lines(error)}") from None
+        if len(self._compatible_shapes) == _MAX_SHAPES:
+            self._compatible_shapes.clear()
+        self._compatible_shapes.add(shapes)
+
+    def _dynamic_tensor(self, each: TensorSignature) -> Any:
+        datatype = getattr(self._library, _LIBRARY_DTYPE[each.datatype])
+        shape = None if each.shape is None else [None if dim < 0 else dim for dim in each.shape]
+        return self._library.Tensor(shape=shape, dtype=datatype)
+
+
+def read_signature(path: str) -> ModelSignature:
+    """Return what a MindIR takes and gives, as its file says.
+
+    Raises:
+        BuildError: it is no MindIR that MindSpore has exported, or requests for it could not be answered.
+    """
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - a path in a text
+            found = mindir.read(file)
+    except Malformed:
+        raise BuildError(f"{path}: expected a MindIR; this is something else, or only a part of one") from None
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror}") from None
+    if not found.is_mindspore_export:
+        raise BuildError(f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one")
+    return ModelSignature(
+        tuple(_to_signatures(path, "input", found.inputs)), tuple(_to_signatures(path, "output", found.outputs))
+    )
+
+
+def _to_signatures(path: str, what: str, tensors: Sequence[mindir.MindIrTensor]) -> List[TensorSignature]:
+    for problem in mindir.find_problems(what, tensors):
+        raise BuildError(f"{path}: {problem}")
+    return [TensorSignature(*each) for each in tensors]
+
+
+_LIBRARY_DTYPE = {
+    "BOOL": "bool_",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+    **{name: name.lower() for name in ITEM_BYTES if "INT" in name},
+}
+
+
+def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
+    """Import the library as one of the group; it reads the environment where and when it likes."""
+    os.environ.update(
+        MS_ROLE=role,
+        MS_WORKER_NUM=str(rendezvous.rank_count),
+        MS_SCHED_HOST=rendezvous.host,
+        MS_SCHED_PORT=str(rendezvous.port),
+        MS_NODE_TIMEOUT=str(rendezvous.exec_timeout_s),
+        MS_TOPO_TIMEOUT=str(rendezvous.connect_timeout_s),
+    )
+    if role == "MS_WORKER":
+        os.environ["MS_NODE_ID"] = str(rendezvous.rank)
+    # What it says below an error is of no use to who serves: a dozen lines at each start.
+    os.environ.setdefault("GLOG_v", "3")
+    try:
+        import mindspore  # noqa: PLC0415 - only an interpreter that runs this engine has it
+    except ImportError as error:
+        raise EngineMissing(f"{error}; install it with: pip install 'weightd[mindspore]'") from None
+    return mindspore
+
+
+@contextlib.contextmanager
+def _as_build_error(subject: str) -> Generator[None, None, None]:
+    """Raise what the library says within the block as a BuildError."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
+        raise BuildError(f"mindspore: {subject}: {_first_lines(error)}") from None
+
+
+def _first_lines(error: Exception) -> str:
+    """What the library says, without its own stack."""
+    return str(error).partition("\n\n---")[0].strip()
+
+
+def _flatten(results: Any) -> Iterator[Any]:
+    if isinstance(results, (tuple, list)):
+        for each in cast("Sequence[Any]", results):
+            yield from _flatten(each)
+    else:
+        yield results

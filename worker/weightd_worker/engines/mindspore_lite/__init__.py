@@ -1,0 +1,25 @@
+"""MindSpore Lite, on the CPU and on Ascend cards."""
+
+from __future__ import annotations
+
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.mindspore_lite.ascend import MindSporeLiteAscend
+from weightd_worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
+from weightd_worker.engines.mindspore_lite.options import Options
+from weightd_worker.engines.mindspore_lite.runner import MindSporeLiteRunner
+
+
+def make_engine(settings: BuildSettings) -> Engine:
+    """Return the engine for the device of these settings.
+
+    Raises:
+        EngineMissing: it cannot be used in this interpreter, or on this machine.
+        BuildError: the settings cannot be.
+    """
+    card, is_parallel = settings.card, Options.from_mapping(settings.options).parallel_workers > 1
+    if card is None:
+        return MindSporeLiteRunner(settings) if is_parallel else MindSporeLiteCpu(settings)
+    if is_parallel:
+        raise BuildError("options.parallel_workers: expected 1 on a card, where each would have its own weights")
+    return MindSporeLiteAscend(settings, card)

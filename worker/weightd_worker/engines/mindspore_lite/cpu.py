@@ -1,0 +1,186 @@
+"""MindSpore Lite on the CPU.
+
+It rearranges some weights only in the first predict: they are shared because one comes before (`Engine`). That predict
+also decides which shapes the built Model may compute (`shapes`); for any other shape this engine builds a new Model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from typing import Any, Dict, Generator, Optional, Sequence
+
+import numpy as np
+
+from weightd_worker.engines.cpu import CpuEngine
+from weightd_worker.engines.engine import Arrays, BuildSettings
+from weightd_worker.engines.errors import BuildError, ModelCorrupted, NotRun
+from weightd_worker.engines.mindspore_lite.model import MindSporeLite
+from weightd_worker.engines.mindspore_lite.shapes import InputShapes, Shape, covers, grow_shapes
+
+_log = logging.getLogger("weightd_worker")
+
+# Much less than what a predict may take by default.
+_LOCK_TIMEOUT_S = 5.0
+
+
+class MindSporeLiteCpu(MindSporeLite, CpuEngine):
+    """Runs a MindIR model on the CPU, where weightd shares pages."""
+
+    is_limited_by_first_shape = True
+
+    def __init__(self, settings: BuildSettings) -> None:
+        MindSporeLite.__init__(self, settings)
+        CpuEngine.__init__(self, settings)
+        self._path = ""
+        self._handle = ""
+        # The shapes of the first predict of the built Model, and of the last one.
+        self._first_shapes: Optional[InputShapes] = None
+        self._last_shapes: Optional[InputShapes] = None
+
+    @property
+    def max_shape(self) -> Optional[Dict[str, Shape]]:
+        """The option `max_shape`, None where it is not set."""
+        max_shape = self._options.max_shape
+        return None if max_shape is None else dict(max_shape)
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build a new Model."""
+        self._path, self._handle = model, handle
+        self.was_rebuilt_larger = False
+        self._start_build(handle)
+        self._build_model()
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run the model, on a new Model where the built one may not compute these shapes."""
+        shapes = self._shapes_of(inputs)
+        if shapes == (self._first_shapes if self.should_rebuild_per_shape else self._last_shapes):
+            return self._compute(inputs)
+        return self._compute_other_shapes(shapes, inputs)
+
+    def _compute_other_shapes(self, shapes: InputShapes, inputs: Arrays) -> Arrays:
+        """Compute a shape that is not that of the predict before.
+
+        Raises:
+            NotRun: the option `max_shape` does not cover it.
+            Spoilt: the predict failed, or the model could not be built again.
+        """
+        self._check_max_shape(shapes)
+        if self._first_shapes is None:
+            self._first_shapes = shapes
+        elif shapes != self._first_shapes and (self.should_rebuild_per_shape or not covers(self._first_shapes, shapes)):
+            return self._compute_on_new_model(shapes, inputs)
+        outputs = self._compute(inputs)
+        self._last_shapes = shapes
+        return outputs
+
+    def _compute_on_new_model(self, shapes: InputShapes, inputs: Arrays) -> Arrays:
+        """Compute on a new Model, whose first shape is this one; leave one that covers the shapes before, too."""
+        with _build_lock(self._path):
+            target = shapes
+            if self._first_shapes is not None and not self.should_rebuild_per_shape:
+                target = grow_shapes(self._first_shapes, shapes, [each.shape or () for each in self._signature.inputs])
+                self.was_rebuilt_larger = True
+            self._rebuild()
+            outputs = self._compute(inputs)
+            if target != shapes:
+                target = self._build_larger(shapes, target, inputs, outputs)
+        self._first_shapes, self._last_shapes = target, shapes
+        self._on_rebuilt()
+        return outputs
+
+    def _on_rebuilt(self) -> None:
+        if self._page_sharing is not None:
+            self._page_sharing.reattach()
+
+    def _build_larger(self, shapes: InputShapes, target: InputShapes, inputs: Arrays, outputs: Arrays) -> InputShapes:
+        """Build a Model that computes `target` first; return the first shape of the one that is there then.
+
+        It has to give the same answer to this request, else the engine builds a new Model for each shape from now on.
+        """
+        self._rebuild()
+        try:
+            self._compute({name: np.resize(inputs[name], shape) for name, shape in zip(self._names, target)})
+        except ModelCorrupted:
+            self._rebuild()
+            target = shapes
+        recomputed = self._compute(inputs)
+        if any(recomputed[name].tobytes() != outputs[name].tobytes() for name in outputs):
+            _log.warning(
+                "answers depend on the shapes computed before: the model is built again at each change of shape"
+            )
+            self.should_rebuild_per_shape = True
+        return target
+
+    def _compute(self, inputs: Arrays) -> Arrays:
+        return MindSporeLite.predict(self, inputs)
+
+    def _shapes_of(self, inputs: Arrays) -> InputShapes:
+        # Of the signature: other threads may come while a new Model is being built.
+        return tuple([inputs[each.name].shape for each in self._signature.inputs])
+
+    def _check_max_shape(self, shapes: InputShapes) -> None:
+        max_shape = self._options.max_shape
+        if max_shape is None:
+            return
+        for name, shape in zip(self._names, shapes):
+            if not covers((max_shape.get(name, shape),), (shape,)):
+                raise NotRun(
+                    f'input "{name}": expected a shape of at most {list(max_shape[name])}, which the key '
+                    f"mindspore_lite.max_shape of the model sets, got {list(shape)}"
+                )
+
+    def _rebuild(self) -> None:
+        # The memory of the old Model is free before the new one is built.
+        self.discard_model()
+        try:
+            self._start_build(self._handle)
+            self._build_model()
+        except BuildError as error:
+            raise ModelCorrupted(f"building the model again for another shape failed: {error}") from None
+
+    def _build_model(self) -> None:
+        self._first_shapes = self._last_shapes = None
+        self._build(self._path, self._context(), {})
+
+    def discard_model(self) -> None:
+        """Free the built model. Pages that it shares stay in the page store, which is a file."""
+        self._bind_inputs([])
+        del self._model
+
+    def _context(self) -> Any:
+        context = self._library.Context()
+        context.target = ["cpu"]
+        context.cpu.thread_num = self._settings.threads
+        self._options.set_cpu(context.cpu)
+        return context
+
+
+@contextlib.contextmanager
+def _build_lock(path: str) -> Generator[None, None, None]:
+    """Have the processes that serve one model build one after another: a build takes several times its weights."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelCorrupted(f"building the model again for another shape failed: {path}: {error.strerror}") from None
+    try:
+        _acquire_lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire_lock(descriptor: int) -> None:
+    """Take the lock if it can be had within some seconds: to build at once takes memory, and changes no answer."""
+    # The process that has it may be stopped; and a file system may have no locks.
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.01)

@@ -1,0 +1,160 @@
+"""MindSpore Lite's ModelParallelRunner on the CPU: several of the library's own workers in one process.
+
+They share the weights, and run as many predicts at once, each called from a thread of its own. What the library does
+not do beyond what a Model does not (`model`), measured on 2.0.0, and what this module does about it:
+
+- A second build of a runner succeeds and does nothing: each build makes a new one.
+- It takes a configuration file as part of its context, and no key at all.
+- It knows no resize, only what a tensor's shape says: each predict has tensors of its own. Of a rank that the model has
+  not it runs all the same, and of one without elements the process dies: the shapes are looked at before.
+- Where the caller gives tensors for the outputs, a failure is lost and they have the answer before: none are given. It
+  makes new ones for each predict, which no later one writes to.
+- Its build lets all threads of the process run on all cores of the host, whatever cores the process had: they are
+  brought back, unless an option binds them to others.
+- The first predict runs on all workers, one after another: that is the canary's.
+- A shape that cannot be leaves the worker that has tried it with the one before, and the next predict that comes to it
+  has the answer to that: what has never run here runs alone, and after a failure nothing runs any more.
+- Other threads receive requests and free answers while a runner is built again, and pages may be exchanged only when
+  nothing else happens in the process: the session calls `share_again` then.
+- Other failures come while predicts run beside them, and nobody knows on which worker: what ends after one, or after
+  the log has told of one, is `Doubtful`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.data import TensorSignature
+from weightd_worker.affinity import set_cpu_affinity
+from weightd_worker.engines.engine import Arrays, BuildSettings
+from weightd_worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
+from weightd_worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
+from weightd_worker.engines.mindspore_lite.model import name_of
+from weightd_worker.engines.mindspore_lite.shapes import InputShapes
+from weightd_worker.engines.mindspore_lite.turns import ReadersWriterLock
+
+# So many are known not to fail by their shapes; the others run alone each time.
+_MAX_KNOWN_SHAPES = 1024
+
+
+class MindSporeLiteRunner(MindSporeLiteCpu):
+    """Runs a MindIR model by so many of the library's workers as the option `parallel_workers` says.
+
+    Raises:
+        BuildError: as of any engine; and an option that a runner does not take.
+    """
+
+    def __init__(self, settings: BuildSettings) -> None:
+        super().__init__(settings)
+        self._has_unshared_weights = False
+        if self._options.dec_key_file:
+            raise BuildError("options.dec_key_file: the library's runner of parallel workers takes no key")
+
+    @property
+    def concurrency(self) -> int:
+        """As many as the runner has workers: one more would wait for one of them, in a queue of the library's."""
+        return self._options.parallel_workers
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build a new runner."""
+        self._rw_lock = ReadersWriterLock()
+        super().build(model, pids=pids, handle=handle)
+
+    def _build_model(self) -> None:
+        context, arguments = self._context(), self._options.build_arguments()
+        cores = os.sched_getaffinity(0)
+        self._first_shapes = self._last_shapes = None
+        self._known_shapes: Set[InputShapes] = set()
+        self._is_corrupted = False
+        with self._log.translate_errors(BuildError):
+            context.parallel.workers_num = self.concurrency
+            if arguments:
+                context.parallel.config_path = arguments["config_path"]
+            # This lets go of the one before, as soon as its workers are idle.
+            self._model = self._library.ModelParallelRunner()
+            self._model.build_from_file(self._path, context)
+        if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
+            set_cpu_affinity(cores)
+        self._read_signature()
+        self._checked_log_bytes = self._log.size()
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run beside others if the shapes are known to the model, else alone."""
+        shapes, rw_lock = self._shapes_of(inputs), self._rw_lock
+        outputs: Optional[Arrays] = None
+        if self._are_known_shapes(shapes):
+            with rw_lock.shared():
+                # A new Model, which may have been built meanwhile, knows no shape.
+                if self._are_known_shapes(shapes):
+                    outputs = self._compute(inputs)
+        if outputs is None:
+            for signature, shape in zip(self._signature.inputs, shapes):
+                _check_shape(signature, shape)
+            with rw_lock.exclusive():
+                outputs = self._compute_other_shapes(shapes, inputs)
+                if len(self._known_shapes) < _MAX_KNOWN_SHAPES:
+                    self._known_shapes.add(shapes)
+        if self._log.size() != self._checked_log_bytes:
+            self._check_log()
+        if self._is_corrupted:
+            raise MaybeCorrupted("another predict failed while this one ran")
+        return outputs
+
+    @property
+    def has_unshared_weights(self) -> bool:
+        """Whether a runner was built again whose pages are not shared yet."""
+        return self._has_unshared_weights
+
+    def reshare_weights(self) -> None:
+        """Share the pages of a runner that was built again."""
+        self._has_unshared_weights = False
+        if self._page_sharing is not None:
+            self._page_sharing.reattach()
+
+    def _on_rebuilt(self) -> None:
+        if self._page_sharing is not None:
+            self._page_sharing.end_build()
+            self._has_unshared_weights = True
+
+    def _are_known_shapes(self, shapes: InputShapes) -> bool:
+        return shapes == self._first_shapes if self.should_rebuild_per_shape else shapes in self._known_shapes
+
+    def _compute(self, inputs: Arrays) -> Arrays:
+        return self._run([inputs[name] for name in self._names])
+
+    def _run(self, arrays: List[Any]) -> Arrays:
+        if self._is_corrupted:
+            raise MaybeCorrupted("another predict failed before this one began")
+        try:
+            with self._log.translate_errors(ModelCorrupted):
+                tensors = [self._make_tensor(of, array) for of, array in zip(self._tensors, arrays)]
+                outputs: Dict[str, Any] = {
+                    name_of(each): each.get_data_to_numpy() for each in self._model.predict(tensors)
+                }
+        except BaseException:
+            self._is_corrupted = True
+            raise
+        return outputs
+
+    def _make_tensor(self, template: Any, array: Any) -> Any:
+        tensor = self._library.Tensor()
+        tensor.name, tensor.dtype, tensor.shape = template.name, template.dtype, list(array.shape)
+        tensor.set_data_from_numpy(array)
+        return tensor
+
+    def _check_log(self) -> None:
+        """The log has grown. If by errors, wait for those that run: one may have failed, and not know it yet."""
+        size = self._log.size()
+        if self._log.errors_since(self._checked_log_bytes):
+            with self._rw_lock.exclusive():
+                pass
+        self._checked_log_bytes = size
+
+
+def _check_shape(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
+    dims = signature.shape or ()
+    fits = len(shape) == len(dims) and all(known in (-1, size) for known, size in zip(dims, shape))
+    if not fits or 0 in shape:
+        raise InvalidArgument(f"{signature.name}: expected shape {list(dims)}, no size 0, got {list(shape)}")

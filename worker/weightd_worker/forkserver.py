@@ -1,0 +1,100 @@
+"""The process that children are forked from: ``python -m weightd_worker.forkserver``, started by the daemon.
+
+It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its lane, and ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from typing import Any, List
+
+from weightd_common import signals
+from weightd_common.parent import die_with_named_parent
+
+if __name__ == "__main__":
+    # Ctrl-C is the daemon's to act on.
+    signals.reset(signal.SIGINT)
+    die_with_named_parent(sys.argv)
+
+# What a canary needs, and numpy may not import before.
+import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+from weightd_protocol import limits
+from weightd_protocol.codec import Decoder, encode
+from weightd_protocol.errors import RemoteProtocolError, WeightdError
+from weightd_protocol.messages.children import TO_CHILD, Fork, Forked, Stop
+from weightd_common import paths
+from weightd_common.stream import Stream
+from weightd_worker import arguments as words_of
+from weightd_worker import child, exits
+from weightd_worker import lane as lanes
+from weightd_worker.engines import ENGINES
+from weightd_worker.engines.engine import BuildSettings
+from weightd_worker.forking.forker import Forker
+
+_log = logging.getLogger("weightd_worker")
+
+# As a holder: what has been forked lives on without it, but the next ones cost more.
+_ROLE = "holder"
+
+
+def main() -> int:
+    """Fork until the daemon has gone; return the exit status."""
+    arguments = _parser().parse_args(words_of.read_arguments())
+    process_state = child.prepare_process()
+    child.attach_to_parent(_ROLE, arguments.parent, process_state)
+    forker = child.make_forker(arguments.parent, process_state)
+    try:
+        # It is not needed, but what it imports is.
+        ENGINES[arguments.engine](BuildSettings(1, "cpu"))
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
+        return exits.NO_ENGINE
+    words_of.parser()
+    forker.freeze_memory()
+    channel = lanes.connect(paths.channel_path(arguments.address))
+    if channel is None:
+        _log.error("%s: nobody listens", paths.channel_path(arguments.address))
+        return exits.FAILED
+    return _serve(channel, forker)
+
+
+def _serve(channel: Stream, forker: Forker) -> int:
+    decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+
+    def report_forked(forked: Forked) -> bool:
+        return lanes.send(channel, encode(forked))
+
+    while lanes.wait_readable(channel):
+        messages: List[Any] = []
+        try:
+            lanes.read(channel, messages)
+        except ConnectionError:
+            return exits.OK
+        for frames in messages:
+            order = decoder.decode(frames)
+            if isinstance(order, Stop):
+                return exits.OK
+            if not isinstance(order, Fork):
+                raise RemoteProtocolError(f"type: expected fork or stop, got {type(order).__name__.lower()}")
+            forker.fork(order, report_forked)
+    return exits.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m weightd_worker.forkserver",
+        description="Forks processes of weightd. It is started by the daemon, not by hand.",
+    )
+    parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that they use")
+    parser.add_argument("--address", required=True, help="the daemon's socket for its children; the lane lies beside")
+    parser.add_argument("--name", required=True, help="this process's name")
+    parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
+    return parser
+
+
+if __name__ == "__main__":
+    exits.run_and_exit(main)
