@@ -11,7 +11,7 @@ from typing import List, NamedTuple, Sequence
 
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
-from weightd_common import paths, tcp
+from weightd_common import paths, tcp_addresses
 
 _START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
 
@@ -19,7 +19,7 @@ _START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
 _UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
 _UNIX_SUFFIX = paths.unix_path(_IPC_SCHEME)
 
-EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp.EXPECTED_FORM}"
+EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp_addresses.EXPECTED_FORM}"
 """For people: what `parse` takes."""
 
 
@@ -74,7 +74,7 @@ def parse_address(address: str) -> Address:
         plain = path[: -len(_UNIX_SUFFIX)] if path.endswith(_UNIX_SUFFIX) else path
         zeromq = f"{_IPC_SCHEME}{plain}"
         return Address(address, paths.unix_path(zeromq), "" if address.startswith(_UNIX_SCHEME) else zeromq)
-    if not tcp.is_address(address):
+    if not tcp_addresses.is_address(address):
         raise InvalidArgument(f"expected an address {EXPECTED_FORMS}, got {address!r}")
     return Address(address, "", address)
 

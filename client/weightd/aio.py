@@ -28,10 +28,10 @@ from typing import (
     cast,
 )
 
-from weightd import aioflow, curve, flow
+from weightd import aio_map, curve, map
 from weightd.connection import ConnectionLost, DaemonConnection
 from weightd.copying import Uncopied
-from weightd.core import PendingCall, PreparedCall
+from weightd.protocol_core import PendingCall, PreparedCall
 from weightd.curve import KeyFile
 from weightd.inputs import NeedsMetadata, to_typed_inputs
 from weightd.model import DEFAULT_IN_FLIGHT, AsyncModel
@@ -51,8 +51,8 @@ from weightd_protocol.messages.control import (
     ServerMetadataResponse,
     UpdateResponse,
 )
-from weightd_protocol.messages.data import InferResponse
-from weightd_protocol.messages.journal import EventsResponse, LogsResponse
+from weightd_protocol.messages.inference import InferResponse
+from weightd_protocol.messages.events import EventsResponse, LogsResponse
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
@@ -199,9 +199,9 @@ class AsyncClient(Uncopied):
 
         Inputs are waited for beside the outputs, so that one may depend on outputs of an earlier one.
         """
-        flow.check_map_arguments(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
+        map.check_map_arguments(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
-        return aioflow.map_ordered(partial(self.infer, model, **options), inputs, in_flight)
+        return aio_map.map_ordered(partial(self.infer, model, **options), inputs, in_flight)
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""

@@ -22,11 +22,11 @@ from typing import (
     Union,
 )
 
-from weightd import curve, flow
+from weightd import curve, map
 from weightd.copying import Uncopied
-from weightd.core import PreparedCall
+from weightd.protocol_core import PreparedCall
 from weightd.curve import KeyFile
-from weightd.exchange import ThreadedTransport
+from weightd.threaded import ThreadedTransport
 from weightd.inputs import NeedsMetadata, to_typed_inputs
 from weightd.model import DEFAULT_IN_FLIGHT, Model
 from weightd.pending import Pending
@@ -40,7 +40,7 @@ from weightd_protocol.messages.control import (
     ServerMetadataResponse,
     UpdateResponse,
 )
-from weightd_protocol.messages.journal import EventsResponse, LogsResponse
+from weightd_protocol.messages.events import EventsResponse, LogsResponse
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
@@ -251,10 +251,10 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`; `InvalidArgument` if these arguments are wrong, at once.
         """
-        flow.check_map_arguments(inputs, in_flight, (abc.Iterable,))
+        map.check_map_arguments(inputs, in_flight, (abc.Iterable,))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         submit = self.submit if self._retry is None else partial(self._submit_with_retries, self._retry)
-        return flow.map_ordered(partial(submit, model, **options), inputs, in_flight)
+        return map.map_ordered(partial(submit, model, **options), inputs, in_flight)
 
     def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: a worker of it has done so within the watchdog's period. Never waits.

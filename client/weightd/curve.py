@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
-from weightd_common.keys import KeyFileError, read_public, read_secret
+from weightd_common.curve_keys import KeyFileError, read_public, read_secret
 
 KeyFile = Union[str, "os.PathLike[str]"]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import describe_value, label
 from weightd_protocol.tensors import NUMPY_DTYPE
 

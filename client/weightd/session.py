@@ -9,10 +9,10 @@ from time import monotonic
 from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
-from weightd import arguments, unix, zeromq
+from weightd import arguments, transport_unix, transport_zmq
 from weightd.address import Address, NoDaemon, default_addresses, no_daemon_error, parse_address
 from weightd.connection import ConnectSteps, DaemonConnection, NotConnected
-from weightd.core import ClientCore, PendingCall
+from weightd.protocol_core import ClientCore, PendingCall
 from weightd.curve import CurveKeys
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
@@ -137,15 +137,15 @@ class ClientSession:
     def _connect_steps_to(self, address: Address) -> ConnectSteps[DaemonConnection]:
         _, path, zeromq_address = address
         if not path:
-            return (yield from zeromq.connect_steps(zeromq_address, self._curve))
+            return (yield from transport_zmq.connect_steps(zeromq_address, self._curve))
         try:
-            return (yield from unix.connect_steps(path))
+            return (yield from transport_unix.connect_steps(path))
         except RequestError as error:
             if not zeromq_address:
                 raise
             refusal = error
         try:
-            return (yield from zeromq.connect_steps(zeromq_address))
+            return (yield from transport_zmq.connect_steps(zeromq_address))
         except Unavailable:
             if isinstance(refusal, PermissionDenied):
                 raise refusal from None

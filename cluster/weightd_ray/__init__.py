@@ -20,7 +20,7 @@ def app(args: Mapping[str, Any]) -> Application:
     """Return the application of one model: for `serve run weightd_ray:app model=…`, and for a YAML of Serve's.
 
     Args:
-        args: see `weightd_ray.arguments.Arguments`, and the keys of [models.NAME] of the daemon's configuration.
+        args: see `weightd_ray.options.Arguments`, and the keys of [models.NAME] of the daemon's configuration.
 
     Raises:
         ArgumentError: they are not usable; the text names each and says what was expected.
@@ -38,9 +38,9 @@ def publish(path: str | os.PathLike[str]) -> str:
     Raises:
         ModelFileError: they cannot be read.
     """
-    from weightd_ray import publishing  # noqa: PLC0415 - it needs Ray
+    from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray
 
-    return publishing.publish(path)
+    return model_store.publish(path)
 
 
 def unpublish(model: str) -> None:
@@ -49,6 +49,6 @@ def unpublish(model: str) -> None:
     Raises:
         NotFound: nothing of this name is published.
     """
-    from weightd_ray import publishing  # noqa: PLC0415 - it needs Ray
+    from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray
 
-    publishing.unpublish(model)
+    model_store.unpublish(model)

@@ -11,9 +11,9 @@ from urllib.parse import quote, unquote
 from aiohttp import hdrs
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from weightd_gateway.rest.connection import ConnectionPhase
-from weightd_gateway.rest.reply import HttpError, HttpReply
-from weightd_gateway.rest.request import HttpContent
+from weightd_gateway.http.connection import ConnectionPhase
+from weightd_gateway.http.responses import HttpError, HttpReply
+from weightd_gateway.http.request import HttpContent
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

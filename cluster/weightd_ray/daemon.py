@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from weightd_protocol.errors import FailedPrecondition
-from weightd_ray import guard
-from weightd_ray.configuration import Table
+from weightd_ray import daemon_supervisor
+from weightd_ray.daemon_config import Table
 
 # An interpreter starts, and what killed replicas have left is removed.
 _START_TIMEOUT_S = 60.0
@@ -89,10 +89,10 @@ class EmbeddedDaemon:
 
     async def start(self) -> str:
         """As Daemon."""
-        order = guard.encode_order(self._models)
+        order = daemon_supervisor.encode_order(self._models)
         # What it writes goes where this process writes: Ray keeps that with the replica's log.
         self._supervisor = process = subprocess.Popen(
-            guard.supervisor_command(self._base), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            daemon_supervisor.supervisor_command(self._base), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         loop = asyncio.get_running_loop()
         reports = asyncio.StreamReader(_MAX_REPORT_BYTES)

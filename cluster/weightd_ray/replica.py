@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from weightd import AsyncClient
-from weightd_gateway import model_view
-from weightd_gateway.callers import Authenticator, Caller
-from weightd_gateway.config.table import GatewayConfig
-from weightd_gateway.gateway import Gateway
-from weightd_gateway.helper import Helpers
-from weightd_gateway.question import InferenceRequest, InferenceResult
-from weightd_gateway.regions import RegisteredRegions
-from weightd_gateway.rest.api import HttpApi
-from weightd_gateway.rest.asking import ANY_HOST
-from weightd_gateway.rest.reply import HttpReply, error_reply
-from weightd_gateway.seats import AdmissionControl
-from weightd_gateway.service import DaemonClient
+from weightd_gateway import oip_view
+from weightd_gateway.auth import Authenticator, Caller
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.context import Gateway
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.inference import InferenceRequest, InferenceResult
+from weightd_gateway.system_shared_memory import RegisteredRegions
+from weightd_gateway.http.app import HttpApi
+from weightd_gateway.http.auth import ANY_HOST
+from weightd_gateway.http.responses import HttpReply, error_reply
+from weightd_gateway.inflight_limit import AdmissionControl
+from weightd_gateway.daemon_client import DaemonClient
 from weightd_protocol import limits
 from weightd_protocol.errors import (
     DeadlineExceeded,
@@ -32,7 +32,7 @@ from weightd_protocol.errors import (
 )
 from weightd_protocol.schema import label
 from weightd_ray import asgi
-from weightd_ray.arguments import Arguments
+from weightd_ray.options import Arguments
 from weightd_ray.asgi import AsgiRequest, Receive, Scope, Send
 from weightd_ray.daemon import DaemonEndpoint, EmbeddedDaemon
 from weightd_ray.daemon import HostDaemon as HostService
@@ -135,9 +135,9 @@ class Replica:
             return HostService(arguments.address)
         path = arguments.model
         if arguments.published_digest:
-            from weightd_ray import publishing  # noqa: PLC0415 - it needs Ray
+            from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray
 
-            cached = await publishing.fetch(arguments.published_digest, arguments.base_dir)
+            cached = await model_store.fetch(arguments.published_digest, arguments.base_dir)
             # It stays as long as its daemon may be started again.
             self._exit_stack.callback(cached.release)
             path = str(cached.path)
@@ -261,7 +261,7 @@ class Replica:
         Raises:
             RequestError: as `infer`.
         """
-        return model_view.model_metadata(await self._daemon_client.metadata(self._caller, self._arguments.name))
+        return oip_view.model_metadata(await self._daemon_client.metadata(self._caller, self._arguments.name))
 
     async def check_health(self) -> None:
         """Return if requests are answered.

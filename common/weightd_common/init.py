@@ -8,7 +8,7 @@ import os
 import signal
 from typing import List, Optional, Set
 
-from weightd_common.parent import die_with_parent
+from weightd_common.pdeathsig import die_with_parent
 
 _PR_GET_CHILD_SUBREAPER = 37
 

@@ -26,8 +26,8 @@ from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequen
 
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
-from weightd_common.protobuf import Malformed, Span, fields
-from weightd_common.reach import OPERATOR, AccessDenied, Grant, SafePathWalker
+from weightd_common.protobuf_reader import Malformed, Span, fields
+from weightd_common.safe_open import OPERATOR, AccessDenied, Grant, SafePathWalker
 from weightd_common.transient import is_transient
 
 _BLOCK = 1024 * 1024

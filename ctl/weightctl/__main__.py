@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from weightd_common import signals
-from weightd_common.imports import gc_disabled
-from weightd_common.interrupts import silent_while_importing
+from weightd_common.gc_control import gc_disabled
+from weightd_common.sigint import silent_while_importing
 
 
 def main() -> int:
@@ -16,8 +16,8 @@ def main() -> int:
         from weightd_common.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
 
         serve_as_init()
-        from weightctl import command  # noqa: PLC0415 - it imports zmq
-    return command.main()
+        from weightctl import cli  # noqa: PLC0415 - it imports zmq
+    return cli.main()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Dict, List, Mapping, Tuple
 import numpy as np
 
 from weightctl.text import WIDTH, clean
-from weightctl.verb import BadInput, BadOutput
+from weightctl.command import BadInput, BadOutput
 from weightd_protocol import limits
 from weightd_protocol.tensors import spec_of
 

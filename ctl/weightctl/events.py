@@ -12,11 +12,11 @@ from collections import deque
 from typing import Deque, Iterator, NamedTuple, Optional
 
 from weightd.client import Client
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import clean, count, local_time
-from weightctl.verb import Command, Connect, DaemonUnreachable, check_model
+from weightctl.command import Command, Connect, DaemonUnreachable, check_model
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
-from weightd_protocol.messages.journal import Event
+from weightd_protocol.messages.events import Event
 
 _DESCRIPTION = """\
 Shows what has happened: starts, loads, losses, updates, reloads, refusals; all of it, or what is
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
             _print_batch(options, batch)
         if options.follow:
             _follow(client, options, batch.last_number)
-    return exits.OK
+    return exit_codes.OK
 
 
 def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_events: Optional[int] = None) -> EventBatch:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import clean
-from weightctl.verb import Command, Connect, DaemonUnreachable
+from weightctl.command import Command, Connect, DaemonUnreachable
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 
 _DESCRIPTION = """\
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         print(json.dumps({"model_name": options.model, "ready": answer.ready, "reason": answer.reason}))
     else:
         print("ready" if answer.ready else f"not ready: {clean(answer.reason)}")
-    return exits.OK if answer.ready else exits.NOT_YET
+    return exit_codes.OK if answer.ready else exit_codes.NOT_YET
 
 
 COMMAND = Command("tell whether a model, or every one, would answer", _DESCRIPTION, _add_arguments, _run)

@@ -11,11 +11,11 @@ from typing import Dict, Generator, List
 
 import zmq
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import clean
-from weightctl.verb import BadOutput, Command, CommandError, Connect
+from weightctl.command import BadOutput, Command, CommandError, Connect
 from weightd_protocol.errors import Unavailable
-from weightd_common.keys import PUBLIC, SECRET, format_key_file
+from weightd_common.curve_keys import PUBLIC, SECRET, format_key_file
 
 _DESCRIPTION = """\
 Makes a pair of keys for each NAME, for TCP that is encrypted and tells who asks (CURVE): NAME.key
@@ -47,7 +47,7 @@ _DEFAULT = "weightd"
 class _NoCurve(CommandError):
     """ZeroMQ was built without it."""
 
-    status = exits.UNAVAILABLE
+    status = exit_codes.UNAVAILABLE
     code = Unavailable.code
 
 
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
             _print_pair(pairs[-1])
     if options.json:
         print(json.dumps({"keys": pairs}))
-    return exits.OK
+    return exit_codes.OK
 
 
 def _write_key_pair(name: str) -> Dict[str, str]:

@@ -7,12 +7,12 @@ import dataclasses
 import json
 from typing import Iterator
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import clean, count, local_time
-from weightctl.verb import Command, Connect, explain_denied
+from weightctl.command import Command, Connect, explain_denied
 from weightd_protocol import limits
 from weightd_protocol.errors import NotFound
-from weightd_protocol.messages.journal import LogsResponse, LogTail
+from weightd_protocol.messages.events import LogsResponse, LogTail
 
 _DESCRIPTION = f"""\
 Shows the ends of what the processes of MODEL have written: what the engine says, and tracebacks.
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "left_out": answer.omitted}))
     else:
         print("\n".join(_lines_of(answer)))
-    return exits.OK
+    return exit_codes.OK
 
 
 def _no_log(process: str, answer: LogsResponse) -> NotFound:

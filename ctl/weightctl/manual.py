@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Mapping
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightd_protocol.version import VERSION
 from weightd_common.manual import commands, completion
 from weightd_common.manual.page import table, write_sections
@@ -42,7 +42,7 @@ def page(parser: argparse.ArgumentParser) -> str:
     # The epilog of the help is a short form of the statuses below.
     write_sections(page, commands.read_parser(parser)._replace(epilog=""))
     page.heading("EXIT STATUS")
-    table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
+    table(page, ([str(status), meaning] for status, meaning in exit_codes.MEANINGS.items()))
     for heading, rows in (("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
         page.heading(heading)
         table(page, ([term, meaning] for term, meaning in rows.items()))

@@ -10,13 +10,13 @@ from typing import Any, Dict, Iterator, List, Sequence
 
 import numpy as np
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.measuring.shapes import example_of, specify
 from weightctl.signatures import as_json, lines_of
 from weightctl.text import clean
-from weightctl.verb import Command, Connect
+from weightctl.command import Command, Connect
 from weightd_protocol.messages.control import ModelMetadataResponse
-from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import NUMPY_DTYPE
 
 _DESCRIPTION = """\
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         print(json.dumps(_as_json(metadata)))
     else:
         print("\n".join(_lines(metadata, options)))
-    return exits.OK
+    return exit_codes.OK
 
 
 def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iterator[str]:

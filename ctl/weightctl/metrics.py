@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from weightctl import exits
-from weightctl.verb import Command, Connect, DaemonUnreachable
+from weightctl import exit_codes
+from weightctl.command import Command, Connect, DaemonUnreachable
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.schema import plain
 from weightd_common.exposition import exposition
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         except (Unavailable, DeadlineExceeded) as error:
             raise DaemonUnreachable(error) from None
     print(json.dumps(plain(response)) if options.json else exposition(response), end="\n" if options.json else "")
-    return exits.OK
+    return exit_codes.OK
 
 
 COMMAND = Command("print what was counted, for Prometheus", _DESCRIPTION, _add_arguments, _run)

@@ -7,10 +7,10 @@ import json
 from typing import Any, Dict, List, Optional
 
 from weightd.client import Client
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.signatures import as_json, summary
 from weightctl.text import clean, table
-from weightctl.verb import Command, Connect, DaemonUnreachable
+from weightctl.command import Command, Connect, DaemonUnreachable
 from weightd_protocol.errors import DeadlineExceeded, RequestError, Unavailable
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.status import ModelStatus
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         )
     else:
         print("there is no model")
-    return exits.OK
+    return exit_codes.OK
 
 
 def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataResponse]:

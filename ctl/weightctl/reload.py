@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import clean
-from weightctl.verb import Command, Connect, explain_denied
+from weightctl.command import Command, Connect, explain_denied
 
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
@@ -39,13 +39,13 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     }
     if options.json:
         print(json.dumps({what: list(names) for what, names in changes.items()}))
-        return exits.OK
+        return exit_codes.OK
     for what, names in changes.items():
         if names:
             print(f"{what}: {', '.join(map(clean, names))}")
     if not any(changes.values()):
         print("no model changes")
-    return exits.OK
+    return exit_codes.OK
 
 
 COMMAND = Command("have the configuration file read again", _DESCRIPTION, _add_arguments, _run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Iterator, List, Sequence
 
 from weightctl.text import clean, table
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 
 # Of a table's column.
 _MAX_SHOWN = 3

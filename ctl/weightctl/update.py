@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 
 from weightd.client import Client
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.arrays import NPZ
 from weightctl.text import clean
-from weightctl.verb import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
+from weightctl.command import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
 from weightd_protocol.errors import DeadlineExceeded, RequestError
 from weightd_protocol.messages.control import UpdateResponse
-from weightd_common.regular import open_regular
+from weightd_common.regular_file import open_regular
 
 _UPDATE = """\
 Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right
@@ -62,7 +62,7 @@ Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they
 class StillLoading(CommandError):
     """It is not over in the time that was given to it, and the daemon goes on with it."""
 
-    status = exits.NOT_YET
+    status = exit_codes.NOT_YET
     code = DeadlineExceeded.code
 
 
@@ -136,7 +136,7 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
         fields = dataclasses.asdict(response)
         del fields["id"]
         print(json.dumps(fields))
-        return exits.OK
+        return exit_codes.OK
     what = "generation" if len(response.generations) == 1 else "generations"
     numbers = ", ".join(map(str, response.generations))
     weights = f" with {clean(response.weights)}" if response.weights else ""
@@ -145,7 +145,7 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
         print(
             f"  a start that has to load it anew goes back to {clean(response.configured_path)}: so says the configuration"
         )
-    return exits.OK
+    return exit_codes.OK
 
 
 COMMAND = Command("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)

@@ -9,11 +9,11 @@ import contextlib
 import sys
 from typing import Sequence
 
-from weightd_daemon import exits
+from weightd_daemon import exit_codes
 from weightd_common import signals
 from weightd_common.coredump import disable_core_dumps
-from weightd_common.imports import gc_disabled
-from weightd_common.interrupts import silent_while_importing
+from weightd_common.gc_control import gc_disabled
+from weightd_common.sigint import silent_while_importing
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
             "environment with one, and name this interpreter in the key `python` of its models",
             file=sys.stderr,
         )
-        return exits.CONFIG
+        return exit_codes.CONFIG
     with silent_while_importing():
         signals.reset()
         # Before the first process is started, which has it from this one.
@@ -35,14 +35,14 @@ def main() -> int:
         serve_as_init()
         zygote_process = None
         if _is_serve_command(sys.argv[1:]):
-            from weightd_daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked
+            from weightd_daemon.zmq_proxy import zygote  # noqa: PLC0415 - only these modules are there when it is forked
 
             # Where the kernel refuses, the daemon says why, and tries again later.
             with contextlib.suppress(OSError):
                 zygote_process = zygote.fork()
         with gc_disabled():
-            from weightd_daemon import command  # noqa: PLC0415 - it takes a few tenths of a second
-    return command.main(zygote=zygote_process)
+            from weightd_daemon import cli  # noqa: PLC0415 - it takes a few tenths of a second
+    return cli.main(zygote=zygote_process)
 
 
 def _is_serve_command(arguments: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd_gateway.shares import FairLimit
+from weightd_gateway.fair_limit import FairLimit
 from weightd_common.peers import Peer
 from weightd_common.tokenbuckets import TokenBuckets
 

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from weightd_gateway.helper import COUNT, LENGTH, JobFailure, encode_message
+from weightd_gateway.parser_process import COUNT, LENGTH, JobFailure, encode_message
 from weightd_protocol.errors import Internal, RequestError
 
 # After a job with more bytes than this, freed memory is returned to the kernel.

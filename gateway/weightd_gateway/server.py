@@ -10,12 +10,12 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightd_gateway import heap
+from weightd_gateway import heap_watch
 from weightd_gateway.config.load import ConfigError, keys_needing_restart, load
-from weightd_gateway.config.table import GatewayFile
-from weightd_gateway.front import Frontend
-from weightd_gateway.gateway import Gateway
-from weightd_gateway.manager import ServiceManager
+from weightd_gateway.config.schema import GatewayFile
+from weightd_gateway.frontend import Frontend
+from weightd_gateway.context import Gateway
+from weightd_gateway.systemd import ServiceManager
 from weightd_common.terminal import Terminal
 
 _log = logging.getLogger("weightd_gateway")
@@ -68,7 +68,7 @@ class GatewayServer:
 
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
         _raise_fd_limit()
-        heap_watch_task = loop.create_task(heap.watch())
+        heap_watch_task = loop.create_task(heap_watch.watch())
         try:
             await self._start()
             self._manager.notify("READY=1", "STATUS=serving")

@@ -31,10 +31,10 @@ from typing import (
 
 import msgpack
 
-from weightd_protocol import envelopes, limits, preview
+from weightd_protocol import envelope_cache, limits, preview
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages.children import FROM_CHILD, TO_CHILD
-from weightd_protocol.messages.data import RequestDescription, TensorSpec
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
+from weightd_protocol.messages.inference import RequestDescription, TensorSpec
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd_protocol.schema import FieldError, describe_value, label, max_record_items, plain
 from weightd_protocol.schema import decode as decode_fields
@@ -92,7 +92,7 @@ class Decoder(Generic[M]):
         self._max_cached = max_cached
         self._max_items_for = max_items_for
         [self._described_type] = [cls for cls in table.values() if cls in _DESCRIPTION_TYPES]
-        self._splitter = envelopes.SPLITTERS[self._described_type]
+        self._splitter = envelope_cache.SPLITTERS[self._described_type]
         self._id_field, self._split_envelope, _ = self._splitter
         # Descriptions by their bytes, and how many bytes these are in all.
         self._descriptions: Dict[bytes, Any] = {}
@@ -137,7 +137,7 @@ class Decoder(Generic[M]):
         if type(message) is self._described_type and len(frames[1]) <= _MAX_CACHED_DESCRIPTION_BYTES:
             if description is None:
                 self._cache_description(frames[1], cast(Any, message).description)
-            rest = envelopes.shared_rest(self._splitter, frames[0])
+            rest = envelope_cache.shared_rest(self._splitter, frames[0])
             if rest is not None and (frames[1], rest) not in self._envelopes:
                 fields = {**message.__dict__}
                 del fields[self._id_field]
@@ -170,7 +170,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
         LocalProtocolError: it is no message, a field has a value that the peer would refuse, or a frame is too long.
     """
     cls = message.__class__
-    writer = envelopes.WRITERS.get(cls)
+    writer = envelope_cache.WRITERS.get(cls)
     envelope = None if writer is None else writer(message)
     if envelope is not None:
         description = message.description
@@ -184,7 +184,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
     try:
         if envelope is None:
             envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
-            envelopes.remember_tail(envelope, message)
+            envelope_cache.remember_tail(envelope, message)
         frames = [envelope, _description_frame(message)] if cls in _DESCRIPTION_TYPES else [envelope]
     except FieldError as error:
         raise LocalProtocolError(f"{tag}: {error}") from None

@@ -9,7 +9,7 @@ import numpy as np
 
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.schema import label
 
 NUMPY_DTYPE: Dict[str, str] = {

@@ -28,8 +28,8 @@ import msgpack
 from testkit import users
 from weightd import Client, Pending, RequestError, WeightdError
 from weightd import session as client_session
-from weightd.core import ClientCore, PendingCall
-from weightd.core import PreparedCall as Asking
+from weightd.protocol_core import ClientCore, PendingCall
+from weightd.protocol_core import PreparedCall as Asking
 
 from .ledger import OK, WRONG, Incident, RequestAccounting, SentRequest
 from .material import POISONED, SampleRequest, load, poison

@@ -19,7 +19,7 @@ import zmq
 
 from weightd import Client
 from weightd_protocol.codec import encode
-from weightd_protocol.messages.data import Infer, RequestDescription, TensorSpec
+from weightd_protocol.messages.inference import Infer, RequestDescription, TensorSpec
 
 from .material import load
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from testkit.waiting import until
 from weightd import RequestError
-from weightd_daemon.children.forkservers import FORK_TIMEOUT_S
+from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S
 from weightd_protocol.messages.status import StatusResponse
 
 from . import material, verdict

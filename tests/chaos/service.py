@@ -39,7 +39,7 @@ _QUIET_S = 5.0
 _ROUTINE = re.compile(r"\S+ \S+ (INFO|DEBUG) ")
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd_worker", b"weightd_daemon.children.snapshotter", census.SHIM_MARK)
+_PROGRAMS = (b"weightd_worker", b"weightd_daemon.processes.snapshotter", census.SHIM_MARK)
 
 Table = Mapping[str, object]
 

@@ -20,7 +20,7 @@ import pytest
 from testkit import loads, users
 from testkit.service import Service
 from testkit.users import ALICE, BOB, CAROL, User
-from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 
 from . import material
 from .client import ClientPlan

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd_daemon.requests.blame.suspects import MAX_PEER_DEATHS
+from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
+from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
 from weightd_protocol.errors import ERRORS
 
 from . import cut

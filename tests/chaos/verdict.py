@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd_daemon.requests.blame.suspects import (
+from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
+from weightd_daemon.scheduling.fault_isolation.offenders import (
     MAX_PARTY_DEATHS,
     MAX_PEER_DEATHS,
     MAX_REFUSAL_S,

@@ -31,7 +31,7 @@ from weightd.address import parse_address
 from weightd.session import ClientSession
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ReadyResponse
-from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.inference import Cancel, Error, Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)

@@ -25,7 +25,7 @@ from weightd import AsyncClient, Client, InvalidArgument, NotCopyable, Retry, Un
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.control import ModelMetadata, ServerMetadata
-from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.inference import Cancel, Error, Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)

@@ -11,7 +11,7 @@ from testkit.fakedaemon import FakeDaemon, echo, silent
 from weightd import Client
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import Cancelled, Unavailable
-from weightd_protocol.messages.data import Cancel, Error, Infer
+from weightd_protocol.messages.inference import Cancel, Error, Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -19,11 +19,11 @@ import zmq
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, ClientClosed, DeadlineExceeded, InvalidArgument, ProtocolError, Unavailable
 from weightd.address import check_reachable, parse_address
-from weightd.core import ClientCore
+from weightd.protocol_core import ClientCore
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelReady, ReadyResponse
-from weightd_protocol.messages.data import Infer
+from weightd_protocol.messages.inference import Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -244,7 +244,7 @@ def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monk
         if len(looks) > 1:
             check_reachable(where)
 
-    monkeypatch.setattr("weightd.zeromq.addresses.check", there_at_the_first_look)
+    monkeypatch.setattr("weightd.transport_zmq.addresses.check", there_at_the_first_look)
     with pytest.raises(Unavailable, match="there is no socket"):
         Client(f"ipc://{directory}/d.sock", timeout=LIMIT_S)
 

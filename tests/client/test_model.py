@@ -15,7 +15,7 @@ from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, taking
 from weightd import AsyncClient, Client, DeadlineExceeded, InvalidArgument, NotFound
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata
-from weightd_protocol.messages.data import Error, Infer
+from weightd_protocol.messages.inference import Error, Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)

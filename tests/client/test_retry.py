@@ -18,7 +18,7 @@ from weightd import Client, ClientClosed, InvalidArgument, ResourceExhausted, Re
 from weightd.retry import MAX_ATTEMPTS, Attempts
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import ERRORS
-from weightd_protocol.messages.data import Error, Infer
+from weightd_protocol.messages.inference import Error, Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)

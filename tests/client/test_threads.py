@@ -13,8 +13,8 @@ import pytest
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
 from weightd.session import ClientSession
-from weightd.turns import Waiter
-from weightd_protocol.messages.data import Infer
+from weightd.reader_election import Waiter
+from weightd_protocol.messages.inference import Infer
 from weightd_protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from weightd_gateway.rest.reply import HttpError, HttpReply
+from weightd_gateway.http.responses import HttpError, HttpReply
 from weightd_ray import asgi
 from weightd_ray.asgi import AsgiRequest, Body, Message
 

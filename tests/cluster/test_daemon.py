@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd_ray import daemon, guard
+from weightd_ray import daemon, daemon_supervisor
 from weightd_ray.daemon import EmbeddedDaemon
 
 # Leaves itself alone as the guard does, and takes no notice of the end of its leash.
@@ -23,7 +23,7 @@ time.sleep(60)
 
 
 def test_a_guard_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "command", lambda _: [sys.executable, "-I", "-S", "-c", _STOPPED])
+    monkeypatch.setattr(daemon_supervisor, "command", lambda _: [sys.executable, "-I", "-S", "-c", _STOPPED])
     monkeypatch.setattr(daemon, "_END_S", 0.01)
 
     async def start_and_stop() -> None:

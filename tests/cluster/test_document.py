@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from weightd_protocol.schema import label
-from weightd_ray import cache, configuration
-from weightd_ray.arguments import Arguments, parse_arguments
-from weightd_common import tables
+from weightd_ray import model_cache, daemon_config
+from weightd_ray.options import Arguments, parse_arguments
+from weightd_common import toml_schema
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "cluster.md").read_text("utf-8")
@@ -20,13 +20,13 @@ EXAMPLE = (REPOSITORY / "examples" / "ray" / "serve.yaml").read_text("utf-8")
 def test_each_argument_is_there_and_no_other() -> None:
     table = PAGE.partition("## Arguments")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert named == [each.name for each in tables.table_keys(Arguments)]
+    assert named == [each.name for each in toml_schema.table_keys(Arguments)]
 
 
 def test_bounds_are_those_of_the_code() -> None:
     room = len("/rooms/") + 8
-    assert f"has at most {configuration.MAX_DIRECTORY_BYTES - room} bytes" in PAGE
-    assert cache.MAX_UNUSED == 4
+    assert f"has at most {daemon_config.MAX_DIRECTORY_BYTES - room} bytes" in PAGE
+    assert model_cache.MAX_UNUSED == 4
     assert "the last four are kept" in PAGE
 
 

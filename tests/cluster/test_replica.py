@@ -14,10 +14,10 @@ from testkit.fakedaemon import FakeDaemon, directory
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from weightd_protocol.messages.control import ModelReady, ReadyResponse
-from weightd_protocol.messages.data import Infer
+from weightd_protocol.messages.inference import Infer
 from weightd_protocol.messages.metrics import Metrics
 from weightd_protocol.messages.types import ClientMessage
-from weightd_ray.arguments import parse_arguments
+from weightd_ray.options import parse_arguments
 from weightd_ray.replica import Replica
 
 __all__ = ["directory"]

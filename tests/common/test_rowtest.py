@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_common.rowtest.bits import differing_rows
 from weightd_common.rowtest.rows import SPECIALS, SpecialFloats, TestRows, rows_with_special_values
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, address, client, daemon, directory
-from weightctl.command import main
+from weightctl.cli import main
 from weightd_protocol.codec import encode
-from weightd_protocol.messages.data import Error, InferResponse, ResponseDescription, TensorSpec
+from weightd_protocol.messages.inference import Error, InferResponse, ResponseDescription, TensorSpec
 from weightd_protocol.messages.status import ExecutionsStatus, ModelStatus, StatusResponse
 from weightd_protocol.messages.types import ClientMessage
 

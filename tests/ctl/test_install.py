@@ -11,8 +11,8 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 import pytest
 
-from weightctl import exits
-from weightctl.command import main
+from weightctl import exit_codes
+from weightctl.cli import main
 from weightctl.install import files, plan, program
 from weightctl.install.files import FileState
 
@@ -127,11 +127,11 @@ def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> Non
     assert tree(root) == left
     assert not (root / "usr/local/share/doc/weightd").exists()
     status, out, err = install("--remove")
-    assert (status, out.split("\n")[0].split()[0]) == (exits.ERROR, "kept")
+    assert (status, out.split("\n")[0].split()[0]) == (exit_codes.ERROR, "kept")
     assert "systemctl stop" in out
     assert "what is yours remains" in err
     (root / "etc/systemd/system/weightd.slice").unlink()
-    assert install("--remove")[0] == exits.OK
+    assert install("--remove")[0] == exit_codes.OK
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(files.InstallError, match=f"^{path}: No space left on device$") as caught:
         files.install(path, OURS + b"more\n")
-    assert caught.value.status == exits.CANNOT_WRITE
+    assert caught.value.status == exit_codes.CANNOT_WRITE
     assert path.read_bytes() == OURS
     assert tree(tmp_path) == ["x.service"]
 
@@ -253,7 +253,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
 
 def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root: Path, weightd: Path) -> None:
     status, out, err = install()
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert f"new        {root}/etc/systemd/system/weightd.service\n" in out
     assert {line.split()[0] for line in out.partition("\n\n")[0].splitlines()} == {"new"}
     assert f"ExecStart={weightd} serve" in (root / "etc/systemd/system/weightd.service").read_text()
@@ -285,7 +285,7 @@ def test_again_changes_what_is_another_and_keeps_what_is_the_operators(install: 
     }
     write(root, {UNIT: content.replace("ExecStart=", "ExecStart=/old"), **own})
     status, out, err = install("--dry-run")
-    assert status == exits.ERROR
+    assert status == exit_codes.ERROR
     assert "  systemctl try-restart weightd.service weightd-gateway.service\n" in out
     assert "install -D" not in out, "there is a configuration"
     assert f"weightctl: {root}/etc/systemd/system/weightd.slice was kept" in err
@@ -304,7 +304,7 @@ def test_the_gateway_is_enabled_where_it_has_a_configuration(install: Install, r
 def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:
     status, out, err = install("--dry-run")
     states = install.states("--dry-run")
-    assert (status, states[UNIT], {*states.values()}, root.exists()) == (exits.OK, "new", {"new"}, False)
+    assert (status, states[UNIT], {*states.values()}, root.exists()) == (exit_codes.OK, "new", {"new"}, False)
     assert "nothing was changed" in err
     assert install()[1] == out
     told = json.loads(install("--json")[1])
@@ -322,7 +322,7 @@ def test_without_permission(install: Install, root: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     status, out, err = install()
-    assert (status, out) == (exits.NO_PERMISSION, "")
+    assert (status, out) == (exit_codes.NO_PERMISSION, "")
     path = f"{root}/etc/systemd/system/weightd-gateway.service"
     assert err == f"PERMISSION_DENIED: {path}: Permission denied; run this as root, with sudo\n"
 
@@ -333,7 +333,7 @@ def test_without_room_for_the_manual(install: Install, root: Path, monkeypatch: 
 
     monkeypatch.setattr(program, "write_manual", full)
     status, out, err = install()
-    assert (status, out, root.exists()) == (exits.CANNOT_WRITE, "", False)
+    assert (status, out, root.exists()) == (exit_codes.CANNOT_WRITE, "", False)
     assert err == "INTERNAL: cannot prepare the files: [Errno 28] No space left on device: '/tmp/x'\n"
 
 
@@ -354,7 +354,7 @@ def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", str(weightd.with_name("python")))
     monkeypatch.setattr("sysconfig.get_path", {"scripts": str(weightd.parent)}.get)
     status, out, err = install()
-    assert (status, out) == (exits.UNAVAILABLE, "")
+    assert (status, out) == (exit_codes.UNAVAILABLE, "")
     assert err.startswith(f"UNAVAILABLE: there is no weightd in {weightd.parent}; the daemon needs Python 3.10")
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from testkit import looks
 from testkit.fakedaemon import FakeDaemon, silent
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import local_time
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import Unavailable
-from weightd_protocol.messages.journal import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
+from weightd_protocol.messages.events import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
 from weightd_protocol.messages.status import Status
 from weightd_protocol.messages.types import ClientMessage
 
@@ -74,16 +74,16 @@ def test_events_are_followed_over_a_restart(
     monkeypatch.setattr("weightctl.events.time.sleep", sleep)
     daemon.handle = happened(((OLD,), 0, 0))
     ran = ctl("events", "--follow", "--json")
-    assert ran.status == exits.INTERRUPTED
+    assert ran.status == exit_codes.INTERRUPTED
     assert [json.loads(line)["number"] for line in ran.out.splitlines()] == [5, 6]
     assert ran.err == "UNAVAILABLE: it restarts; it is asked again\n"
 
 
 def test_a_daemon_that_does_not_tell_what_has_happened(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = silent
-    assert ctl("events", "--timeout", "0.05").status == exits.UNAVAILABLE
+    assert ctl("events", "--timeout", "0.05").status == exit_codes.UNAVAILABLE
     daemon.handle = fails("PERMISSION_DENIED", "not you")
-    assert ctl("events") == (exits.ERROR, "", "PERMISSION_DENIED: not you\n")
+    assert ctl("events") == (exit_codes.ERROR, "", "PERMISSION_DENIED: not you\n")
 
 
 LOG = LogTail("m.1.w1", 1, 24_000, NOW, "first\n\x1b[2Jsecond\n")
@@ -120,7 +120,7 @@ def test_logs_of_a_process_that_does_not_exist_are_an_error_that_names_those_tha
 
     daemon.handle = tails
     ran = ctl("logs", "m", "--process", "w9", *more)
-    assert ran.status == exits.ERROR
+    assert ran.status == exit_codes.ERROR
     told = json.loads(ran.out)["error"]["text"] if more else ran.err.strip().partition("NOT_FOUND: ")[2]
     assert told == "no process 'w9' with a log; there are: m.1.holder, m.1.w1 and 3 more"
 
@@ -134,17 +134,17 @@ def test_events_about_an_unknown_model_are_an_error_that_names_those_that_exist(
         return list(happened(((), 0, 0))(message, frames))
 
     daemon.handle = handle
-    assert ctl("events", "resnte") == (exits.ERROR, "", "NOT_FOUND: no model 'resnte'; there are: resnet\n")
-    assert ctl("events", "resnet") == (exits.OK, "", "")
+    assert ctl("events", "resnte") == (exit_codes.ERROR, "", "NOT_FOUND: no model 'resnte'; there are: resnet\n")
+    assert ctl("events", "resnet") == (exit_codes.OK, "", "")
 
 
 def test_events_of_a_model_that_was_removed_are_shown(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = happened(((OLD,), 0, 0))
-    assert ctl("events", "m", "--since", "1h") == (exits.OK, "", "")
+    assert ctl("events", "m", "--since", "1h") == (exit_codes.OK, "", "")
 
 
 @pytest.mark.parametrize("arguments", ["logs m -n 0", "logs m -n x", "events --since 1w", "events -n 0"])
 def test_a_wrong_command_line(alone: Ctl, arguments: str) -> None:
     ran = alone(*arguments.split())
-    assert (ran.status, ran.out) == (exits.USAGE, "")
+    assert (ran.status, ran.out) == (exit_codes.USAGE, "")
     assert ", got '" in ran.err

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import zmq
 
-from weightctl import exits
-from weightd_common.keys import read_public, read_secret
+from weightctl import exit_codes
+from weightd_common.curve_keys import read_public, read_secret
 
 from .conftest import Ctl
 
@@ -32,7 +32,7 @@ def test_the_keys_are_a_pair_and_the_secret_one_is_nobody_elses(alone: Ctl) -> N
         ran = alone("keygen", "server", "alice")
     finally:
         os.umask(before)
-    assert (ran.status, ran.err) == (exits.OK, "")
+    assert (ran.status, ran.err) == (exit_codes.OK, "")
     for name in ("server", "alice"):
         secret, public = read_secret(Path(f"{name}.key")), read_public(Path(f"{name}.pub"))
         assert zmq.curve_public(secret.encode()).decode() == public
@@ -56,7 +56,7 @@ def test_no_file_is_overwritten_and_no_half_of_a_pair_is_left(alone: Ctl, there:
     for make in (lambda: Path(there).write_text("mine"), lambda: Path(there).symlink_to("b")):
         make()
         ran = alone("keygen", "a")
-        assert (ran.status, ran.out) == (exits.CANNOT_WRITE, "")
+        assert (ran.status, ran.out) == (exit_codes.CANNOT_WRITE, "")
         assert ran.err == f"INTERNAL: {there}: File exists\n"
         assert [*Path().iterdir()] == [Path(there)]
         Path(there).unlink()
@@ -69,14 +69,14 @@ def test_json(alone: Ctl) -> None:
 
 @pytest.mark.parametrize("name", ["none/a", "a\0b"])
 def test_where_nothing_can_be_written(alone: Ctl, name: str) -> None:
-    assert alone("keygen", name).status == exits.CANNOT_WRITE
+    assert alone("keygen", name).status == exit_codes.CANNOT_WRITE
 
 
 def test_without_curve_nothing_is_written(alone: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", mock.Mock(return_value=False))
     ran = alone("keygen")
     assert ran == (
-        exits.UNAVAILABLE,
+        exit_codes.UNAVAILABLE,
         "",
         "UNAVAILABLE: this ZeroMQ was built without CURVE; the wheels of pyzmq have it\n",
     )

@@ -7,8 +7,8 @@ from typing import Iterator, Tuple
 
 import pytest
 
-from weightctl import exits, manual
-from weightctl.command import parser
+from weightctl import exit_codes, manual
+from weightctl.cli import parser
 from weightd_common.manual.commands import Argument, read_parser
 
 WEIGHTCTL = read_parser(parser())
@@ -38,8 +38,8 @@ def test_each_argument_is_there_with_its_help() -> None:
 
 
 def test_each_exit_status_is_there() -> None:
-    statuses = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}
-    assert {*exits.MEANINGS} == statuses
+    statuses = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    assert {*exit_codes.MEANINGS} == statuses
     part = PAGE.partition('.SH "EXIT STATUS"')[2].partition(".SH")[0]
     assert {int(number) for number in re.findall(r"\\fB(\d+)\\fR", part)} == statuses
 

@@ -3,19 +3,19 @@ from __future__ import annotations
 import json
 
 from testkit.fakedaemon import FakeDaemon, silent
-from weightctl import exits
+from weightctl import exit_codes
 
 from .conftest import Ctl, fails
 
 
 def test_metrics_are_printed_as_text_or_as_they_came(ctl: Ctl, daemon: FakeDaemon) -> None:
     ran = ctl("metrics")
-    assert (ran.status, ran.err) == (exits.OK, "")
+    assert (ran.status, ran.err) == (exit_codes.OK, "")
     assert ran.out.startswith("# HELP weightd_build_info ")
     assert ran.out.endswith('weightd_build_info{version="9.9"} 1\n')
     ran = ctl("metrics", "--json")
     assert (json.loads(ran.out)["version"], ran.out[-1]) == ("9.9", "\n")
     daemon.handle = fails("UNAUTHENTICATED", "who are you")
-    assert ctl("metrics") == (exits.ERROR, "", "UNAUTHENTICATED: who are you\n")
+    assert ctl("metrics") == (exit_codes.ERROR, "", "UNAUTHENTICATED: who are you\n")
     daemon.handle = silent
-    assert ctl("--timeout", "0.2", "metrics").status == exits.UNAVAILABLE
+    assert ctl("--timeout", "0.2", "metrics").status == exit_codes.UNAVAILABLE

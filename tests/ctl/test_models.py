@@ -12,11 +12,11 @@ from typing import Any, List, Optional, Sequence
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, echo
-from weightctl import exits
-from weightctl.command import main
+from weightctl import exit_codes
+from weightctl.cli import main
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.status import ModelStatus, Status, StatusResponse
 from weightd_protocol.messages.types import ClientMessage
 
@@ -108,7 +108,7 @@ def test_what_it_says_to_copy_runs_as_it_is(
     ran = ctl("metadata", "one")
     _, command, program = parts(ran.out)
     assert command == f"weightctl --socket {daemon.address} predict one --random {more}".rstrip()
-    assert main(shlex.split(command)[1:]) == exits.OK
+    assert main(shlex.split(command)[1:]) == exit_codes.OK
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(program, {})
@@ -121,7 +121,7 @@ def test_what_it_says_to_copy_names_the_daemon_where_that_is_not_the_default(
     daemon.handle = Models(MASK)
     for variable, said in ((daemon.address, f" --socket {daemon.address}"), (None, "")):
         default(monkeypatch, daemon.address, variable)
-        assert main(["--tenant", "a b", "metadata", "one"]) == exits.OK
+        assert main(["--tenant", "a b", "metadata", "one"]) == exit_codes.OK
         head, command, program = parts(capsys.readouterr().out)
         assert head == "one: fake\n  inputs\n    mask  BOOL  [2]\n  outputs\n    y  FP32  [-1, 10]"
         assert command == f"weightctl{said} --tenant 'a b' predict one --random"

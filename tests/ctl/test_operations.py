@@ -11,7 +11,7 @@ import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo, silent
 from weightd import Client
-from weightctl import exits
+from weightctl import exit_codes
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import ResourceExhausted
 from weightd_protocol.messages.control import (
@@ -57,9 +57,9 @@ def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: Fa
     new.touch()
     daemon.handle = updates(str(new))
     back = "  a start that has to load it anew goes back to /models/m.onnx: so says the configuration\n"
-    assert ctl("update", "m", str(new)) == (exits.OK, f"m: generation 3 took over, {new}\n{back}", "")
+    assert ctl("update", "m", str(new)) == (exit_codes.OK, f"m: generation 3 took over, {new}\n{back}", "")
     daemon.handle = updates("/models/m.onnx")
-    assert ctl("update", "m", "--rollback") == (exits.OK, "m: generation 3 took over, /models/m.onnx\n", "")
+    assert ctl("update", "m", "--rollback") == (exit_codes.OK, "m: generation 3 took over, /models/m.onnx\n", "")
     told = {"model_name": "m", "generations": [3], "weights": ""}
     told.update(path="/models/m.onnx", configured="/models/m.onnx")
     assert json.loads(ctl("--json", "update", "m", "--rollback").out) == told
@@ -76,7 +76,7 @@ def test_weights_that_are_no_npz_are_not_even_sent(
     file = tmp_path / "new.onnx"
     file.write_bytes(content)
     ran = ctl("update-weights", "m", str(file))
-    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
     assert f"{file}: expected an .npz of arrays, as numpy.savez writes it" in ran.err
     assert daemon.seen.empty()
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_not_there_is_not_even_asked_for(
 ) -> None:
     daemon.handle = updates("/models/m.onnx")
     ran = ctl(verb, "m", str(tmp_path))
-    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
     assert str(tmp_path) in ran.err
     assert daemon.seen.empty()
 
@@ -98,17 +98,17 @@ def test_of_the_files_of_ranks_the_first_one_has_to_be_there(ctl: Ctl, daemon: F
     ran = ctl("update", "m", path)
     assert ran.err.endswith(f"{tmp_path}/rank0.onnx: no such file\n")
     (tmp_path / "rank0.onnx").touch()
-    assert ctl("update", "m", path).status == exits.OK
+    assert ctl("update", "m", path).status == exit_codes.OK
 
 
 def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Update) else echo(message, tensors)
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
     text = "m: not over within 0.3 s, and goes on; weightctl status m shows how it stands"
-    assert ran == (exits.NOT_YET, "", f"DEADLINE_EXCEEDED: {text}\n")
+    assert ran == (exit_codes.NOT_YET, "", f"DEADLINE_EXCEEDED: {text}\n")
     daemon.handle = silent
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
-    assert ran.status == exits.UNAVAILABLE
+    assert ran.status == exit_codes.UNAVAILABLE
     assert "the daemon does not answer" in ran.err
 
 
@@ -117,20 +117,20 @@ def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answe
 
 def test_health(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = operates
-    assert ctl("health") == (exits.OK, "ready\n", "")
-    assert ctl("health", "m") == (exits.NOT_YET, "not ready: m: attaching\n", "")
+    assert ctl("health") == (exit_codes.OK, "ready\n", "")
+    assert ctl("health", "m") == (exit_codes.NOT_YET, "not ready: m: attaching\n", "")
     ran = ctl("--json", "health", "m")
     assert json.loads(ran.out) == {"model_name": "m", "ready": False, "reason": "m: attaching"}
-    assert ran.status == exits.NOT_YET
+    assert ran.status == exit_codes.NOT_YET
     daemon.handle = silent
-    assert ctl("--timeout", "0.2", "health").status == exits.UNAVAILABLE
+    assert ctl("--timeout", "0.2", "health").status == exit_codes.UNAVAILABLE
     daemon.handle = fails("NOT_FOUND", "no model 'm'")
-    assert ctl("health", "m") == (exits.ERROR, "", "NOT_FOUND: no model 'm'\n")
+    assert ctl("health", "m") == (exit_codes.ERROR, "", "NOT_FOUND: no model 'm'\n")
 
 
 def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = operates
-    assert ctl("reload") == (exits.OK, "added: a, b\nchanged: c\n", "")
+    assert ctl("reload") == (exit_codes.OK, "added: a, b\nchanged: c\n", "")
     assert json.loads(ctl("--json", "reload").out) == {
         "added": ["a", "b"],
         "changed": ["c"],
@@ -140,11 +140,11 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, _: [encode(ReloadResponse(message.id, (), (), ()))]
     assert ctl("reload").out == "no model changes\n"
     daemon.handle = fails("INVALID_ARGUMENT", "weightd.toml: not TOML")
-    assert ctl("reload") == (exits.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")
+    assert ctl("reload") == (exit_codes.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")
 
 
 @pytest.mark.parametrize("verb", ["reload", "update m --rollback"])
 def test_a_refusal_to_be_operated_over_zeromq_says_what_to_do(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
     daemon.handle = fails("PERMISSION_DENIED", "may not")
     hint = "weightctl has come over ZeroMQ; --socket unix:///PATH takes the unix socket"
-    assert ctl(*verb.split()) == (exits.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")
+    assert ctl(*verb.split()) == (exit_codes.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")

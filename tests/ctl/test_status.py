@@ -7,9 +7,9 @@ from typing import Any, List, Optional
 import pytest
 
 from weightd import NotFound
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.status.render import as_json, render
-from weightctl.status.verb import exit_status, filter_model, pss_total
+from weightctl.status.command import exit_status, filter_model, pss_total
 from weightctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.status import (
@@ -217,7 +217,7 @@ def test_a_tenant_that_sees_itself_alone_is_shown_no_process_and_no_memory() -> 
         "",
         "only this tenant's own requests are shown: it may not see the status of others",
     ]
-    assert exit_status(own) == exits.OK
+    assert exit_status(own) == exit_codes.OK
 
 
 def test_tenants_are_in_the_json() -> None:
@@ -305,11 +305,11 @@ def test_one_model_of_several() -> None:
 @pytest.mark.parametrize(
     ("models", "status"),
     [
-        ([], exits.OK),
-        ([DIGITS, DIGITS], exits.OK),
-        ([DIGITS, LOADING], exits.NOT_YET),
-        ([DIGITS, LOADING, FAILED], exits.ERROR),
-        ([replace(DIGITS, state="draining")], exits.NOT_YET),
+        ([], exit_codes.OK),
+        ([DIGITS, DIGITS], exit_codes.OK),
+        ([DIGITS, LOADING], exit_codes.NOT_YET),
+        ([DIGITS, LOADING, FAILED], exit_codes.ERROR),
+        ([replace(DIGITS, state="draining")], exit_codes.NOT_YET),
     ],
 )
 def test_the_exit_status_is_that_of_the_worst_model(models: List[ModelStatus], status: int) -> None:

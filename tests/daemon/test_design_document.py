@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from weightd_daemon.generations.states import ATTACH_TRANSITIONS, CHILD_TRANSITIONS, GENERATION_TRANSITIONS, diagram
-from weightd_daemon.models.stage import DEPLOYMENT_TRANSITIONS
-from weightd_daemon.models.standing import MODEL_PHASE_TRANSITIONS
+from weightd_daemon.models.deployment_state import DEPLOYMENT_TRANSITIONS
+from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS
 
 _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 _TABLES = {

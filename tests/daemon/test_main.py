@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from testkit import interrupting, mindir
-from weightd_daemon import __main__, exits
+from weightd_daemon import __main__, exit_codes
 
 PROGRAM = interrupting.PROGRAM.format(module="weightd_daemon.__main__")
 
@@ -30,7 +30,7 @@ def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (exits.CONFIG, "")
+    assert (done.returncode, done.stdout) == (exit_codes.CONFIG, "")
     assert done.stderr.startswith("weightd: the daemon needs Python 3.10 or later, and ")
     assert f"{python} is 3.7: " in done.stderr
     assert done.stderr.count("\n") == 1
@@ -54,7 +54,7 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
     monkeypatch.setattr(sys, "argv", ["weightd", *arguments])
     # Whoever runs the tests as PID 1 has them run on in this process.
     monkeypatch.setattr("weightd_common.init.serve_as_init", lambda: None)
-    with mock.patch("weightd_daemon.gate.zygote.fork") as fork, mock.patch("weightd_daemon.command.main") as main:
+    with mock.patch("weightd_daemon.zmq_proxy.zygote.fork") as fork, mock.patch("weightd_daemon.cli.main") as main:
         __main__.main()
     assert fork.called == forks
     main.assert_called_once_with(zygote=fork.return_value if forks else None)

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from weightd_daemon import exits
-from weightd_daemon.command import parser
+from weightd_daemon import exit_codes
+from weightd_daemon.cli import parser
 from weightd_daemon.config import identities, listeners
 from weightd_daemon.config import load as config
 from weightd_common.manual.commands import read_parser
@@ -33,7 +33,7 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def test_each_exit_status_is_there() -> None:
-    assert [int(row[0]) for row in rows("Exit statuses")] == sorted(exits.MEANINGS)
+    assert [int(row[0]) for row in rows("Exit statuses")] == sorted(exit_codes.MEANINGS)
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))

@@ -10,21 +10,21 @@ from unittest import mock
 
 import pytest
 
-from weightd_daemon.children.files import GenerationFiles
+from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.load import Config
-from weightd_daemon.continuity import handover
-from weightd_daemon.continuity.config_file import ConfigFile
-from weightd_daemon.continuity.reading import read_file
-from weightd_daemon.continuity.service import ServiceManager
-from weightd_daemon.models.budget import DeviceBudget
-from weightd_daemon.models.fleet import ConfigDiff
-from weightd_daemon.observe.memory import MemorySampler
-from weightd_daemon.requests.signature import MetadataRequest
+from weightd_daemon.handover import state
+from weightd_daemon.handover.config_file import ConfigFile
+from weightd_daemon.handover.config_reader import read_file
+from weightd_daemon.handover.systemd_manager import ServiceManager
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.registry import ConfigDiff
+from weightd_daemon.observability.memory import MemorySampler
+from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.server import Server
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd_protocol.messages.journal import Events, Logs, LogsResponse
+from weightd_protocol.messages.events import Events, Logs, LogsResponse
 from weightd_protocol.messages.status import StatusResponse
 
 
@@ -128,7 +128,7 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
     managed._backend = SimpleNamespace(take_changed=lambda: True)
     managed._frontend = SimpleNamespace(tell_recorded=lambda: done.append("told"))
     managed._keeping = SimpleNamespace(handover=None)
-    monkeypatch.setattr(handover, "write", write)
+    monkeypatch.setattr(state, "write", write)
     managed._look()
     assert done == ["recorded", "told"]
 

@@ -22,7 +22,7 @@ from testkit.waiting import until
 from weightd import Client
 from weightd_protocol import limits
 from weightd_protocol.codec import decode
-from weightd_protocol.messages.data import Error, InferResponse
+from weightd_protocol.messages.inference import Error, InferResponse
 from weightd_protocol.messages.types import TO_CLIENT
 
 from .support import BareEngine, SampleRequest, Zoo, ask_all, pairs

@@ -15,7 +15,7 @@ from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
 from weightd_protocol.messages.status import ProcessStatus
-from weightd_common.cores import format_cpulist
+from weightd_common.cpulist import format_cpulist
 
 from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Load, SampleRequest, model_status, ready_workers
 

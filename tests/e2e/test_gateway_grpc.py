@@ -27,7 +27,7 @@ from testkit import models
 from testkit.gatewayprocess import GatewayProcess
 from testkit.service import Service
 from testkit.waiting import until
-from weightd_gateway.arrays import DTYPES
+from weightd_gateway.tensors import DTYPES
 
 from .support import ONE_ENGINE, assert_same, model_status
 

@@ -34,7 +34,7 @@ from testkit.gatewayprocess import GatewayProcess
 from testkit.service import Service
 from testkit.waiting import until
 from weightd import InvalidArgument
-from weightd_gateway.arrays import DTYPES
+from weightd_gateway.tensors import DTYPES
 
 from .support import ONE_ENGINE
 

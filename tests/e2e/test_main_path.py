@@ -15,7 +15,7 @@ from testkit import memory
 from testkit.service import Service
 from testkit.waiting import until
 from weightd import AsyncClient, Client
-from weightd_daemon.host import cgroup
+from weightd_daemon.platform import cgroup
 from weightd_protocol.messages.status import MemoryLimit
 from weightd_protocol.version import VERSION
 

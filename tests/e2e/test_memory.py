@@ -18,7 +18,7 @@ from testkit.loads import SharedMemoryPeer
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd import Client, DeadlineExceeded, Unavailable
-from weightd_protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
+from weightd_protocol.messages.inference import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd_common import memfd
 

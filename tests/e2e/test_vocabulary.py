@@ -21,12 +21,12 @@ import zmq
 
 from testkit import models
 from testkit.service import Service
-from weightctl.command import parser as ctl_parser
-from weightd_daemon.command import parser
+from weightctl.cli import parser as ctl_parser
+from weightd_daemon.cli import parser
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import FrameReader
-from weightd_protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
@@ -40,8 +40,8 @@ from weightd_protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd_protocol.messages.data import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
-from weightd_protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
+from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
 from weightd_protocol.messages.metrics import Metrics, MetricsResponse
 from weightd_protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd_protocol.messages.status import Status, StatusResponse

@@ -15,10 +15,10 @@ from targets import decoder
 from targets.decoder import TABLES, Refusal
 from weightd_daemon.config import load as product_config
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.gate.zmtp import ZmtpConnection
+from weightd_daemon.zmq_proxy.zmtp import ZmtpConnection
 from weightd_protocol import codec
 from weightd_protocol.framing import FrameReader, Message
-from weightd_protocol.messages.data import RequestDescription
+from weightd_protocol.messages.inference import RequestDescription
 from weightd_worker.pagesharing import store as product_store
 from weightd_worker.pagesharing.store import OpenStore
 

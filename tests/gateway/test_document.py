@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-from weightd_gateway import arrays
-from weightd_gateway.codes import STATUSES
+from weightd_gateway import tensors
+from weightd_gateway.error_codes import STATUSES
 from weightd_gateway.config.load import parse
-from weightd_gateway.config.table import GatewayConfig
-from weightd_gateway.rest import api, form
-from weightd_gateway.rest.routes import Operation, parse_route
-from weightd_common import tables
-from weightd_common.tables import ErrorCollector
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.http import app, infer_json
+from weightd_gateway.http.routes import Operation, parse_route
+from weightd_common import toml_schema
+from weightd_common.toml_schema import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,7 +47,7 @@ def test_each_code_is_there_with_its_status() -> None:
 
 
 def test_the_bounds_are_those_of_the_configuration() -> None:
-    defaults = {field.name: field.default for field in tables.table_keys(GatewayConfig)}
+    defaults = {field.name: field.default for field in toml_schema.table_keys(GatewayConfig)}
     for key, by_default, _ in rows("Bounds"):
         number = int(re.sub(r"\D.*", "", by_default.replace(",", "")))
         unit = {"MiB": 2**20, "GiB": 2**30}.get(by_default.split()[1], 1)
@@ -57,9 +57,9 @@ def test_the_bounds_are_those_of_the_configuration() -> None:
 def test_so_are_those_of_no_configuration() -> None:
     text = " ".join(TEXT.split())
     for sentence in (
-        f"JSON of more than {form.MAX_JSON_BYTES >> 20} MiB, of more than {arrays.MAX_VALUES:,} values",
-        f"or of more than {form.MAX_KEYS:,} keys of maps",
-        f"429 where {api.MAX_PROBES} wait for that already",
+        f"JSON of more than {infer_json.MAX_JSON_BYTES >> 20} MiB, of more than {tensors.MAX_VALUES:,} values",
+        f"or of more than {infer_json.MAX_KEYS:,} keys of maps",
+        f"429 where {app.MAX_PROBES} wait for that already",
     ):
         assert sentence in text
 

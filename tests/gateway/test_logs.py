@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from weightd_gateway.logs import log_failure
-from weightd_gateway.rpc.calls import Context, report_errors
+from weightd_gateway.grpc.handlers import Context, report_errors
 
 LOG = logging.getLogger("weightd_gateway.test")
 

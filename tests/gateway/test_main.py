@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd_gateway.__main__ import main
+from weightd_gateway.cli import main
 from weightd_gateway.server import GatewayServer
 
 ANYBODY = "[gateway]\nanonymous = '-'\n"
@@ -50,7 +50,7 @@ def test_an_extra_that_is_missing(
         raise AssertionError
 
     monkeypatch.setattr(GatewayServer, "run", run)
-    monkeypatch.setitem(sys.modules, "weightd_gateway.rest.front", None)
+    monkeypatch.setitem(sys.modules, "weightd_gateway.http.server", None)
     assert main([str(config)]) == 78
     assert "pip install 'weightd[gateway]'" in capsys.readouterr().err
 

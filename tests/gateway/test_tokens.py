@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_gateway.callers import Caller
+from weightd_gateway.auth import Caller
 from weightd_gateway.tokens import TokenFileError, parse_tokens, read_tokens
 
 ONE = hashlib.sha256(b"one").hexdigest()

@@ -18,9 +18,9 @@ import zmq
 from weightd_protocol import codec, limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages.children import TO_CHILD, Predict
+from weightd_protocol.messages.worker import TO_CHILD, Predict
 from weightd_protocol.messages.control import ReadyResponse
-from weightd_protocol.messages.data import (
+from weightd_protocol.messages.inference import (
     Error,
     Infer,
     InferResponse,

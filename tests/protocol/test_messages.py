@@ -21,9 +21,9 @@ from hypothesis.strategies import SearchStrategy
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
-from weightd_protocol.messages import children as worker_messages
-from weightd_protocol.messages import data as messages
+from weightd_protocol.messages import accounts, control, worker_common, events, metrics, ranks, regions, status
+from weightd_protocol.messages import worker as worker_messages
+from weightd_protocol.messages import inference as messages
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd_protocol.schema import describe_fields
 
@@ -39,7 +39,7 @@ TABLES: Sequence[Mapping[str, Type[Any]]] = (
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, journal, metrics, accounts, findings, ranks, worker_messages)
+    for module in (messages, regions, control, status, events, metrics, accounts, worker_common, ranks, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from weightd_protocol import limits, preview, schema
 from weightd_protocol.codec import decode, encode, heading, max_request_items
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.children import FROM_CHILD, Built, TryingSelfTest
+from weightd_protocol.messages.worker import FROM_CHILD, Built, TryingSelfTest
 from weightd_protocol.messages.control import ModelMetadata
-from weightd_protocol.messages.data import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.findings import SelfTestCases
+from weightd_protocol.messages.inference import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd_protocol.messages.types import FROM_CLIENT
 

@@ -32,13 +32,13 @@ def test_each_request_is_answered_once_and_right_whatever_happens_to_nodes(
         crowd.wait(100)
 
         three.run(three.application("m", a, num_replicas=3))
-        assert len(three.pids("weightd_ray.guard")) == 3
+        assert len(three.pids("weightd_ray.daemon_supervisor")) == 3
         crowd.wait(100)
 
         killed = three.workers[-1]
         three.kill(killed)
         # Its guard and its daemon are nobody's children there: they end by themselves, and leave nothing.
-        until(lambda: len(three.pids("weightd_ray.guard")) == 2, "the guard of the killed node ends")
+        until(lambda: len(three.pids("weightd_ray.daemon_supervisor")) == 2, "the guard of the killed node ends")
         until(lambda: len(list((three.base / "rooms").glob("*"))) == 2, "its files are gone")
         crowd.wait(100)
 
@@ -52,7 +52,7 @@ def test_each_request_is_answered_once_and_right_whatever_happens_to_nodes(
         crowd.wait(100)
 
         three.run(three.application("m", b, num_replicas=1))
-        until(lambda: len(three.pids("weightd_ray.guard")) == 1, "the others leave nothing")
+        until(lambda: len(three.pids("weightd_ray.daemon_supervisor")) == 1, "the others leave nothing")
         crowd.wait(100)
     print(crowd.books.sent, crowd.books.outcomes)
     crowd.books.check()
@@ -70,7 +70,7 @@ def test_replicas_come_and_go_with_the_load(three: Nodes, zoo: Path, questions: 
     # One client has one request at most, fewer than a replica is meant to have: those that go answer what they have.
     with LoadClients(three.http, path, questions, count=1) as few:
         until(lambda: three.running("m") == 1, "the load is that of one replica", 120)
-        until(lambda: len(three.pids("weightd_ray.guard")) == 1, "the others leave nothing")
+        until(lambda: len(three.pids("weightd_ray.daemon_supervisor")) == 1, "the others leave nothing")
         few.wait(20)
     for crowd in (many, few):
         print(crowd.books.sent, crowd.books.outcomes)

@@ -14,20 +14,20 @@ from typing import IO
 import pytest
 
 from testkit.waiting import until
-from weightd_ray import guard
-from weightd_ray.rooms import work_dir
+from weightd_ray import daemon_supervisor
+from weightd_ray.work_dirs import work_dir
 
 
 class Started:
     """A guard as a replica starts it, with a daemon that has nothing to serve: its model is no file."""
 
     def __init__(self, base: Path) -> None:
-        process = subprocess.Popen(guard.supervisor_command(base), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(daemon_supervisor.supervisor_command(base), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
         self.leash: IO[bytes] = process.stdin
         self.reports: IO[bytes] = process.stdout
-        self.leash.write(guard.encode_order({"m": {"path": str(base / "none.onnx")}}))
+        self.leash.write(daemon_supervisor.encode_order({"m": {"path": str(base / "none.onnx")}}))
         self.leash.flush()
         process.wait()
         found = json.loads(self.reports.readline())

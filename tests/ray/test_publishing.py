@@ -19,7 +19,7 @@ from ray import serve
 from testkit import models
 from testkit.raynodes import Nodes
 from weightd_protocol.errors import NotFound, Unavailable
-from weightd_ray import publish, publishing, unpublish
+from weightd_ray import publish, model_store, unpublish
 from weightd_common.modelfile import ModelFileError, digest
 
 from .asking import SampleRequests, ask, output
@@ -77,7 +77,7 @@ def test_a_file_that_changes_while_it_is_published_is_told(
         return found
 
     # It would be published by the name of what it was, and no replica would take it.
-    monkeypatch.setattr(publishing, "digest", digest_before)
+    monkeypatch.setattr(model_store, "digest", digest_before)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
         publish(path)
 
@@ -86,13 +86,13 @@ def test_a_publication_that_is_lost_on_the_way_is_told(
     one: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del one
-    put = getattr(publishing, "_put")  # noqa: B009 - its shelf is nobody else's to kill
+    put = getattr(model_store, "_put")  # noqa: B009 - its shelf is nobody else's to kill
 
     def put_on_none(shelf: Any, *more: Any) -> None:
         ray.kill(shelf)
         put(shelf, *more)
 
-    monkeypatch.setattr(publishing, "_put", put_on_none)
+    monkeypatch.setattr(model_store, "_put", put_on_none)
     with pytest.raises(Unavailable, match="put there: Actor"):
         publish(models.tiny(tmp_path / "z.onnx", seed=9))
 

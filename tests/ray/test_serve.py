@@ -235,7 +235,7 @@ def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: SampleRe
     (replica,) = app.replicas("m")
     os.kill(replica, signal.SIGKILL)
     until(lambda: not room.exists(), "its files are gone")
-    until(lambda: guard not in app.pids("weightd_ray.guard"), "its guard ends")
+    until(lambda: guard not in app.pids("weightd_ray.daemon_supervisor"), "its guard ends")
     until(lambda: ask(app.http, "/m/v2/models/a/infer", questions.bodies[4]).status == 200, "another serves", 60)
 
 

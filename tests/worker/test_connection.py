@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.messages.children import FROM_CHILD, ChildMessage, Forked, Reconnected
-from weightd_common import monitor
+from weightd_protocol.messages.worker import FROM_CHILD, ChildMessage, Forked, Reconnected
+from weightd_common import zmq_monitor
 from weightd_common.stream import Stream
 from weightd_worker.connection import WorkerConnection
 
@@ -51,7 +51,7 @@ class Ends:
         self._connected = self._daemon.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._daemon.bind(self._address)
         assert self._connected.poll(LIMIT_MS)
-        monitor.receive(self._connected)
+        zmq_monitor.receive(self._connected)
 
     def accept(self) -> Stream:
         """Hear that the worker is back; return the lane that it has connected before: the last one."""

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import zmq
 
-from weightd_protocol.messages.children import Attach, Attached, Build, Built, Hello, ProcessFailed, TrimStore
+from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Hello, ProcessFailed, TrimStore
 from weightd_protocol.version import VERSION
-from weightd_worker import exits
+from weightd_worker import exit_codes
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -82,7 +82,7 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
         x = (np.arange(size * 1024) % 7 - 3).astype(np.float32).reshape(size, 1024)
         daemon.ask("w", size, x=x)
         assert np.array_equal(daemon.answer("w", size), x @ weights)
-    assert [daemon.stop("w"), daemon.stop("h")] == [exits.OK, exits.OK]
+    assert [daemon.stop("w"), daemon.stop("h")] == [exit_codes.OK, exit_codes.OK]
     assert "WARNING weightd_worker: the page store's cold pages stay in memory: " in daemon.log("h")
     assert "KeyboardInterrupt" not in daemon.log("h") + daemon.log("w")
 
@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_p
     daemon.start("h", tmp_path / "none.onnx")
     broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{tmp_path}/none.onnx: ")
-    assert daemon.stop("h") == exits.CANNOT_BUILD
+    assert daemon.stop("h") == exit_codes.CANNOT_BUILD
 
 
 @pytest.mark.skipif(importlib.util.find_spec(OTHER) is not None, reason="this interpreter has both engines")
@@ -150,7 +150,7 @@ def test_an_engine_that_this_interpreter_has_not_is_told_with_a_hint(daemon: Dae
     daemon.start("h", tmp_path, engine=OTHER)
     broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
-    assert daemon.stop("h") == exits.NO_ENGINE
+    assert daemon.stop("h") == exit_codes.NO_ENGINE
     assert "Traceback" not in daemon.log("h")
 
 
@@ -162,7 +162,7 @@ def test_an_engine_whose_import_fails_in_any_way_is_told(
     daemon.start("h", tmp_path)
     broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason == f"{sys.executable}: numpy.ndarray size changed"
-    assert daemon.stop("h") == exits.NO_ENGINE
+    assert daemon.stop("h") == exit_codes.NO_ENGINE
     assert "Traceback" in daemon.log("h")
 
 
@@ -170,7 +170,7 @@ def test_an_order_that_breaks_the_protocol_ends_it_with_a_traceback(daemon: Daem
     daemon.start("h", model("relu"))
     daemon.hear("h", Hello)
     daemon.socket.send_multipart([b"h", b"\xc1"])
-    assert daemon.children["h"].wait(30) == exits.FAILED
+    assert daemon.children["h"].wait(30) == exit_codes.FAILED
     assert "RemoteProtocolError" in daemon.log("h")
 
 

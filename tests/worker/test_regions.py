@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from weightd_protocol.errors import Internal, InvalidArgument
-from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import frame_of, from_frame, to_wire
 from weightd_common import memfd
 from weightd_worker import regions as module

@@ -19,7 +19,7 @@ from testkit.script import PAUSE, Script
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     FROM_CHILD,
     Allow,
     Allowed,
@@ -47,20 +47,20 @@ from weightd_protocol.messages.children import (
     TryingSelfTest,
     UnmapRegion,
 )
-from weightd_protocol.messages.data import RequestDescription, TensorSignature
-from weightd_protocol.messages.findings import DeviceMemory, RowSupport
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
 from weightd_common import memfd
-from weightd_worker import exits, life, nativelog, predictor
+from weightd_worker import exit_codes, session_base, nativelog, predictor
 from weightd_worker import session as session_module
-from weightd_worker.batching import trials
-from weightd_worker.canary import canary
+from weightd_worker.batching import shadow_check
+from weightd_worker.selftest import selftest
 from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd_worker.engines.errors import AttachRefused, BuildError, ModelCorrupted, NotRun, OutOfDeviceMemory
 from weightd_worker.engines.sharing import SharedWeights
-from weightd_worker.forking.forker import InheritedModel, ReportForked
+from weightd_worker.forking.fork import InheritedModel, ReportForked
 from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
 
 M = TypeVar("M")
@@ -160,7 +160,7 @@ def array_of(socket: Script, result: Result) -> Any:
 
 def test_it_says_what_it_is_and_stops_when_told() -> None:
     status, socket = play(fake(), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     hello = only(Hello, socket)
     assert (hello.pid, hello.sha256, hello.traits) == ("4711", SHA256, FakeEngine.traits)
     assert (hello.versions["weightd"], hello.versions["fake"]) == (VERSION, "1.2")
@@ -170,7 +170,7 @@ def test_it_says_what_it_is_and_stops_when_told() -> None:
 def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     engine = fake()
     status, socket = play(engine, BUILD, STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     predicts = ["predict"] * 2  # sizes 1 and 2
     export = ["give back", "export /s/store"]
     assert engine.done == ["build /m/model 11,12", *predicts, *predicts, *export, *predicts, "give back", "discard"]
@@ -178,16 +178,16 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     assert (built.handle, built.shared_bytes, built.note, built.device) == ("7", 1000, "half of it", CARD)
     assert built.inputs == SIGNATURE.inputs
     assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew nothing of it
-    assert (built.selftest_cases, built.selftest_digest) == (CASES, canary.run(engine, CASES).digest)
+    assert (built.selftest_cases, built.selftest_digest) == (CASES, selftest.run(engine, CASES).digest)
 
 
 def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
     engine = fake()
     status, socket = play(engine, ATTACH, STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     predicts = ["predict"] * 2
     assert engine.done == ["build /m/model  7", *predicts, "give back", "attach 7", *predicts, "give back"]
-    digest = canary.run(engine, CASES).digest
+    digest = selftest.run(engine, CASES).digest
     assert only(Attached, socket) == Attached(digest, 900, "less", CARD)
 
 
@@ -207,13 +207,13 @@ def test_a_model_without_a_canary_says_so() -> None:
     status, socket = play(worker, encode(Attach("7", ())), predict(1), STOP)
     assert (only(Attached, socket).selftest_digest, worker.done.count("predict")) == ("", 1)
     # It is not held against a worker that it cannot prove itself.
-    assert (status, only(Failed, socket).is_exiting) == (exits.OK, False)
+    assert (status, only(Failed, socket).is_exiting) == (exit_codes.OK, False)
 
 
 def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
     engine = fake(sequence(ZEROS, ZEROS, ModelCorrupted("2"), ZEROS))
     status, socket = play(engine, BUILD, STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert only(Built, socket).selftest_cases == CASES[:1]
     build, export = "build /m/model 11,12", "export /s/store"
     assert engine.done == [build, *["predict"] * 3, build, "give back", export, "predict", "give back", "discard"]
@@ -226,7 +226,7 @@ def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
             return True
 
     engine, socket = fake(), Deaf(BUILD, STOP)
-    assert session(socket, engine).run(SHA256) == exits.CANNOT_BUILD
+    assert session(socket, engine).run(SHA256) == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, TryingSelfTest, ProcessFailed]
     assert "predict" not in engine.done
 
@@ -265,7 +265,7 @@ def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Pa
 
 def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:
     status, socket = play(fake(sequence(*[ZEROS] * 5, ONES)), BUILD, STOP)
-    assert status == exits.CANNOT_BUILD
+    assert status == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, ProcessFailed]
     assert only(ProcessFailed, socket).reason == "the canary's answer changed when the weights were shared"
 
@@ -276,12 +276,12 @@ def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None
 @pytest.mark.parametrize(
     ("error", "cause", "expected", "no_room"),
     [
-        (BuildError("no such op"), "no such op", exits.CANNOT_BUILD, False),
-        (OutOfDeviceMemory("the card is full"), "the card is full", exits.CANNOT_BUILD, True),
-        (ModelCorrupted("the canary died"), "the canary died", exits.CANNOT_BUILD, False),
-        (MemoryError(), "MemoryError: ", exits.FAILED, False),
+        (BuildError("no such op"), "no such op", exit_codes.CANNOT_BUILD, False),
+        (OutOfDeviceMemory("the card is full"), "the card is full", exit_codes.CANNOT_BUILD, True),
+        (ModelCorrupted("the canary died"), "the canary died", exit_codes.CANNOT_BUILD, False),
+        (MemoryError(), "MemoryError: ", exit_codes.FAILED, False),
         # What is longer than the wire takes is clipped.
-        (BuildError("x" * 10_000), clip("x" * 10_000), exits.CANNOT_BUILD, False),
+        (BuildError("x" * 10_000), clip("x" * 10_000), exit_codes.CANNOT_BUILD, False),
     ],
 )
 def test_what_cannot_be_built_is_told_and_waits_for_stop(
@@ -304,7 +304,7 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
 )
 def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: ModelSignature, cause: str) -> None:
     status, socket = play(FakeEngine(lambda _: {}, signature), BUILD, STOP)
-    assert status == exits.CANNOT_BUILD
+    assert status == exit_codes.CANNOT_BUILD
     assert cause in only(ProcessFailed, socket).reason
 
 
@@ -318,7 +318,7 @@ def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
 def test_further_processes_are_let_in_or_the_reason_is_told(refusal: str) -> None:
     engine = fake(fails={"allow": AttachRefused(refusal)} if refusal else None)
     status, socket = play(engine, BUILD, encode(Allow(("13", "14"))), encode(TrimStore()), STOP)
-    assert (status, engine.done[-2:]) == (exits.OK, ["allow 13,14", "settle 7"])
+    assert (status, engine.done[-2:]) == (exit_codes.OK, ["allow 13,14", "settle 7"])
     assert only(Allowed, socket).error == clip(refusal)
 
 
@@ -372,10 +372,10 @@ def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytes
     grows(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
     status, socket = play(engine, FORK, BUILD, FORK, STOP, heirs=ForkTargets(2, cast(Any, forker)))
-    assert status == exits.OK
+    assert status == exit_codes.OK
     built = only(Built, socket)
     assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
-    assert built.selftest_digest == canary.run(engine, CASES).digest
+    assert built.selftest_digest == selftest.run(engine, CASES).digest
     assert engine.done.count("export /s/store") == 0
     assert (forker.settled, forker.given) == (1, [InheritedModel(engine, SHA256, 32 << 20)])
     forked = [each for each in socket.sent if isinstance(each, Forked)]
@@ -417,7 +417,7 @@ def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
     hello = only(Hello, socket)
     assert (hello.origin, hello.origin_note, hello.sha256) == ("template", "", SHA256)
     assert engine.done == ["predict", "predict", "give back", "predict"]
-    assert only(Attached, socket) == Attached(canary.run(engine, CASES).digest, 1234, "", CARD)
+    assert only(Attached, socket) == Attached(selftest.run(engine, CASES).digest, 1234, "", CARD)
 
 
 def test_it_is_held_to_the_canary_as_every_other() -> None:
@@ -447,7 +447,7 @@ OUTPUTS: Dict[str, Any] = {
 def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name: str) -> None:
     output = OUTPUTS[name]
     status, socket = play(fake(sequence(output)), predict(1), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     result = only(Result, socket)
     assert result.description.outputs[0].shape == output.shape
     assert socket.frames[-1] == [output.astype(output.dtype.newbyteorder("<")).tobytes("C")]
@@ -525,7 +525,7 @@ def test_several_inputs_and_outputs_keep_their_names() -> None:
 def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> None:
     refusals = [InvalidArgument("index out of bounds"), InvalidArgument("x" * 10_000)]
     status, socket = play(fake(sequence(*refusals, ZEROS)), predict(1), predict(2), predict(3), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert socket.sent[1:3] == [
         Failed(1, "INVALID_ARGUMENT", "index out of bounds", is_exiting=False),
         Failed(2, "INVALID_ARGUMENT", clip("x" * 10_000), is_exiting=False),
@@ -547,7 +547,7 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     engine = fake(sequence(error, ZEROS, ZEROS))
     orders = (predict(2), BUILD, ATTACH, encode(TrimStore()), predict(3))
     status, socket = play(engine, predict(1), *orders, STOP)
-    assert status == exits.MODEL_CORRUPTED
+    assert status == exit_codes.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, Failed]
     assert only(Failed, socket) == Failed(1, "INTERNAL", text, is_exiting=True)
     assert engine.done == ["predict"]
@@ -570,7 +570,7 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
     status, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
     assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == ([] if leaving else [2])
-    assert status == (exits.MODEL_CORRUPTED if leaving else exits.OK)
+    assert status == (exit_codes.MODEL_CORRUPTED if leaving else exit_codes.OK)
 
 
 def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> None:
@@ -583,13 +583,13 @@ def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> N
 
 def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
     status, socket = play(fake(), ATTACH, None, None, predict(1), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert [type(each) for each in socket.sent] == [Hello, Attached, Reconnected, Reconnected, Result]
 
 
 def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
     status, socket = play(fake(sequence(RuntimeError("broken"))), predict(1), None)
-    assert status == exits.MODEL_CORRUPTED
+    assert status == exit_codes.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, Failed]
 
 
@@ -599,7 +599,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
     three = np.ones((3, 3), np.float32)
     engine = fake(sequence(ZEROS, two, ZEROS, two, three, three, ZEROS, ZEROS, two, ONES))
     status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)
-    assert status == exits.MODEL_CORRUPTED
+    assert status == exit_codes.MODEL_CORRUPTED
     failed = only(Failed, socket)
     assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", True)
     assert "for a batch of 3" in failed.error
@@ -647,7 +647,7 @@ def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for_and_there_is_o
 def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
     engine = fake(sequence(*[ZEROS] * 4, ModelCorrupted("predict failed!")))
     status, socket = play(engine, ATTACH, encode(Ping(True)), predict(1), STOP)
-    assert status == exits.CANNOT_BUILD
+    assert status == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, Attached, ProcessFailed]
     assert only(ProcessFailed, socket).reason == "predict failed!"
 
@@ -673,7 +673,7 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
     failed = only(Failed, socket)
     assert error in failed.error
     assert (failed.code, failed.is_exiting) == (("INVALID_ARGUMENT", False) if name else ("INTERNAL", True))
-    assert status == (exits.OK if name else exits.MODEL_CORRUPTED)
+    assert status == (exit_codes.OK if name else exit_codes.MODEL_CORRUPTED)
 
 
 class Frame(bytearray):
@@ -694,7 +694,7 @@ def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monke
         rests.append(there() is not None)
 
     monkeypatch.setattr(WorkerSession, "_rest", rest)
-    assert session(socket, engine).run(SHA256) == exits.OK
+    assert session(socket, engine).run(SHA256) == exit_codes.OK
     assert rests == [False]
 
 
@@ -709,7 +709,7 @@ def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_n
     assert heap == ["keep", "give back", *at_once, *rest, *at_once, *rest]
     assert engine.done.count("give back") == 2 + 2
     heap.clear()
-    monkeypatch.setattr(life, "TIDY_S", 0)
+    monkeypatch.setattr(session_base, "TIDY_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
     assert heap == ["keep", "give back", *at_once, *at_once, *at_once]
     heap.clear()
@@ -759,7 +759,7 @@ def test_requests_that_come_together_are_run_together_and_answered_each_for_itse
     parts = of_rows(1, 1), of_rows(2, 2, 3), of_rows(3, 4)
     # The second time what is known of the first is used.
     status, socket = play(engine, *together(*parts), *together(*parts, rows=6), *together(*parts, rows=6), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert answers(socket) == {1: [2], 2: [4, 6], 3: [8]}
     assert [each["x"][:, 0].tolist() for each in engine.received_inputs] == [[1, 2, 3, 4], *[[1, 2, 3, 4, 4, 4]] * 2]
     assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 2, 3] * 3
@@ -779,7 +779,7 @@ def test_the_outputs_that_each_wants_come_in_any_form_that_the_engine_gives() ->
 def test_one_that_fails_fails_alone(number: int) -> None:
     values = {1: 1.0, 2: 2.0, 3: 3.0, number: -1.0}
     status, socket = play(fake(one), *together(*(of_rows(*each) for each in values.items())), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert only(Failed, socket) == Failed(number, "INVALID_ARGUMENT", "negative", is_exiting=False)
     assert answers(socket) == {each: [2 * value] for each, value in values.items() if each != number}
 
@@ -789,7 +789,7 @@ def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_
     error: Exception,
 ) -> None:
     status, socket = play(fake(sequence(error)), *together(predict(1), predict(2)), STOP)
-    assert status == exits.MODEL_CORRUPTED
+    assert status == exit_codes.MODEL_CORRUPTED
     failed = only(Failed, socket)
     assert (failed.request, failed.is_exiting, socket.sent[1:]) == (1, True, [failed])
 
@@ -806,7 +806,7 @@ def test_a_worker_whose_predict_of_many_was_refused_proves_itself(now: List[Any]
 def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_again() -> None:
     engine = fake(lambda inputs: {"y": inputs["x"][:1]})
     status, socket = play(engine, *together(predict(1), predict(2)), *together(predict(3), predict(4)), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert only(BatchMismatch, socket).note == "output y has shape [1, 3] for 2 rows"
     assert [*answers(socket)] == [1, 2, 3, 4]
     assert len(engine.received_inputs) == 1 + 2 + 2
@@ -902,7 +902,7 @@ def test_what_the_self_test_took_is_given_back_before_a_worker_is_ready() -> Non
                 before.append(engine.done.count("give back"))
             return super().send(frames)
 
-    assert session(Looks(ATTACH, STOP), engine).run(SHA256) == exits.OK
+    assert session(Looks(ATTACH, STOP), engine).run(SHA256) == exit_codes.OK
     assert before == [2]
 
 
@@ -992,7 +992,7 @@ def test_whose_the_requests_are_is_said_of_each_or_of_none(parties: Tuple[int, .
 
 
 def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_MAX_FORMS", 0)
+    monkeypatch.setattr(shadow_check, "_MAX_FORMS", 0)
     engine = fake()
     job = together(predict(1), predict(2))
     _, socket = play(engine, ATTACH, *job, *together(predict(3), predict(4), predict(5)), STOP)
@@ -1004,12 +1004,12 @@ def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pyt
 def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     tidy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "_SELDOM", 1)
-    monkeypatch.setattr(life, "TIDY_S", tidy_s)
+    monkeypatch.setattr(shadow_check, "_SELDOM", 1)
+    monkeypatch.setattr(session_base, "TIDY_S", tidy_s)
     good, bad = together(of_rows(1, 1), of_rows(2, 2)), together(of_rows(3, 3), of_rows(4, 5))
     engine = fake(seldom)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert [type(each) for each in socket.sent[2:]] == [*[Result] * 6, BatchMismatch, *[Result] * 2]
     sizes = [len(each["x"]) for each in engine.received_inputs[4:]]
     assert sizes == [2, 1, 1, 2, *[1, 1], 2, *[1, 1], *[1, 1]]
@@ -1024,7 +1024,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
 
     engine = fake(failing)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, STOP)
-    assert (status, only(ProcessFailed, socket).reason) == (exits.CANNOT_BUILD, "no")
+    assert (status, only(ProcessFailed, socket).reason) == (exit_codes.CANNOT_BUILD, "no")
 
 
 def test_no_job_begins_within_another() -> None:
@@ -1065,7 +1065,7 @@ def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
 @pytest.mark.parametrize("gone", [[encode(UnmapRegion(7))], [None]], ids=["taken away", "another daemon"])
 def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1), *gone, placed(2), predict(3), STOP)
-    assert session(connection, fake()).run(SHA256) == exits.OK
+    assert session(connection, fake()).run(SHA256) == exit_codes.OK
     assert [type(each) for each in connection.sent if not isinstance(each, Reconnected)] == [
         Hello,
         Result,
@@ -1079,7 +1079,7 @@ def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
 def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1), encode(UnmapRegion(7)), encode(MapRegion(7)), placed(2), STOP)
     connection.ahead, connection.late = 2, 2
-    assert session(connection, fake()).run(SHA256) == exits.OK
+    assert session(connection, fake()).run(SHA256) == exit_codes.OK
     assert [type(each) for each in connection.sent] == [Hello, Result, Result]
 
 
@@ -1090,7 +1090,7 @@ def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_
         orders = [encode(MapRegion(7)), *([] if lost else [encode(MapRegion(8))]), encode(BeginBatch(3)), *parts]
         connection = Mapping(*orders, STOP)
         os.pwrite(connection.memory, ONES.tobytes(), 16)
-        assert session(connection, fake()).run(SHA256) == exits.OK
+        assert session(connection, fake()).run(SHA256) == exit_codes.OK
         kinds = {each.request: type(each) for each in connection.sent if isinstance(each, (Result, Failed))}
         assert kinds == {1: Result, 2: Result, 3: Failed if lost else Result}
         assert next(each.shared_outputs for each in connection.sent if isinstance(each, Result)) == (0,)

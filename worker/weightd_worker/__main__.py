@@ -6,20 +6,20 @@ import signal
 import sys
 
 from weightd_common import signals
-from weightd_common.parent import die_with_named_parent
+from weightd_common.pdeathsig import die_with_named_parent
 
 if __name__ == "__main__":
     # Ctrl-C is the daemon's to act on.
     signals.reset(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
-from weightd_worker import arguments, child, exits
+from weightd_worker import arguments, main_loop, exit_codes
 
 
 def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
-    return child.run(arguments.parse(arguments.read_arguments()), child.prepare_process())
+    return main_loop.run(arguments.parse(arguments.read_arguments()), main_loop.prepare_process())
 
 
 if __name__ == "__main__":
-    exits.run_and_exit(main)
+    exit_codes.run_and_exit(main)

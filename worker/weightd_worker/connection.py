@@ -8,10 +8,10 @@ from typing import List, Optional
 import zmq
 
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_common import monitor, multipart, paths
+from weightd_common import zmq_monitor, zmq_multipart, paths
 from weightd_common.stream import Stream
-from weightd_worker import lane as lanes
-from weightd_worker.lane import Frames
+from weightd_worker import channel as lanes
+from weightd_worker.channel import Frames
 
 _RECONNECT_INTERVAL_MS = int(1000 * lanes.RECONNECT_INTERVAL_S)
 
@@ -84,7 +84,7 @@ class WorkerConnection:
         """Send a message: if no daemon is there, the next one gets it, so this is always True."""
         # What comes meanwhile is told to who sends.
         self._has_zmq_event = True
-        multipart.send(self._socket, frames)
+        zmq_multipart.send(self._socket, frames)
         return True
 
     def take_descriptor(self) -> int:
@@ -112,12 +112,12 @@ class WorkerConnection:
 
     def _read_socket(self, messages: List[Frames]) -> None:
         while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            messages.append(list(map(multipart.frame_content, multipart.receive(self._socket))))
+            messages.append(list(map(zmq_multipart.frame_content, zmq_multipart.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
         """Look at the monitor; return whether another daemon has followed the one before. Else all was looked at."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
-            monitor.receive(self._monitor)
+            zmq_monitor.receive(self._monitor)
             self._connection_count += 1
             self._connect_channel()
             if self._connection_count > 1:

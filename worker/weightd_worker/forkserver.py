@@ -12,7 +12,7 @@ import sys
 from typing import Any, List
 
 from weightd_common import signals
-from weightd_common.parent import die_with_named_parent
+from weightd_common.pdeathsig import die_with_named_parent
 
 if __name__ == "__main__":
     # Ctrl-C is the daemon's to act on.
@@ -25,15 +25,15 @@ import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, encode
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
-from weightd_protocol.messages.children import TO_CHILD, Fork, Forked, Stop
+from weightd_protocol.messages.worker import TO_CHILD, Fork, Forked, Stop
 from weightd_common import paths
 from weightd_common.stream import Stream
 from weightd_worker import arguments as words_of
-from weightd_worker import child, exits
-from weightd_worker import lane as lanes
+from weightd_worker import main_loop, exit_codes
+from weightd_worker import channel as lanes
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
-from weightd_worker.forking.forker import Forker
+from weightd_worker.forking.fork import Forker
 
 _log = logging.getLogger("weightd_worker")
 
@@ -44,21 +44,21 @@ _ROLE = "holder"
 def main() -> int:
     """Fork until the daemon has gone; return the exit status."""
     arguments = _parser().parse_args(words_of.read_arguments())
-    process_state = child.prepare_process()
-    child.attach_to_parent(_ROLE, arguments.parent, process_state)
-    forker = child.make_forker(arguments.parent, process_state)
+    process_state = main_loop.prepare_process()
+    main_loop.attach_to_parent(_ROLE, arguments.parent, process_state)
+    forker = main_loop.make_forker(arguments.parent, process_state)
     try:
         # It is not needed, but what it imports is.
         ENGINES[arguments.engine](BuildSettings(1, "cpu"))
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
-        return exits.NO_ENGINE
+        return exit_codes.NO_ENGINE
     words_of.parser()
     forker.freeze_memory()
     channel = lanes.connect(paths.channel_path(arguments.address))
     if channel is None:
         _log.error("%s: nobody listens", paths.channel_path(arguments.address))
-        return exits.FAILED
+        return exit_codes.FAILED
     return _serve(channel, forker)
 
 
@@ -73,15 +73,15 @@ def _serve(channel: Stream, forker: Forker) -> int:
         try:
             lanes.read(channel, messages)
         except ConnectionError:
-            return exits.OK
+            return exit_codes.OK
         for frames in messages:
             order = decoder.decode(frames)
             if isinstance(order, Stop):
-                return exits.OK
+                return exit_codes.OK
             if not isinstance(order, Fork):
                 raise RemoteProtocolError(f"type: expected fork or stop, got {type(order).__name__.lower()}")
             forker.fork(order, report_forked)
-    return exits.OK
+    return exit_codes.OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,4 +97,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    exits.run_and_exit(main)
+    exit_codes.run_and_exit(main)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.children import BeginBatch, ChildOrder, Predict, UnmapRegion
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, UnmapRegion
 
 Entry = Tuple[ChildOrder, Sequence[Any]]
 """An order, and what belongs to it: the tensors of a predict, or the predicts, each with its own, that are together."""

@@ -10,17 +10,17 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from weightd_protocol import limits
 from weightd_protocol.codec import clip
 from weightd_protocol.errors import Internal, InvalidArgument, RequestError
-from weightd_protocol.messages.children import BatchMismatch, Failed, Predict, Result
-from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.findings import SelfTestCase
+from weightd_protocol.messages.worker import BatchMismatch, Failed, Predict, Result
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_protocol.messages.regions import MappedRegions
 from weightd_protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd_common.rowtest.bits import NotBatchable
 from weightd_common.rowtest.rows import SpecialFloats, rows_with_special_values
-from weightd_worker import exits
-from weightd_worker.batching.joint import MergedRequest, OutputSlice
-from weightd_worker.batching.trials import RowsDiffer, ShadowChecks
-from weightd_worker.canary.proof import AnswerVerifier
+from weightd_worker import exit_codes
+from weightd_worker.batching.merge import MergedRequest, OutputSlice
+from weightd_worker.batching.shadow_check import RowsDiffer, ShadowChecks
+from weightd_worker.selftest.verifier import AnswerVerifier
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted, NotRun
 from weightd_worker.regions import AttachedRegions
@@ -96,7 +96,7 @@ class Predictor:
             return self._fail(order, error, is_leaving=not self._is_model_intact(error))
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             return self._fail_unexpected(order, error)
-        return exits.OK
+        return exit_codes.OK
 
     def _verify_outputs(
         self, request_description: RequestDescription, inputs: Arrays, outputs: Arrays
@@ -224,9 +224,9 @@ class Predictor:
         status = (
             self.predict_batch([items[index] for index in batched_indices], 0, batched_parties)
             if batched_indices
-            else exits.OK
+            else exit_codes.OK
         )
-        return self._predict_each([items[index] for index in alone_indices]) if status == exits.OK else status
+        return self._predict_each([items[index] for index in alone_indices]) if status == exit_codes.OK else status
 
     def _run(
         self, merged: MergedRequest, inputs: Arrays, items: Sequence[PredictItem], parties: Tuple[int, ...] = ()
@@ -254,7 +254,7 @@ class Predictor:
             except RequestError as error:
                 self._fail(order, error, is_leaving=False)
         self._reply(*results)
-        return exits.OK
+        return exit_codes.OK
 
     def stop_batching(self, reason: str) -> None:
         """Run nothing together any more, for the reason that `note` gives."""
@@ -293,9 +293,9 @@ class Predictor:
     def _predict_each(self, items: Sequence[PredictItem]) -> int:
         for order, frames in items:
             status = self.predict_batch([(order, frames)]) if self._allowed_batch_sizes else self.predict(order, frames)
-            if status != exits.OK:
+            if status != exit_codes.OK:
                 return status
-        return exits.OK
+        return exit_codes.OK
 
     def _merged_request(self, items: Sequence[PredictItem], rows: int) -> MergedRequest:
         # The same description is the same object, for as long as something has it.
@@ -377,9 +377,9 @@ class Predictor:
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
         if isinstance(error, MaybeCorrupted):
             # The one who is to blame is told of. This one is run again, where the daemon has it next.
-            return exits.MODEL_CORRUPTED
+            return exit_codes.MODEL_CORRUPTED
         self._reply((Failed(order.request, error.code, clip(str(error)), is_leaving), ()))
-        return exits.MODEL_CORRUPTED if is_leaving else exits.OK
+        return exit_codes.MODEL_CORRUPTED if is_leaving else exit_codes.OK
 
 
 def _to_arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:

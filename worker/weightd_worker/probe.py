@@ -16,8 +16,8 @@ import sys
 from typing import Any, Dict
 
 from weightd_common import signals
-from weightd_common.parent import die_with_parent
-from weightd_worker import exits
+from weightd_common.pdeathsig import die_with_parent
+from weightd_worker import exit_codes
 from weightd_worker.engines.engine import BuildSettings
 from weightd_worker.engines.errors import BuildError
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
@@ -44,10 +44,10 @@ def main() -> int:
         os.dup2(2, 1)
         try:
             report = probe(device)
-            status = exits.OK
+            status = exit_codes.OK
         except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
             text = str(error) if isinstance(error, (AclError, BuildError)) else f"{type(error).__name__}: {error}"
-            report, status = {"error": text}, exits.NO_ENGINE
+            report, status = {"error": text}, exit_codes.NO_ENGINE
         out.write(json.dumps(report) + "\n")
     return status
 

@@ -13,7 +13,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
     Attach,
@@ -31,21 +31,21 @@ from weightd_protocol.messages.children import (
     TrimStore,
     TryingSelfTest,
 )
-from weightd_protocol.messages.findings import RowSupport, SelfTestCase, SelfTestCases
-from weightd_worker import libraries, nativelog, weights
-from weightd_worker.batching import evidence
-from weightd_worker.canary import canary, sample, search, shapes
-from weightd_worker.canary.proof import AnswerVerifier
+from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
+from weightd_worker import library_pages, nativelog, weights
+from weightd_worker.batching import probe
+from weightd_worker.selftest import selftest, sample, search, shapes
+from weightd_worker.selftest.verifier import AnswerVerifier
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import AttachRefused, BuildError
 from weightd_worker.engines.sharing import SharedWeights
-from weightd_worker.forking.forker import Forker, InheritedModel
-from weightd_worker.heap import MallocTuner, private_bytes
-from weightd_worker.lane import ChannelConnection
-from weightd_worker.life import SessionBase, all_versions, check_signature
+from weightd_worker.forking.fork import Forker, InheritedModel
+from weightd_worker.malloc_trim import MallocTuner, private_bytes
+from weightd_worker.channel import ChannelConnection
+from weightd_worker.session_base import SessionBase, all_versions, check_signature
 from weightd_worker.predictor import Predictor
-from weightd_worker.worth import HOLDER_COST_BYTES, is_holder_worthwhile
+from weightd_worker.sharing_threshold import HOLDER_COST_BYTES, is_holder_worthwhile
 
 _log = logging.getLogger("weightd_worker")
 
@@ -224,7 +224,7 @@ class WorkerSession(SessionBase):
         # What is in memory now is shared as if it were weights.
         reference = reference._replace(answers=())
         engine.release_cached_memory()
-        libraries.drop_unchanged_pages()
+        library_pages.drop_unchanged_pages()
         shared_weights = self._share_weights(reference, bytes_before)
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
@@ -233,7 +233,7 @@ class WorkerSession(SessionBase):
             engine.release_cached_memory()
             engine.discard_model()
             self._malloc_tuner.trim()
-        signature = canary.with_observed_outputs(engine.signature, reference)
+        signature = selftest.with_observed_outputs(engine.signature, reference)
         self._send(
             Built(
                 shared_weights.handle,
@@ -259,7 +259,7 @@ class WorkerSession(SessionBase):
         )
 
     def _find_shapes(
-        self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]
+        self, order: Build, reference: selftest.SelfTest, rebuild: Callable[[], None]
     ) -> Tuple[bool, SelfTestCase]:
         """Return whether answers depend on the shapes before, and which shape each worker computes first.
 
@@ -289,17 +289,17 @@ class WorkerSession(SessionBase):
             return True, {}
         return False, first_case
 
-    def _has_changed_answers(self, reference: canary.SelfTest, extra_run: Optional[canary.SelfTest]) -> bool:
-        if canary.difference(reference, self._run_selftest(reference.cases)) > self._tolerance:
+    def _has_changed_answers(self, reference: selftest.SelfTest, extra_run: Optional[selftest.SelfTest]) -> bool:
+        if selftest.difference(reference, self._run_selftest(reference.cases)) > self._tolerance:
             return True
         return (
             extra_run is not None
-            and canary.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
+            and selftest.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
         )
 
     def _run_extra_case(
         self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]
-    ) -> Optional[canary.SelfTest]:
+    ) -> Optional[selftest.SelfTest]:
         """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
 
         It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
@@ -321,10 +321,10 @@ class WorkerSession(SessionBase):
         finally:
             self._announce_selftest((), self._failed_cases)
 
-    def _run_resized(self, case: SelfTestCase) -> canary.SelfTest:
+    def _run_resized(self, case: SelfTestCase) -> selftest.SelfTest:
         """Run a shape that is not the sample's."""
         engine = self._engine
-        return canary.from_answers((case,), [engine.predict(shapes.make_inputs(engine.signature, case, self._sample))])
+        return selftest.from_answers((case,), [engine.predict(shapes.make_inputs(engine.signature, case, self._sample))])
 
     def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
         """Return the largest shape that is known to be needed, {} where there is but one shape.
@@ -362,12 +362,12 @@ class WorkerSession(SessionBase):
         return case
 
     def _find_row_support(
-        self, order: Build, reference: canary.SelfTest, rebuild: Callable[[], None]
+        self, order: Build, reference: selftest.SelfTest, rebuild: Callable[[], None]
     ) -> Optional[RowSupport]:
         self._failed_cases = self._failed_cases or order.unfit_cases
         if self._engine.should_rebuild_per_shape and order.max_rows > 1:
             return RowSupport((), (), is_equal=False, note=_SHAPE_DEPENDENT)
-        row_support = evidence.find_row_support(
+        row_support = probe.find_row_support(
             self._engine,
             order,
             reference,
@@ -377,12 +377,12 @@ class WorkerSession(SessionBase):
         )
         if row_support is None or not row_support.is_equal or self._tolerance:
             return row_support
-        digest = evidence.rows_digest(
+        digest = probe.rows_digest(
             self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
         )
         return dataclasses.replace(row_support, digest=digest)
 
-    def _share_weights(self, reference: canary.SelfTest, bytes_before: int) -> SharedWeights:
+    def _share_weights(self, reference: selftest.SelfTest, bytes_before: int) -> SharedWeights:
         """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
 
         What is forked from a model that draws at random would all draw the same.
@@ -450,7 +450,7 @@ class WorkerSession(SessionBase):
             answer_before = answer = self._run_selftest(order.selftest_cases)
             shared_weights = SharedWeights("", inherited_model.shared_bytes, "")
         reference = self._prefer_holder_answers(answer)
-        is_repeatable = canary.difference(answer_before, answer) <= self._tolerance
+        is_repeatable = selftest.difference(answer_before, answer) <= self._tolerance
         self._predictor.verifier = AnswerVerifier(
             engine, reference if is_repeatable else reference._replace(digest=""), self._sample, self._tolerance
         )
@@ -478,7 +478,7 @@ class WorkerSession(SessionBase):
         self._malloc_tuner.retain_freed_memory()
         del answer_before, answer, reference
         self._malloc_tuner.release_retained()
-        libraries.drop_unchanged_pages()
+        library_pages.drop_unchanged_pages()
         attached = Attached(digest, shared_weights.shared_bytes, shared_weights.note, engine.memory())
         self._send(attached)
         if has_row_difference:
@@ -490,7 +490,7 @@ class WorkerSession(SessionBase):
         if row_support is None or not row_support.batch_digest or self._origin.inherited_model is not None:
             return False
         try:
-            digest = evidence.rows_digest(
+            digest = probe.rows_digest(
                 self._engine, order.selftest_cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
             )
         except InvalidArgument:
@@ -512,15 +512,15 @@ class WorkerSession(SessionBase):
         if self._files.sample:
             self._sample = sample.load(self._files.sample, self._engine.signature)
 
-    def _run_selftest(self, cases: SelfTestCases) -> canary.SelfTest:
-        return canary.run(self._engine, cases, self._sample)
+    def _run_selftest(self, cases: SelfTestCases) -> selftest.SelfTest:
+        return selftest.run(self._engine, cases, self._sample)
 
-    def _prefer_holder_answers(self, answer: canary.SelfTest) -> canary.SelfTest:
+    def _prefer_holder_answers(self, answer: selftest.SelfTest) -> selftest.SelfTest:
         """The holder's answers if these are within the tolerance of them: then they are what the process is held to."""
         if not self._tolerance or not Path(self._files.answers_path).exists():
             return answer
         holder_answers = sample.load_answers(self._files.answers_path, answer.cases)
-        return holder_answers if canary.difference(holder_answers, answer) <= self._tolerance else answer
+        return holder_answers if selftest.difference(holder_answers, answer) <= self._tolerance else answer
 
     def _trim_store(self, order: TrimStore) -> None:
         if order is _SHADOW_CHECK:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weightd_common import tables
+from weightd_common import toml_schema
 
 
 class Key(NamedTuple):
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 def iterate_keys(cls: type[Any]) -> Iterator[Key]:
     """Yield the keys of a table of the configuration, without those that are tables themselves."""
     meanings = _docstrings(cls)
-    for field in tables.table_keys(cls):
+    for field in toml_schema.table_keys(cls):
         if field.metadata["kind"].record:
             continue
         required = field.default is dataclasses.MISSING

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional,
 
 import numpy as np
 
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_common.rowtest import bits
 from weightd_common.rowtest.bits import Arrays, NotBatchable
 from weightd_common.rowtest.rows import (

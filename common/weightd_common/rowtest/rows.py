@@ -9,7 +9,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd_protocol.datatypes import ITEM_BYTES
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_common.rowtest.bits import Arrays
 

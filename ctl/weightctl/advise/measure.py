@@ -11,7 +11,7 @@ import numpy as np
 from weightd.client import Client
 from weightctl.advise.evidence import Comparison
 from weightctl.advise.rounds import RowSlice, block_requests, count_blocks
-from weightctl.advise.rule import BatchSizeResult
+from weightctl.advise.recommend import BatchSizeResult
 from weightctl.advise.source import FileRows, SyntheticRows
 from weightctl.measuring.counters import has_split, read_counters
 from weightctl.measuring.samples import Arrays

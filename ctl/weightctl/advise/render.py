@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightctl.advise.rule import BatchSizeResult, Recommendation, Verdict, gain, is_overhead_dominated
+from weightctl.advise.recommend import BatchSizeResult, Recommendation, Verdict, gain, is_overhead_dominated
 from weightctl.text import clean, count, paragraph, table
 
 _HEADING = ("ROWS", "MS", "ROWS/s", "GAIN", "LATENCY", "BITS")

@@ -10,8 +10,8 @@ from weightctl import arrays
 from weightctl.measuring.samples import Arrays
 from weightctl.measuring.shapes import describe
 from weightctl.text import clean
-from weightctl.verb import BadInput
-from weightd_protocol.messages.data import TensorSignature, TensorSpec
+from weightctl.command import BadInput
+from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_common.rowtest.rows import RowKind, TestRows
 

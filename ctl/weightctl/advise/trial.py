@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
 from weightd.client import Client
 from weightctl.advise.source import FileRows, SyntheticRows
 from weightd_protocol.errors import Internal, InvalidArgument
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.status import StatusResponse
 from weightd_common.rowtest import comparison
 from weightd_common.rowtest.bits import Arrays, NotBatchable

@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from weightctl.bench.windows import STABLE_WINDOWS, TOLERANCE, Level
 from weightctl.text import clean, count, table
-from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.messages.inference import TensorSpec
 
 _HEADING = (
     "IN FLIGHT",

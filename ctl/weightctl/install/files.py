@@ -8,23 +8,23 @@ import tempfile
 from enum import Enum
 from pathlib import Path
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.install.plan import is_ours
-from weightctl.verb import CommandError
+from weightctl.command import CommandError
 from weightd_protocol.errors import Internal, PermissionDenied
 
 
 class InstallError(CommandError):
     """A file cannot be written; the text names it."""
 
-    status = exits.CANNOT_WRITE
+    status = exit_codes.CANNOT_WRITE
     code = Internal.code
 
 
 class WriteNotAllowed(InstallError):
     """This user may not write there; the text names the path."""
 
-    status = exits.NO_PERMISSION
+    status = exit_codes.NO_PERMISSION
     code = PermissionDenied.code
 
 

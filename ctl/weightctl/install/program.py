@@ -9,8 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from weightctl import exits
-from weightctl.verb import CommandError
+from weightctl import exit_codes
+from weightctl.command import CommandError
 from weightd_protocol.errors import Unavailable
 
 _HINT = (
@@ -30,7 +30,7 @@ _TIMEOUT_S = 60.0
 class NoProgram(CommandError):
     """There is no weightd that the units could start; the text says where it was looked for, and what to do."""
 
-    status = exits.UNAVAILABLE
+    status = exit_codes.UNAVAILABLE
     code = Unavailable.code
 
 
@@ -62,7 +62,7 @@ def write_manual(directory: str) -> None:
     Raises:
         NoProgram: they cannot; the text is the last word of the one that cannot.
     """
-    for package in ("weightd_daemon.manual", "weightd_gateway.manual"):
+    for package in ("weightd_daemon.manual", "weightd_gateway.manpages"):
         _write_manual(package, directory)
 
 

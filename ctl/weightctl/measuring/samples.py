@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-from weightd_protocol.messages.data import TensorSpec
+from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import NUMPY_DTYPE
 
 Arrays = Dict[str, Any]

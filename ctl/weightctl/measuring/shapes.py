@@ -6,12 +6,12 @@ import argparse
 from types import MappingProxyType
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.text import clean
-from weightctl.verb import CommandError
+from weightctl.command import CommandError
 from weightd_protocol import limits
 from weightd_protocol.messages.control import ModelMetadataResponse
-from weightd_protocol.messages.data import TensorSignature, TensorSpec
+from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 
 Shape = Tuple[int, ...]
 
@@ -19,7 +19,7 @@ Shape = Tuple[int, ...]
 class WrongShape(CommandError):
     """The command line asks for a shape that the model does not take; the text says which it does."""
 
-    status = exits.USAGE
+    status = exit_codes.USAGE
 
 
 def add_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import ContextManager, Dict, Generator, Mapping, NamedTuple, Sequenc
 from weightd.client import Client
 from weightctl.measuring import shapes
 from weightctl.measuring.progress import ProgressLine
-from weightctl.verb import Connect
+from weightctl.command import Connect
 from weightd_protocol.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -18,7 +18,7 @@ from weightd_protocol.errors import (
     RequestError,
     Unavailable,
 )
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 
 
 def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import NUMPY_DTYPE
 
 # How files begin that are tried: what else Pillow knows is seldom meant, and much of it old code.

@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 import numpy as np
 
 from weightctl.text import clean, count
-from weightctl.verb import BadInput
-from weightd_common.regular import read_regular
+from weightctl.command import BadInput
+from weightd_common.regular_file import read_regular
 
 # Nobody reads more of them; the others are told by their number.
 _MAX_ROWS = 16

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Type
 
-from weightctl import arrays, exits
+from weightctl import arrays, exit_codes
 from weightctl.measuring.shapes import describe
 from weightctl.predict import images, numbers
 from weightctl.predict.images import Pixels, WrongImage
 from weightctl.predict.numbers import CsvTable, WrongNumbers
 from weightctl.text import clean
-from weightctl.verb import BadInput, CommandError
-from weightd_protocol.messages.data import TensorSignature
+from weightctl.command import BadInput, CommandError
+from weightd_protocol.messages.inference import TensorSignature
 
 # As Python it takes thirty times as much memory; and nobody writes more by hand.
 _MAX_TEXT_BYTES = 64 * 2**20
@@ -31,7 +31,7 @@ Arrays = Iterator[Tuple[str, Any]]
 class AmbiguousInput(CommandError):
     """The command line does not say which input is meant."""
 
-    status = exits.USAGE
+    status = exit_codes.USAGE
 
 
 class InputArgument(NamedTuple):

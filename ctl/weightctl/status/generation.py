@@ -6,7 +6,7 @@ from typing import Dict, Iterator, List, Optional, Tuple
 
 from weightctl.text import clean, count, megabytes, milliseconds, paragraph, size, table
 from weightd_protocol.messages.status import GenerationStatus, ProcessStatus
-from weightd_common.loading import progress_text
+from weightd_common.load_text import progress_text
 
 _HEADING = (
     "PROCESS",

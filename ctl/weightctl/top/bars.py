@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
-from weightctl.top.lines import Span, Style
+from weightctl.top.styled_lines import Span, Style
 
 
 class Glyphs(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 from weightctl.text import count, duration, size
 from weightctl.top.bars import ASCII, Glyphs, Segment, bar, spark
-from weightctl.top.lines import Span, Style, StyledLine, narrow, text_line, truncate
+from weightctl.top.styled_lines import Span, Style, StyledLine, narrow, text_line, truncate
 from weightctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable
 from weightctl.top.view import View
-from weightd_common.overview.memory import MemoryUsage
-from weightd_common.overview.rows import Overview
+from weightd_common.dashboard.memory import MemoryUsage
+from weightd_common.dashboard.rows import Overview
 
 HELP = """\
 q            quit                       Tab        models, processes, tenants

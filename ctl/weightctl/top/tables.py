@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Generic, Optional, Sequence, TypeVar
 
 from weightctl.text import megabytes
-from weightctl.top.lines import Style, narrow
-from weightd_common.overview.rows import ModelRow, Overview, ProcessRow, TenantRow
+from weightctl.top.styled_lines import Style, narrow
+from weightd_common.dashboard.rows import ModelRow, Overview, ProcessRow, TenantRow
 
 R = TypeVar("R")
 

@@ -14,12 +14,12 @@ import sys
 import time
 from typing import Callable, Dict, Generator, Iterable, List, Optional, Tuple
 
-from weightctl.top.asking import Poller, PollResult, PollThread
+from weightctl.top.poller import Poller, PollResult, PollThread
 from weightctl.top.bars import BLOCKS, glyphs
-from weightctl.top.lines import Style, StyledLine
+from weightctl.top.styled_lines import Style, StyledLine
 from weightctl.top.screen import PollStatus, ScreenSize, draw
 from weightctl.top.view import KeyAction, View, faster, slower
-from weightd_common.overview.rows import Overview
+from weightd_common.dashboard.rows import Overview
 
 # How long ago the last answer came is told in seconds.
 _TICK_S = 1.0

@@ -6,7 +6,7 @@ import enum
 from typing import Any, Dict, List, Optional
 
 from weightctl.top.tables import MODELS, ORDERS, PROCESSES, TABLES, ScreenTable
-from weightd_common.overview.rows import Overview
+from weightd_common.dashboard.rows import Overview
 
 # Nobody types more, and it has room on a line.
 _MAX_FILTER_LENGTH = 40

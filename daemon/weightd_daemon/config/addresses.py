@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError
-from weightd_common import paths, tcp
+from weightd_common import paths, tcp_addresses
 
-EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}"
+EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}"
 
 _IPC = "ipc://"
 _UNIX = "unix://"
@@ -29,7 +29,7 @@ def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
         address: as given.
         suffix: of the longest path that lies beside that of an ipc:// one.
     """
-    if not _IPC_PATTERN.fullmatch(address) and not tcp.is_address(address):
+    if not _IPC_PATTERN.fullmatch(address) and not tcp_addresses.is_address(address):
         yield FieldError(f"expected {EXPECTED_FORM}, got {address!r}")
     elif address.startswith(_IPC) and address.endswith(paths.UNIX_SUFFIX):
         yield FieldError(f"expected a path without {paths.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
@@ -42,7 +42,7 @@ def check_metrics_address(address: str) -> Iterator[FieldError]:
     path = address.removeprefix(_UNIX_PREFIX)
     if path != address and path.startswith("/") and not path.endswith("/"):
         yield from check_socket_path(path)
-    elif path != address or not tcp.is_address(f"tcp://{address}"):
+    elif path != address or not tcp_addresses.is_address(f"tcp://{address}"):
         yield FieldError(f"expected HOST:PORT or unix:/ABSOLUTE/PATH, got {address!r}")
 
 

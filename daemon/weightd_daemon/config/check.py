@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from weightd_daemon.config import canary as canary_config
-from weightd_daemon.config import slices
+from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import check_ranks
 from weightd_daemon.config.load import Config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
-from weightd_daemon.host.ends import describe_status
-from weightd_daemon.host.shortage import with_limit_hint
+from weightd_daemon.platform.exit_cause import describe_status
+from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_protocol.version import VERSION
 from weightd_common.modelfile import ModelFileError, OpenModel
 
@@ -61,14 +61,14 @@ def find_problems(
         runs_interpreters: ask each interpreter whether it has the engine; else only see whether it can be run.
     """
     probe_results: dict[tuple[str, ...], str] = {}
-    port_owners: slices.PortOwners = {}
+    port_owners: check_ranks.PortOwners = {}
     visible_devices = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
     found: dict[str, list[str]] = {}
     for name, model in models.items():
         if model.ranks is None:
             of_files = _file_problems(model)
         else:
-            of_files = slices.find_problems(name, model, model.ranks, visible_devices, port_owners)
+            of_files = check_ranks.find_problems(name, model, model.ranks, visible_devices, port_owners)
         of_others = _other_problems(
             model, probe_results, is_member=name in group_members, runs_interpreters=runs_interpreters
         )
@@ -91,7 +91,7 @@ def _other_problems(
     model: ModelConfig, probe_results: dict[tuple[str, ...], str], *, is_member: bool, runs_interpreters: bool
 ) -> Iterator[str]:
     inputs_path = canary_config.inputs_path(model.selftest)
-    problem = slices.unreadable_reason(inputs_path) if inputs_path else ""
+    problem = check_ranks.unreadable_reason(inputs_path) if inputs_path else ""
     if problem:
         yield f"canary: {inputs_path}: {problem}"
     yield from (str(error.at(f".{model.engine}")) for error in model.engine_options.file_problems())

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from weightd_daemon.engines import ascend
 from weightd_daemon.engines.ranktable import is_address
-from weightd_daemon.host.cores import allowed_cores
+from weightd_daemon.platform.cores import allowed_cores
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, label, short_repr, text
-from weightd_common import cores, tables
+from weightd_common import cpulist, toml_schema
 from weightd_common.devices import card_of, has_cores
-from weightd_common.tables import ErrorCollector
+from weightd_common.toml_schema import ErrorCollector
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DeviceConfig:
     def cores(self) -> frozenset[int]:
         """The cores; none where `cpus` is no list of them."""
         try:
-            return cores.parse_cpulist(self.cpus)
+            return cpulist.parse_cpulist(self.cpus)
         except ValueError:
             return frozenset()
 
@@ -55,7 +55,7 @@ def read_devices(content: Any, problems: ErrorCollector) -> dict[str, DeviceConf
         with problems.at(f".{label(name)}"):
             if card_of(name) is None and not has_cores(name):
                 raise FieldError('expected the name of a card, such as "ascend:0", or of a set of cores, "cpu:0"')
-            devices[name] = device = tables.read_table(DeviceConfig, table, problems)
+            devices[name] = device = toml_schema.read_table(DeviceConfig, table, problems)
             problems.add(_check_core_set(device) if has_cores(name) else _check_card(device), "cpus", "ip")
     return devices
 
@@ -75,5 +75,5 @@ def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
         yield FieldError(f'expected cores such as "0-3,8", got {short_repr(device.cpus)}').at(".cpus")
     missing = device.cores - allowed_cores()
     if missing:
-        expected = f"expected cores of those that weightd may use, {cores.format_cpulist(allowed_cores())}"
-        yield FieldError(f"{expected}, got {cores.format_cpulist(missing)}").at(".cpus")
+        expected = f"expected cores of those that weightd may use, {cpulist.format_cpulist(allowed_cores())}"
+        yield FieldError(f"{expected}, got {cpulist.format_cpulist(missing)}").at(".cpus")

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from weightd_daemon.config.membership import Membership
+from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.names import check_name
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, label, list_of, one_of, text
-from weightd_common import tables
-from weightd_common.tables import ErrorCollector, derived
+from weightd_common import toml_schema
+from weightd_common.toml_schema import ErrorCollector, derived
 
 # The only engine that has them, from 2.1 on.
 _GROUP_ENGINE = "mindspore_lite"
@@ -71,7 +71,7 @@ def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) 
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
             problems.add(check_name("group", name))
-            group = tables.read_table(GroupConfig, table, problems, section=f"groups.{name}")
+            group = toml_schema.read_table(GroupConfig, table, problems, section=f"groups.{name}")
             problems.add(_check_members(group.models or (), name, names, group_by_model), "models")
             if len(problems.errors) == before:
                 groups[name] = group

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from weightd_protocol.schema import FieldError, describe_value, label
-from weightd_common.keys import KeyFileError, read_public
-from weightd_common.tables import ErrorCollector
+from weightd_common.curve_keys import KeyFileError, read_public
+from weightd_common.toml_schema import ErrorCollector
 
 T = TypeVar("T")
 

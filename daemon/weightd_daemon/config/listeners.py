@@ -16,10 +16,10 @@ from weightd_daemon.config.names import check_name
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
-from weightd_common import tables, tcp
-from weightd_common.keys import KEY_CHARACTERS, KeyFileError, read_secret
-from weightd_common.tables import ErrorCollector, derived
-from weightd_common.userpaths import user_path
+from weightd_common import toml_schema, tcp_addresses
+from weightd_common.curve_keys import KEY_CHARACTERS, KeyFileError, read_secret
+from weightd_common.toml_schema import ErrorCollector, derived
+from weightd_common.user_paths import user_path
 
 # The listener where no table names one, or the first of those that a service manager has opened.
 _DEFAULT_NAME = "default"
@@ -93,7 +93,7 @@ def read_listeners(
     for name, table in listener_tables.items():
         with problems.at(f".{label(name)}"):
             problems.add(check_name("listener", name))
-            listener = tables.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
+            listener = toml_schema.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
             # It is None where it is missing.
             problems.add((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
             problems.add(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
@@ -188,7 +188,7 @@ def _default_listeners(
     if not listen_addresses:
         passed_addresses = [daemon.socket]
     for address in passed_addresses:
-        if tcp.is_address(address):
+        if tcp_addresses.is_address(address):
             table = (
                 f'a table [listeners.NAME] with address = "{address}" that has security = "curve", or insecure = true'
             )

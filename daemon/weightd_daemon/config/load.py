@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from weightd_daemon.config import rankrules
+from weightd_daemon.config import rank_rules
 from weightd_daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd_daemon.config.defaults import UnitDefaults
 from weightd_daemon.config.devices import DeviceConfig, read_devices
@@ -25,9 +25,9 @@ from weightd_daemon.config.tenants import TenantConfig, read_tenants
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.schema import FieldError, label
-from weightd_common import tables
-from weightd_common.regular import MAX_CONFIG_BYTES, read_regular
-from weightd_common.tables import ErrorCollector
+from weightd_common import toml_schema
+from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.toml_schema import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -167,9 +167,9 @@ def _parse_tables(
     tenants: dict[str, TenantConfig] = {}
     for key in content:
         if key not in _TABLES:
-            problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
+            problems.add([FieldError(toml_schema.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".daemon"):
-        daemon = tables.read_table(DaemonConfig, content.get("daemon", {}), problems)
+        daemon = toml_schema.read_table(DaemonConfig, content.get("daemon", {}), problems)
         daemon = complete_daemon(daemon, base, listen_addresses, problems, unit)
     with problems.at(".tenants"):
         tenants = read_tenants(content.get("tenants", {}), base, problems)
@@ -208,14 +208,14 @@ def _read_models(
     for name, table in models.items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
-            model = tables.read_table(ModelConfig, table, problems, section=f"models.{name}")
+            model = toml_schema.read_table(ModelConfig, table, problems, section=f"models.{name}")
             model = with_member_defaults(model) if name in group_members else model
-            model = rankrules.with_rank_defaults(model, devices, base, problems)
+            model = rank_rules.with_rank_defaults(model, devices, base, problems)
             model = complete_model(name, model, devices, base, problems)
-            model = rankrules.apply_rank_rules(model, problems)
+            model = rank_rules.apply_rank_rules(model, problems)
             if problems.wrong_keys().isdisjoint(LOAD_KEYS):
                 loadable[name] = model
             if len(problems.errors) == before:
                 valid[name] = model
-    problems.add(rankrules.check_card_ports(valid))
+    problems.add(rank_rules.check_card_ports(valid))
     return valid, loadable

@@ -27,9 +27,9 @@ from weightd_protocol.schema import (
     one_of,
     text,
 )
-from weightd_common import tables
-from weightd_common.tables import ErrorCollector, derived
-from weightd_common.userpaths import user_path
+from weightd_common import toml_schema
+from weightd_common.toml_schema import ErrorCollector, derived
+from weightd_common.user_paths import user_path
 
 # Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
 INFER = "infer"
@@ -180,7 +180,7 @@ def read_tenants(content: Any, base: Path, problems: ErrorCollector) -> dict[str
     for name, table in tenant_tables.items():
         with problems.at(f".{label(name)}"):
             problems.add(check_name("tenant", name))
-            tenant = tables.read_table(TenantConfig, table, problems, section=f"tenants.{name}")
+            tenant = toml_schema.read_table(TenantConfig, table, problems, section=f"tenants.{name}")
             problems.add(_check_tenant(tenant, tenant_tables))
             who = found_identities[name] = tenant.look_up_identities(base, problems)
             tenants[name] = dataclasses.replace(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightd_common.devices import card_of
 
 if TYPE_CHECKING:
-    from weightd_daemon.config.canary import SelfTestSetting
+    from weightd_daemon.config.selftest import SelfTestSetting
 
 HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
 
@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from weightd_daemon.doctor import command  # noqa: PLC0415 - a fifth of the time that the daemon takes to start
+    from weightd_daemon.doctor import cli  # noqa: PLC0415 - a fifth of the time that the daemon takes to start
 
-    return command.run(options)
+    return cli.run(options)
 
 
 def _parse_device(text: str) -> int:
@@ -107,7 +107,7 @@ def _parse_devices(text: str) -> tuple[int, ...]:
 
 
 def _parse_selftest(text: str) -> SelfTestSetting:
-    from weightd_daemon.config import canary as canary_config  # noqa: PLC0415 - as above
+    from weightd_daemon.config import selftest as canary_config  # noqa: PLC0415 - as above
     from weightd_protocol.schema import FieldError  # noqa: PLC0415
 
     try:

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from weightd_daemon.doctor.verdicts.finding import CheckResult, Finding, exit_status
+from weightd_daemon.doctor.checks.finding import CheckResult, Finding, exit_status
 from weightd_protocol.version import VERSION
 
 _WIDTH = 120

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd_daemon.host.memory import MIB
+from weightd_daemon.platform.memory import MIB
 
 # aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
 MAX_PROCESSES = 63

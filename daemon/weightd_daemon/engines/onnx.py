@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.schema import label
-from weightd_common.protobuf import Malformed, Span, fields
+from weightd_common.protobuf_reader import Malformed, Span, fields
 
 # Field numbers of onnx.proto.
 _GRAPH = 7  # in a model

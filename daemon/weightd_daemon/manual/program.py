@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd_daemon import exits
-from weightd_daemon.command import parser
+from weightd_daemon import exit_codes
+from weightd_daemon.cli import parser
 from weightd_protocol.version import VERSION
 from weightd_common.manual import commands, completion
 from weightd_common.manual.page import table, write_sections
@@ -73,7 +73,7 @@ def page() -> str:
     page = ManPage("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
     write_sections(page, commands.read_parser(parser()))
     page.heading("EXIT STATUS")
-    table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
+    table(page, ([str(status), meaning] for status, meaning in exit_codes.MEANINGS.items()))
     for heading, rows in (("SIGNALS", SIGNALS), ("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
         page.heading(heading)
         table(page, ([term, meaning] for term, meaning in rows.items()))

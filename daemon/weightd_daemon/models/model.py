@@ -6,37 +6,37 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from weightd_daemon.children.owner import Snapshot
+from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
-from weightd_daemon.generations.generation import Generation
-from weightd_daemon.generations.life import GenerationBase
-from weightd_daemon.generations.plan import GenerationSpec, ModelSource, RowTestSpec
-from weightd_daemon.generations.records import GenerationRecord
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RowTestSpec
+from weightd_daemon.generations.persisted import GenerationRecord
 from weightd_daemon.generations.resume import record_generation
 from weightd_daemon.generations.states import GenerationState, advance
-from weightd_daemon.generations.unit import RankGroup
-from weightd_daemon.host.timers import Timer
-from weightd_daemon.meters.meter import ProcessCounters
-from weightd_daemon.models import standing
-from weightd_daemon.models.attaching import LoadLimiter
-from weightd_daemon.models.budget import DeviceBudget, Placement
-from weightd_daemon.models.crew import ProcessEvents
+from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.platform.timers import Timer
+from weightd_daemon.counters.model_counters import ProcessCounters
+from weightd_daemon.models import readiness
+from weightd_daemon.models.load_limit import LoadLimiter
+from weightd_daemon.models.placement import DeviceBudget, Placement
+from weightd_daemon.models.process_events import ProcessEvents
 from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.models.ports import ClientNotifier, ProcessManager
-from weightd_daemon.models.ranks import placements, rollout_policy
-from weightd_daemon.models.records import ModelRecord
+from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
+from weightd_daemon.models.rank_rendezvous import placements, rollout_policy
+from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.retries import NEVER, LoadBackoff
-from weightd_daemon.models.sources import IdSequence, ModelVersions
-from weightd_daemon.models.stage import ReplacedDeployment
-from weightd_daemon.models.standing import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
-from weightd_daemon.models.update import Rollouts
-from weightd_daemon.requests.desk import Dispatcher
-from weightd_daemon.requests.request import Request
-from weightd_daemon.requests.signature import MetadataRequest
+from weightd_daemon.models.versions import IdSequence, ModelVersions
+from weightd_daemon.models.deployment_state import ReplacedDeployment
+from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
+from weightd_daemon.models.rollout import Rollouts
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_protocol.errors import RequestError, Unavailable
 from weightd_common.devices import is_cpu
-from weightd_common.reach import Grant
+from weightd_common.safe_open import Grant
 
 _log = logging.getLogger("weightd")
 
@@ -219,7 +219,7 @@ class ServedModel:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        self.dispatcher.expire(now, lambda error: standing.explain_error(error, self.name, self.deployments))
+        self.dispatcher.expire(now, lambda error: readiness.explain_error(error, self.name, self.deployments))
         for source in self._versions.snapshots.take_overdue(now):
             cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
@@ -413,12 +413,12 @@ class ServedModel:
 
     def unready_reason(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
-        return standing.unready_reason(self.name, self.deployments, self.dispatcher.fault_isolator.watchdog, now)
+        return readiness.unready_reason(self.name, self.deployments, self.dispatcher.fault_isolator.watchdog, now)
 
     @property
     def main_generation(self) -> GenerationBase:
         """The generation that tells how it stands."""
-        return standing.main_deployment(self.deployments).main_generation
+        return readiness.main_deployment(self.deployments).main_generation
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -463,10 +463,10 @@ class ServedModel:
         self._perform_all(now)
         if self._rollouts.reconcile(now):
             self._perform_all(now)
-        if self.dispatcher.signature.built is None and (built := standing.find_built(self.deployments)) is not None:
+        if self.dispatcher.signature.built is None and (built := readiness.find_built(self.deployments)) is not None:
             self.dispatcher.on_built(built)
         self._plan_retry(now)
-        self._unavailable = standing.find_unavailable(self.name, self.deployments)
+        self._unavailable = readiness.find_unavailable(self.name, self.deployments)
         if self._unavailable is not None and self._phase is not ModelPhase.REPLACED:
             self.dispatcher.close(self._unavailable.to_error())
         self.dispatcher.dispatch(now)

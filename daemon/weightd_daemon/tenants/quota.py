@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.tenants.accounts import QuotaExceeded
-from weightd_protocol.messages.data import RequestDescription
+from weightd_daemon.tenants.usage import QuotaExceeded
+from weightd_protocol.messages.inference import RequestDescription
 from weightd_common.tokenbuckets import TokenBucket
 
 # A guess: how long it takes until some of what there is has been computed.

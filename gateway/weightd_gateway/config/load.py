@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_gateway import tokens
-from weightd_gateway.callers import Authenticator
-from weightd_gateway.config import places
-from weightd_gateway.config.table import GatewayConfig, GatewayFile
+from weightd_gateway.auth import Authenticator
+from weightd_gateway.config import addresses
+from weightd_gateway.config.schema import GatewayConfig, GatewayFile
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.schema import FieldError, describe_value, label, mapping, text
-from weightd_common import tables
-from weightd_common.regular import MAX_CONFIG_BYTES, read_regular
-from weightd_common.tables import ErrorCollector
+from weightd_common import toml_schema
+from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.toml_schema import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -98,9 +98,9 @@ def parse(
     gateway, certificates, users = GatewayConfig(), dict[str, str](), dict[int, str]()
     for key in content:
         if key not in _TABLES:
-            problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
+            problems.add([FieldError(toml_schema.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".gateway"):
-        gateway = tables.read_table(GatewayConfig, content.get("gateway", {}), problems)
+        gateway = toml_schema.read_table(GatewayConfig, content.get("gateway", {}), problems)
         gateway = dataclasses.replace(gateway, http=tuple(listen_addresses) or gateway.http)
         gateway = _complete(gateway, base, problems)
     with problems.at(".certificates"):
@@ -109,7 +109,7 @@ def parse(
             raise FieldError("it has no effect without client_ca in [gateway]")
     with problems.at(".users"):
         users = _parse_users(_CALLER_TABLE.check(content.get("users", {})), problems)
-        if users and not any(each.startswith(places.UNIX_PREFIX) for each in gateway.http):
+        if users and not any(each.startswith(addresses.UNIX_PREFIX) for each in gateway.http):
             raise FieldError("it has no effect without a unix: address among http in [gateway]")
     return GatewayFile(gateway, certificates, users)
 
@@ -132,12 +132,12 @@ def make_authenticator(config: GatewayFile) -> Authenticator:
 def _complete(config: GatewayConfig, base: Path, problems: ErrorCollector) -> GatewayConfig:
     paths = {key: str((base / value).absolute()) for key in _FILE_KEYS if (value := getattr(config, key))}
     config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
-    problems.add((each.at(".http") for each in places.check_addresses(config.http)), "http")
-    problems.add((each.at(".grpc") for each in places.check_addresses(config.grpc)), "grpc")
+    problems.add((each.at(".http") for each in addresses.check_addresses(config.http)), "http")
+    problems.add((each.at(".grpc") for each in addresses.check_addresses(config.grpc)), "grpc")
     problems.add(_check_memory(config), "max_memory_bytes", "max_body_bytes")
     problems.add(_check_tls(config), "tls_cert", "tls_key", "client_ca")
     if problems.wrong_keys().isdisjoint({"http", "grpc"}):
-        http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
+        http, grpc = (tuple(map(addresses.parse, each)) for each in (config.http, config.grpc))
         config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
         problems.add(_check_exposure(config), "tls_cert", "anonymous", "insecure")
         problems.add(_check_shared_memory(config), "shared_memory")
@@ -209,7 +209,7 @@ def _parse_user_id(name: str) -> int:
 def keys_needing_restart(before: GatewayFile, after: GatewayFile) -> list[str]:
     """Return the keys of [gateway] that differ and take a restart."""
     reloadable = {"tokens", "anonymous"}
-    fields = [each.name for each in tables.table_keys(GatewayConfig)]
+    fields = [each.name for each in toml_schema.table_keys(GatewayConfig)]
     return [
         key for key in fields if key not in reloadable and getattr(before.gateway, key) != getattr(after.gateway, key)
     ]

@@ -7,7 +7,7 @@ from typing import Dict, Optional, Tuple
 
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, list_of, mapping, number, omit_default, record, text
-from weightd_protocol.values import dataclass
+from weightd_protocol.frozen import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

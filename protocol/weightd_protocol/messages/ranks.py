@@ -10,8 +10,8 @@ from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd_protocol import limits
-from weightd_protocol.messages.data import TensorSignature
-from weightd_protocol.messages.findings import (
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import (
     DIGEST,
     ROW_COUNT,
     ROW_COUNTS,
@@ -22,7 +22,7 @@ from weightd_protocol.messages.findings import (
     SelfTestCases,
 )
 from weightd_protocol.schema import integer, list_of, record
-from weightd_protocol.values import dataclass
+from weightd_protocol.frozen import dataclass
 
 _SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
 

@@ -7,7 +7,7 @@ from typing import Tuple
 
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, list_of, record, text
-from weightd_protocol.values import dataclass
+from weightd_protocol.frozen import dataclass
 
 _TENSOR = integer(0, limits.MAX_TENSORS - 1)
 _BYTES = integer(0, limits.MAX_COUNT)

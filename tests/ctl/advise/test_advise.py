@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.advise.evidence import Comparison, Difference
 from weightctl.advise.render import config_text, render
-from weightctl.advise.rule import BatchSizeResult, Recommendation, Verdict
+from weightctl.advise.recommend import BatchSizeResult, Recommendation, Verdict
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
-from weightd_protocol.messages.data import (
+from weightd_protocol.messages.inference import (
     Error,
     Infer,
     InferResponse,
@@ -99,7 +99,7 @@ def asked(daemon: FakeDaemon) -> List[Tuple[Infer, Sequence[bytes]]]:
 def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves()
     ran = ctl("advise", "m", "--shape", "x=9,8", *QUICK, "--json")
-    assert (ran.status, ran.err) == (exits.OK, "")
+    assert (ran.status, ran.err) == (exit_codes.OK, "")
     told = json.loads(ran.out)
     assert told["way_us"] > 0
     assert [size["rows"] for size in told["sizes"]] == [1, 2, 4]
@@ -129,7 +129,7 @@ def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemo
 def test_what_speaks_against_it_is_told(ctl: Ctl, daemon: FakeDaemon, then: Handler, words: str) -> None:
     daemon.handle = serves(then, [X])
     ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
-    assert ran.status == exits.OK
+    assert ran.status == exit_codes.OK
     assert words in ran.out
 
 
@@ -156,7 +156,7 @@ def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemo
     ):
         daemon.handle = handle
         ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
-        assert ran.status == exits.OK
+        assert ran.status == exit_codes.OK
         assert words in " ".join(ran.out.split())
 
 
@@ -187,7 +187,7 @@ def test_rows_may_come_from_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_pat
     path = tmp_path / "rows.npz"
     np.savez(str(path), x=x, ids=ids)
     ran = ctl("advise", "m", "--inputs", str(path), *QUICK)
-    assert ran.status == exits.OK
+    assert ran.status == exit_codes.OK
     assert "rows compared, 3 of them different" in ran.out
     alone = [tensors for message, tensors in asked(daemon) if message.description.inputs[0].shape == (1, 2)]
     assert {(bytes(one), bytes(two)) for one, two in alone} == {
@@ -214,7 +214,7 @@ def test_a_file_that_is_not_for_the_model_is_refused(
     if arrays is not None:
         np.savez(str(path), **arrays)
     ran = ctl("advise", "m", "--inputs", str(path))
-    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
     assert words in ran.err
 
 
@@ -224,15 +224,15 @@ def test_what_has_no_rows_is_refused_by_name(ctl: Ctl, daemon: FakeDaemon) -> No
         "FAILED_PRECONDITION: m: its requests have no rows that could be merged, for the first dimension of each input "
         "must be free: mask FP32 [2, 3]\n"
     )
-    assert ctl("advise", "m") == (exits.ERROR, "", text)
+    assert ctl("advise", "m") == (exit_codes.ERROR, "", text)
 
 
 def test_a_single_row_that_is_refused_ends_it_with_a_hint(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves(fails("INTERNAL", "too small"), [X])
     ran = ctl("advise", "m")
-    assert (ran.status, ran.out) == (exits.ERROR, "")
+    assert (ran.status, ran.out) == (exit_codes.ERROR, "")
     assert ran.err == "INTERNAL: too small; --shape says what the free dimensions are: x FP32 [-1, -1]\n"
-    assert ctl("advise", "m", "--inputs", "a.npz", "--shape", "x=1,1").status == exits.USAGE
+    assert ctl("advise", "m", "--inputs", "a.npz", "--shape", "x=1,1").status == exit_codes.USAGE
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
@@ -247,7 +247,7 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon, after
 
     daemon.handle = serves(interrupts)
     ran = ctl("advise", "m", "--seconds", "600", "--rows", "2,4")
-    assert ran.status == exits.INTERRUPTED
+    assert ran.status == exit_codes.INTERRUPTED
     assert bool(ran.out) == bool(words)
 
 

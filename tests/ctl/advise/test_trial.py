@@ -11,7 +11,7 @@ from weightd.client import Client
 from weightctl.advise.source import FileRows, SyntheticRows
 from weightctl.advise.trial import BatchTest, BatchTestResult
 from weightd_protocol.errors import Internal, InvalidArgument
-from weightd_protocol.messages.data import TensorSignature, TensorSpec
+from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 from weightd_common.rowtest.rows import RowKind
 
 X = TensorSignature("x", "FP32", (-1, 9))

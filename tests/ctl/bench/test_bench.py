@@ -14,12 +14,12 @@ from typing import Any, List, Sequence
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
-from weightctl import exits
+from weightctl import exit_codes
 from weightctl.bench.render import render
 from weightctl.bench.windows import Level
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
-from weightd_protocol.messages.data import Cancel, Error, Infer, TensorSignature, TensorSpec
+from weightd_protocol.messages.inference import Cancel, Error, Infer, TensorSignature, TensorSpec
 from weightd_protocol.messages.status import Status
 from weightd_protocol.messages.types import ClientMessage
 
@@ -45,7 +45,7 @@ def test_bench_asks_with_the_shapes_that_it_is_told_and_measures(ctl: Ctl, daemo
     daemon.handle = serves()
     arguments = ("--shape", "x=1,4", "--rows", "3", "--in-flight", "4,1", "--seconds", "0.5")
     ran = ctl("bench", "m", *arguments, "--json")
-    assert (ran.status, ran.err) == (exits.OK, "")
+    assert (ran.status, ran.err) == (exit_codes.OK, "")
     told = json.loads(ran.out)
     assert (told["model_name"], told["rows"]) == ("m", 3)
     assert [each["shape"] for each in told["inputs"]] == [[3, 4], [3]]
@@ -101,7 +101,7 @@ def test_errors_are_counted_and_are_no_answers(ctl: Ctl, daemon: FakeDaemon) -> 
 
     daemon.handle = serves(full)
     ran = ctl("bench", "m", "--in-flight", "2", "--seconds", "3", "--json")
-    assert ran.status == exits.OK
+    assert ran.status == exit_codes.OK
     [level] = json.loads(ran.out)["levels"]
     assert level["answers"] > 0
     assert [*level["errors"]] == ["RESOURCE_EXHAUSTED"]
@@ -111,7 +111,7 @@ def test_a_model_that_never_answers_again_is_no_success(ctl: Ctl, daemon: FakeDa
     turn = itertools.count()
     daemon.handle = serves(lambda message, tensors: echo(message, tensors) if next(turn) == 0 else [])
     ran = ctl("bench", "m", "--in-flight", "2", "--seconds", "0.2")
-    assert ran.status == exits.ERROR
+    assert ran.status == exit_codes.ERROR
     assert "2 in flight: no request was answered" in ran.out
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> No
 
     daemon.handle = serves(interrupts)
     ran = ctl("bench", "m", "--in-flight", "1,8", "--seconds", "600")
-    assert (ran.status, ran.err) == (exits.INTERRUPTED, "")
+    assert (ran.status, ran.err) == (exit_codes.INTERRUPTED, "")
     assert "1 in flight: ended after 0 windows; 3 that agree are wanted" in ran.out
     assert "8 in flight" not in ran.out
 
@@ -134,16 +134,16 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> No
 def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = fails("UNAVAILABLE", "m has no worker")
     hint = "weightctl status m tells how it stands, --timeout waits longer"
-    assert ctl("bench", "m") == (exits.ERROR, "", f"UNAVAILABLE: m has no worker; {hint}\n")
+    assert ctl("bench", "m") == (exit_codes.ERROR, "", f"UNAVAILABLE: m has no worker; {hint}\n")
     daemon.handle = serves(fails("INTERNAL", "too small"))
     hint = "--shape says what the free dimensions are: x FP32 [-1, -1], ids INT64 [-1]"
-    assert ctl("bench", "m") == (exits.ERROR, "", f"INTERNAL: too small; {hint}\n")
+    assert ctl("bench", "m") == (exit_codes.ERROR, "", f"INTERNAL: too small; {hint}\n")
     ran = ctl("bench", "m", "--shape", "x=4")
-    assert (ran.status, ran.out) == (exits.USAGE, "")
+    assert (ran.status, ran.out) == (exit_codes.USAGE, "")
 
 
 def test_no_other_verb_waits_until_asyncio_is_imported() -> None:
-    program = "import sys, weightctl.command; sys.exit('asyncio' in sys.modules)"
+    program = "import sys, weightctl.cli; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightctl.measuring import samples, shapes
 from weightctl.measuring.shapes import Shape, WrongShape
 from weightd_protocol.datatypes import ITEM_BYTES
-from weightd_protocol.messages.data import TensorSignature, TensorSpec
+from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 from weightd_protocol.tensors import to_wire
 
 X = TensorSignature("x", "FP32", (-1, 3, -1))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from weightctl.predict.images import Layout, Pixels, WrongImage, is_image, load, parse_layout
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 
 # Red above blue, two pixels wide.
 PICTURE = np.array([[[255, 0, 0], [255, 0, 0]], [[0, 0, 255], [0, 0, 255]]], np.uint8)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, echo
-from weightctl import exits
+from weightctl import exit_codes
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
-from weightd_protocol.messages.data import Infer, TensorSignature
+from weightd_protocol.messages.inference import Infer, TensorSignature
 from weightd_protocol.messages.types import ClientMessage
 from weightd_protocol.tensors import from_frame
 
@@ -90,30 +90,30 @@ def test_inputs_come_from_files_of_many_kinds(
 ) -> None:
     given = [word for each in arguments.split() for word in ("--input", each)]
     ran = ctl("predict", "m", *given)
-    assert (ran.status, ran.err) == (exits.OK, "")
+    assert (ran.status, ran.err) == (exit_codes.OK, "")
     there = sent(daemon)
     assert {**there, "mask": 0} == {"ids": there["ids"], "mask": 0}
     assert there["ids"].tolist() == ids
 
 
 def test_an_npz_alone_is_all_its_arrays_and_nothing_is_asked_for_that(ctl: Ctl, model: Model, files: Path) -> None:
-    assert ctl("predict", "m", "--input", "both.npz").status == exits.OK
+    assert ctl("predict", "m", "--input", "both.npz").status == exit_codes.OK
     assert model.asked == 0
 
 
 @pytest.mark.parametrize("name", ["ids.npy", "ids.json", "ids.csv"])
 def test_a_file_alone_is_the_only_input(ctl: Ctl, one: Model, daemon: FakeDaemon, files: Path, name: str) -> None:
-    assert ctl("predict", "m", "--input", name).status == exits.OK
+    assert ctl("predict", "m", "--input", name).status == exit_codes.OK
     assert [*sent(daemon)] == ["ids"]
 
 
 def test_which_one_of_several_inputs_has_to_be_said(ctl: Ctl, model: Model, files: Path) -> None:
     ran = ctl("predict", "m", "--input", "ids.json")
     told = "there are: ids INT64 [-1, -1], mask FP32 [2]"
-    assert (ran.status, ran.out) == (exits.USAGE, "")
+    assert (ran.status, ran.out) == (exit_codes.USAGE, "")
     assert ran.err == f"INVALID_ARGUMENT: ids.json: m takes 2 inputs: expected NAME=ids.json; {told}\n"
     ran = ctl("predict", "m", "--input", "idz=ids.json")
-    assert (ran.status, ran.err) == (exits.USAGE, f"INVALID_ARGUMENT: m has no input 'idz'; {told}\n")
+    assert (ran.status, ran.err) == (exit_codes.USAGE, f"INVALID_ARGUMENT: m has no input 'idz'; {told}\n")
 
 
 @pytest.mark.parametrize("content", [b"[[11, 12]]", b"11,12\n", b" \n11, 12", "npy", "npz"])
@@ -126,7 +126,7 @@ def test_stdin_may_be_any_of_these(
     elif content == "npz":
         np.savez(file, ids=np.array([[11, 12]]))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(file.getvalue())))
-    assert ctl("predict", "m", "--input", "-")[::2] == (exits.OK, "")
+    assert ctl("predict", "m", "--input", "-")[::2] == (exit_codes.OK, "")
     assert sent(daemon)["ids"].tolist() == [[11, 12]]
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_input_of_the_model(
     if content is not None:
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     ran = ctl("predict", "m", "--input", f"ids={name}")
-    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
     assert ran.err.startswith(f"INVALID_ARGUMENT: {said}")
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_is_no_input_of_the_model(
 def test_files_are_bounded(ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(f"weightctl.{bound}", 4)
     ran = ctl("predict", "m", "--input", "ids=ids.json")
-    assert (ran.status, "at most 4 bytes" in ran.err) == (exits.NO_INPUT, True)
+    assert (ran.status, "at most 4 bytes" in ran.err) == (exit_codes.NO_INPUT, True)
 
 
 def test_what_a_file_unpacks_to_and_what_comes_from_a_pipe_is_bounded(
@@ -183,14 +183,14 @@ def test_what_a_file_unpacks_to_and_what_comes_from_a_pipe_is_bounded(
 def test_what_is_not_given_is_made_up_in_shapes_that_the_model_runs_on(
     ctl: Ctl, model: Model, daemon: FakeDaemon, files: Path
 ) -> None:
-    assert ctl("predict", "m", "--random").status == exits.OK
+    assert ctl("predict", "m", "--random").status == exit_codes.OK
     first = sent(daemon)
     assert {name: array.shape for name, array in first.items()} == {"ids": (1, 7), "mask": (2,)}
-    assert ctl("predict", "m", "--random", "1", "--shape", "ids=2,3").status == exits.OK
+    assert ctl("predict", "m", "--random", "1", "--shape", "ids=2,3").status == exit_codes.OK
     second = sent(daemon)
     assert second["ids"].shape == (2, 3)
     assert not np.array_equal(first["mask"], second["mask"])
-    assert ctl("predict", "m", "--random", "--input", "ids=ids.npy").status == exits.OK
+    assert ctl("predict", "m", "--random", "--input", "ids=ids.npy").status == exit_codes.OK
     assert sent(daemon)["ids"].tolist() == [[1, 2]]
 
 
@@ -234,7 +234,7 @@ def test_labels_of_another_model_are_told(ctl: Ctl, daemon: FakeDaemon, tmp_path
     labels = tmp_path / "labels.txt"
     labels.write_text("a\n")
     ran = ctl("predict", "m", "--top", "1", "--labels", str(labels))
-    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
     assert ran.err == f"INVALID_ARGUMENT: {labels}: 1 name, and the outputs have vectors of 3 scores\n"
     assert "No such file" in ctl("predict", "m", "--top", "1", "--labels", str(tmp_path / "none")).err
     os.mkfifo(str(tmp_path / "pipe"))
@@ -249,7 +249,7 @@ def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path
     with np.load(str(there)) as read:
         assert read.files == ["y", "file"]
         assert np.array_equal(read["y"], SCORES, equal_nan=True)
-    assert ctl("predict", "m", "--output", str(tmp_path / "none" / "all.npz")).status == exits.CANNOT_WRITE
+    assert ctl("predict", "m", "--output", str(tmp_path / "none" / "all.npz")).status == exit_codes.CANNOT_WRITE
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path
 )
 def test_a_wrong_command_line(alone: Ctl, arguments: str, said: str) -> None:
     ran = alone("predict", "m", *arguments.split())
-    assert (ran.status, ran.out) == (exits.USAGE, "")
+    assert (ran.status, ran.out) == (exit_codes.USAGE, "")
     assert said in ran.err
 
 
@@ -285,7 +285,7 @@ class Broken(io.BytesIO):
 def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     ran = ctl("predict", "m", "--input", "ids=-")
-    assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
+    assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
     monkeypatch.setattr("weightctl.arrays.opened", Broken)
     ran = ctl("predict", "m", "--input", "ids=x.json")
-    assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")
+    assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")

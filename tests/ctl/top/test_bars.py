@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightctl.top.bars import ASCII, BLOCKS, Segment, bar, glyphs, spark
-from weightctl.top.lines import Style
+from weightctl.top.styled_lines import Style
 
 
 def test_a_spark_is_as_high_as_the_share_of_the_most() -> None:

@@ -8,9 +8,9 @@ import pytest
 from weightd_daemon.config.listeners import allowed_keys
 from weightd_daemon.config.load import Config, ConfigError, parse
 from weightd_protocol import limits
-from weightd_common import keys as keys_module
-from weightd_common import tcp
-from weightd_common.keys import format_key_file
+from weightd_common import curve_keys as keys_module
+from weightd_common import tcp_addresses
+from weightd_common.curve_keys import format_key_file
 
 DEFAULT = "ipc:///run/w/weightd.sock"
 
@@ -75,7 +75,7 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         *(
             (
                 at(address),
-                f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}, got {address!r}",
+                f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}, got {address!r}",
             )
             for address in ("/run/a", "ipc://a", "unix:///run/a", "tcp://127.0.0.1:0", "ipc:///run/")
         ),

@@ -18,12 +18,12 @@ from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.defaults import default_path
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
-from weightd_daemon.config.membership import Membership
+from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd_common import tables, tcp
-from weightd_common.tables import ErrorCollector
+from weightd_common import toml_schema as tables, tcp_addresses
+from weightd_common.toml_schema import ErrorCollector
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 
@@ -291,7 +291,7 @@ REFUSED_OF_A_MODEL = [
 REFUSED_SOCKETS = [
     (
         f'[daemon]\nsocket = "{socket}"\n{MODEL}',
-        f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}, got '{socket}'",
+        f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}, got '{socket}'",
     )
     for socket in (
         *("ipc://relative/a.sock", "ipc://@abstract", "ipc:///", "ipc:///run/", "/run/a.sock", "inproc://a"),

@@ -10,7 +10,7 @@ import pytest
 from weightd_daemon.config.load import ConfigError, parse
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
-from weightd_daemon.host.memory import MIB
+from weightd_daemon.platform.memory import MIB
 from weightd_protocol.schema import decode, plain
 
 BASE = Path("/etc/weightd")

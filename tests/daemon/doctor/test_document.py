@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from weightd_daemon.config import load as config
-from weightd_daemon.doctor.verdicts import host as checks
-from weightd_daemon.doctor.verdicts import ranks as rank_checks
-from weightd_daemon.doctor.verdicts import trial as trial_checks
-from weightd_daemon.doctor.verdicts.finding import INTERPRETER, PROCESS_EXITS
+from weightd_daemon.doctor.checks import host as checks
+from weightd_daemon.doctor.checks import ranks as rank_checks
+from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks.finding import INTERPRETER, PROCESS_EXITS
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd_daemon.host.memory import MIB
+from weightd_daemon.platform.memory import MIB
 from weightd_protocol.schema import decode
-from weightd_common import tables as config_tables
+from weightd_common import toml_schema as config_tables
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from weightd_daemon.doctor.render import render_json, render_table
-from weightd_daemon.doctor.verdicts.finding import (
+from weightd_daemon.doctor.checks.finding import (
     PROCESS_EXITS,
     CheckResult,
     Finding,

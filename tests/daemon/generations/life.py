@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
-from weightd_daemon.generations.generation import Generation
-from weightd_daemon.generations.plan import GenerationSpec, ModelSource, SelfTestSpec
-from weightd_daemon.generations.records import GenerationRecord, SealRecord
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
+from weightd_daemon.generations.persisted import GenerationRecord, SealRecord
 from weightd_daemon.generations.resume import record_generation, resume_generation
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.host.ends import ExitCause
-from weightd_protocol.messages.children import (
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
     Attach,
@@ -24,7 +24,7 @@ from weightd_protocol.messages.children import (
     Traits,
     TrimStore,
 )
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

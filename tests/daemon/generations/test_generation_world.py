@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd_daemon.generations.child import WorkerProcess
-from weightd_daemon.generations.generation import Generation
-from weightd_daemon.generations.plan import GenerationSpec
+from weightd_daemon.generations.process import WorkerProcess
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec
 from weightd_daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
-from weightd_daemon.generations.tries import MAX_HOLDER_DEATHS
-from weightd_daemon.host.ends import ExitCause
-from weightd_protocol.messages.children import (
+from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
     Attach,
@@ -31,7 +31,7 @@ from weightd_protocol.messages.children import (
     Traits,
     TryingSelfTest,
 )
-from weightd_protocol.messages.findings import SelfTestCases
+from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.version import VERSION
 
 from .life import BUILT, FOREVER, SHA, pid

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn
-from weightd_daemon.generations.generation import ABORT_TIMEOUT_S
+from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.host.ends import ExitCause
-from weightd_protocol.messages.children import Traits
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker_common import DeviceMemory
 
 from .life import (
     ATTACHED,

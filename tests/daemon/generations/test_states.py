@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weightd_daemon.generations import states
-from weightd_daemon.generations.access import PERSISTED_STATES
+from weightd_daemon.generations.attach_control import PERSISTED_STATES
 from weightd_daemon.generations.states import (
     ATTACH_TRANSITIONS,
     CHILD_TRANSITIONS,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon import exits
-from weightd_daemon.command import parser
+from weightd_daemon import exit_codes
+from weightd_daemon.cli import parser
 from weightd_daemon.config import load as config
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.devices import DeviceConfig
@@ -21,7 +21,7 @@ from weightd_daemon.config.listeners import ListenerConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.manual import configuration, program
-from weightd_common import tables
+from weightd_common import toml_schema
 from weightd_common.manual.commands import read_parser
 from weightd_common.manual.reference import iterate_keys
 
@@ -74,8 +74,8 @@ def test_each_command_is_there_with_its_arguments() -> None:
 
 
 def test_each_exit_status_is_there() -> None:
-    statuses = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}
-    assert {*exits.MEANINGS} == statuses
+    statuses = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    assert {*exit_codes.MEANINGS} == statuses
     part = WEIGHTD.partition('.SH "EXIT STATUS"')[2].partition(".SH")[0]
     assert {int(number) for number in re.findall(r"\\fB(\d+)\\fR", part)} == statuses
 
@@ -111,7 +111,7 @@ def test_each_key_is_there_with_its_meaning() -> None:
     for table, cls in configuration.TABLES.items():
         heading = table.replace('"', "\\(dq")
         part = TOML.partition(f'.SH "[{heading}]"\n')[2].partition("\n.SH")[0]
-        names = [field.name for field in tables.table_keys(cls) if not field.metadata["kind"].record]
+        names = [field.name for field in toml_schema.table_keys(cls) if not field.metadata["kind"].record]
         assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
         for key in iterate_keys(cls):
             assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
@@ -119,7 +119,7 @@ def test_each_key_is_there_with_its_meaning() -> None:
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
     outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig}
-    inner = {field.metadata["kind"].record for cls in outer for field in tables.table_keys(cls)} - {None}
+    inner = {field.metadata["kind"].record for cls in outer for field in toml_schema.table_keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = iterate_keys(DaemonConfig)
     assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
@@ -162,7 +162,7 @@ def test_each_key_of_the_example_may_be_uncommented() -> None:
     extra.append(there[0].pop("mindspore_lite"))
     inner = [*(there[0][name] for name in ("batching", "split")), *extra]
     names = {"ranks", "mindspore_lite", *(name for table in [*there, *inner] for name in table)}
-    assert names == {field.name for cls in configuration.TABLES.values() for field in tables.table_keys(cls)}
+    assert names == {field.name for cls in configuration.TABLES.values() for field in toml_schema.table_keys(cls)}
     assert dataclasses.replace(config.parse(file, BASE), devices=only.devices, listeners=only.listeners) == only
 
 

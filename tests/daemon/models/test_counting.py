@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.host.ends import ExitCause
-from weightd_daemon.meters.meter import ModelCounters
-from weightd_daemon.models.rows import describe_batching
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.counters.model_counters import ModelCounters
+from weightd_daemon.models.batching import describe_batching
 from weightd_protocol import limits
-from weightd_protocol.messages.children import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
-from weightd_protocol.messages.findings import RowSupport
+from weightd_protocol.messages.worker import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
+from weightd_protocol.messages.worker_common import RowSupport
 
 from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, ModelHarness
 from .test_household import P1, P2, Home

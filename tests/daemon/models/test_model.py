@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.generations.plan import ModelSource
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.host.ends import ExitCause, MissingFile
-from weightd_daemon.models.budget import DeviceBudget, ResourceRequest
-from weightd_daemon.models.rows import describe_batching
-from weightd_daemon.requests.signature import MetadataRequest
+from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
+from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
+from weightd_daemon.models.batching import describe_batching
+from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_protocol.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -26,10 +26,10 @@ from weightd_protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from weightd_protocol.messages.children import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
+from weightd_protocol.messages.worker import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.findings import RowSupport
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker_common import RowSupport
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.host.ends import ExitInitiator
-from weightd_daemon.requests.blame.contents import SLICE_BYTES
-from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd_daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd_daemon.requests.request import ClientOrigin, Request
-from weightd_daemon.requests.signature import MetadataRequest
+from weightd_daemon.platform.exit_cause import ExitInitiator
+from weightd_daemon.scheduling.fault_isolation.fingerprint import SLICE_BYTES
+from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
+from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
+from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_protocol.errors import Internal, ResourceExhausted
-from weightd_protocol.messages.children import Attached, Built, CancelPredict, Failed, Ping, Pong, ProcessFailed
+from weightd_protocol.messages.worker import Attached, Built, CancelPredict, Failed, Ping, Pong, ProcessFailed
 
 from .fakehost import BUILT, CARD, W1, W2, W3, W4, ModelHarness, request
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd_daemon.requests.regions import SharedRegion, TensorLocation, TensorLocations
-from weightd_daemon.requests.request import Request
-from weightd_daemon.requests.seat import MAX_QUICK_S
-from weightd_protocol.messages.children import CancelPredict, Failed, Predict, PredictCancelled
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.slot import MAX_QUICK_S
+from weightd_protocol.messages.worker import CancelPredict, Failed, Predict, PredictCancelled
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
 from .fakehost import W1, W2, ModelHarness, request

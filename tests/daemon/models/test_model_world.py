@@ -14,30 +14,30 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd_daemon.children.launch import WorkerProgram
-from weightd_daemon.children.owner import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.generations.actions import Role
-from weightd_daemon.generations.life import GenerationBase
-from weightd_daemon.generations.plan import ModelSource
-from weightd_daemon.generations.records import SealRecord
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.states import ACTIVE, USABLE, ChildState
-from weightd_daemon.host.ends import ExitCause
-from weightd_daemon.host.memory import MIB
-from weightd_daemon.models.budget import DeviceBudget
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.models.records import ModelRecord
-from weightd_daemon.models.sources import IdSequence
-from weightd_daemon.requests.blame.guard import MAX_LOST_SLOTS
-from weightd_daemon.requests.blame.suspects import MAX_PEER_DEATHS
-from weightd_daemon.requests.regions import SharedRegion
-from weightd_daemon.requests.request import ClientOrigin, Request
-from weightd_daemon.requests.signature import MetadataRequest
+from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
+from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
+from weightd_daemon.scheduling.tensor_location import SharedRegion
+from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
     Attach,
@@ -58,11 +58,11 @@ from weightd_protocol.messages.children import (
     Traits,
 )
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd_protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
-from weightd_common.reach import OPERATOR
+from weightd_common.safe_open import OPERATOR
 
 FOREVER = float("inf")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd_daemon.children.owner import Snapshot
-from weightd_daemon.generations.plan import ModelSource, SelfTestSpec
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.generations.spec import ModelSource, SelfTestSpec
 from weightd_daemon.models.snapshots import Snapshots
 
 SOURCE, OTHER = ModelSource("/m.onnx", number=1), ModelSource("/m.onnx", number=2)

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from targets.reader import Reader
-from weightd_daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, NullMechanism, ZmtpConnection, ZmtpLimits
+from weightd_daemon.zmq_proxy.zmtp import (
+    COMMAND,
+    LONG,
+    MAX_COMMAND_BYTES,
+    MORE,
+    NullMechanism,
+    ZmtpConnection,
+    ZmtpLimits,
+)
 from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 FILLER = 255

@@ -15,8 +15,8 @@ from testkit import looks
 from testkit.looks import MB
 from weightd_protocol.messages.metrics import ProcessCount
 from weightd_protocol.messages.status import ModelStatus
-from weightd_common.overview.history import History
-from weightd_common.overview.rows import Overview
+from weightd_common.dashboard.history import History
+from weightd_common.dashboard.rows import Overview
 
 from .conftest import tells
 from .pageserver import PageServer

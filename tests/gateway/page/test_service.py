@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, expect
 from testkit import models
 from testkit.httpgateway import HttpGateway
 from testkit.service import Service
-from weightd_common.overview.memory import service_memory
+from weightd_common.dashboard.memory import service_memory
 
 from .conftest import LIMIT_MS, Windows
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Callable
 
-from weightd_protocol.messages.children import Build
-from weightd_protocol.messages.findings import SelfTestCases
-from weightd_worker.canary import search
-from weightd_worker.canary.canary import SelfTest
+from weightd_protocol.messages.worker import Build
+from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_worker.selftest import search
+from weightd_worker.selftest.selftest import SelfTest
 from weightd_worker.engines.engine import Engine, ModelSignature
 
 

@@ -12,7 +12,7 @@ SHIM_MARK = b"launchers.keeper import process"
 _ROLES: Mapping[str, str] = {
     "weightd_worker.forkserver": "fork server",
     SHIM_MARK.decode(): "keeper",
-    "weightd_daemon.children.snapshotter": "snapshotter",
+    "weightd_daemon.processes.snapshotter": "snapshotter",
     "name gate ": "gate",
     "name weightd-zygote": "zygote",
 }

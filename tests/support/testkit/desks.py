@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightd_daemon.requests.desk import Dispatcher
-from weightd_daemon.requests.scheduler import AT_ONCE
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.scheduler import AT_ONCE
 
 
 def expire(desk: Dispatcher, now: float) -> None:

@@ -23,7 +23,14 @@ from weightd_protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
 )
-from weightd_protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription, TensorSignature
+from weightd_protocol.messages.inference import (
+    Cancel,
+    Error,
+    Infer,
+    InferResponse,
+    ResponseDescription,
+    TensorSignature,
+)
 from weightd_protocol.messages.metrics import Metrics, MetricsResponse, ReloadCounts
 from weightd_protocol.messages.regions import Register
 from weightd_protocol.messages.status import Status, StatusResponse

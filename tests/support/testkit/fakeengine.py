@@ -6,8 +6,8 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from weightd_protocol.messages.children import Traits
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
 from weightd_worker.engines.sharing import SharedWeights, WeightSharing
 

@@ -6,7 +6,7 @@ import types
 from typing import Any, ClassVar, Dict, List, Mapping, Optional
 
 from testkit.fakeengine import Answer
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRendezvous
 

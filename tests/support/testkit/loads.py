@@ -28,8 +28,8 @@ from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import MAX_FRAMES, FrameReader, message_prefix
 from weightd_protocol.messages.control import ModelMetadata
-from weightd_protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
-from weightd_protocol.messages.journal import Events
+from weightd_protocol.messages.inference import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
+from weightd_protocol.messages.events import Events
 from weightd_protocol.messages.metrics import Metrics
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
 from weightd_protocol.messages.status import Status

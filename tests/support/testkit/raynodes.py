@@ -162,7 +162,7 @@ class Nodes:
     def supervisors(self, application: str) -> list[int]:
         """Return the guards that the replicas of an application hold on a leash."""
         held = {name for pid in self.replicas(application) for name in _descriptors(pid)}
-        return [pid for pid in self.pids("weightd_ray.guard") if _descriptors(pid, "0") & held]
+        return [pid for pid in self.pids("weightd_ray.daemon_supervisor") if _descriptors(pid, "0") & held]
 
     def left(self) -> Sequence[str]:
         """Return what is left of replicas: processes, and files that are not to stay."""

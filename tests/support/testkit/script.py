@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Union
 
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     FROM_CHILD,
     BatchMismatch,
     ChildMessage,

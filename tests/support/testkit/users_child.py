@@ -11,11 +11,11 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, Callable, Tuple
 
-import weightd.zeromq
+import weightd.transport_zmq
 from weightd import Client
 
 # Imported now: afterwards it may read no file of root's.
-_TRANSPORTS = (weightd.zeromq,)
+_TRANSPORTS = (weightd.transport_zmq,)
 
 # An order: what to do, and with what.
 Order = Tuple[Any, ...]

@@ -18,7 +18,7 @@ import pytest
 
 from ascendsim import Host, environment, models
 from ascendsim.program import ProgramForkServer
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
     Attach,
@@ -31,9 +31,9 @@ from weightd_protocol.messages.children import (
     Result,
     Traits,
 )
-from weightd_protocol.messages.data import TensorSignature
-from weightd_protocol.messages.findings import DeviceMemory, SelfTestCases
-from weightd_worker import exits
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
+from weightd_worker import exit_codes
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd_worker.engines.mindspore_lite.gears import parse_gears
 
@@ -93,7 +93,7 @@ class Card:
         self.daemon.tell("h", Allow(pids))
         return self.daemon.hear("h", Allowed)[0].error
 
-    def refused(self, name: str, order: object, status: int = exits.CANNOT_BUILD) -> str:
+    def refused(self, name: str, order: object, status: int = exit_codes.CANNOT_BUILD) -> str:
         """Why the child cannot obey; it must leave then."""
         self.daemon.tell(name, order)
         broken, _ = self.daemon.hear(name, ProcessFailed)
@@ -164,7 +164,7 @@ def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
         for name in ("w1", "w2"):
             card.check(name, rows(size))
     for name in ("w2", "w1", "h"):
-        assert card.daemon.stop(name) == exits.OK
+        assert card.daemon.stop(name) == exit_codes.OK
     assert card.host.card_state(0).allocations == ()
 
 
@@ -252,7 +252,7 @@ def test_where_nobody_can_be_let_in_the_reason_is_told_and_the_holder_goes_on(
     card.host.switch(**switch)
     assert card.allow("123") == error
     assert card.attach("w", built).selftest_digest == built.selftest_digest
-    assert card.daemon.stop("h") == exits.OK
+    assert card.daemon.stop("h") == exit_codes.OK
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "12abc", " 1", "2147483648", "1,2"])
@@ -325,7 +325,7 @@ def test_a_request_that_fails_ends_the_worker(card: Card) -> None:
     card.host.fault("predict", "fail", times=1)
     failed = card.fails("w", 1, x=rows(1))
     assert (failed.code, failed.is_exiting) == ("INTERNAL", True)
-    assert card.daemon.stop("w") == exits.MODEL_CORRUPTED
+    assert card.daemon.stop("w") == exit_codes.MODEL_CORRUPTED
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_
     broken, _ = card.daemon.hear("w", ProcessFailed)
     assert cause in broken.reason
     assert broken.is_out_of_memory == no_room
-    assert card.daemon.stop("w") == exits.CANNOT_BUILD
+    assert card.daemon.stop("w") == exit_codes.CANNOT_BUILD
     assert card.host.card_state(0).allocations == ()
 
 
@@ -357,7 +357,7 @@ def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card)
     assert broken.reason.startswith(f"{sys.executable}: the library has no number for this process: ")
     assert "set_env.sh" in broken.reason
     assert broken.reason.endswith(": dlopen libascend_kernel_plugin.so failed")
-    assert card.daemon.stop("h") == exits.NO_ENGINE
+    assert card.daemon.stop("h") == exit_codes.NO_ENGINE
 
 
 def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Card) -> None:
@@ -405,7 +405,7 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Ca
     assert isinstance(attached.device, DeviceMemory)
     kinds = [each.kind for each in card.host.card_state(0).allocations if "weights" in each.kind]
     assert kinds == ["private weights", "private weights"]
-    assert card.daemon.stop("h") == exits.OK
+    assert card.daemon.stop("h") == exit_codes.OK
     card.check("w", rows(2))
 
 
@@ -434,7 +434,7 @@ def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
             failed = card.fails("w", size, x=rows(size))
             assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
             assert f"Current batch size {size} is invalid" in failed.error
-    assert card.daemon.stop("w") == exits.OK
+    assert card.daemon.stop("w") == exit_codes.OK
 
 
 def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Card) -> None:
@@ -687,7 +687,7 @@ def test_options_that_are_none_are_told_with_their_key(text: str, cause: str, ca
     card.begin("h", "--options", text)
     broken, _ = card.daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(cause)
-    assert card.daemon.stop("h") == exits.CANNOT_BUILD
+    assert card.daemon.stop("h") == exit_codes.CANNOT_BUILD
 
 
 # --- the probe ------------------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ def test_a_card_tells_what_it_is(probe: Ask, host: Host) -> None:
     host.switch(soc_name="Ascend910C", context_mib=100)
     total = 32 * 1024 * MIB
     expected = {"total_bytes": total, "free_bytes": total - 100 * MIB, "soc": "Ascend910C", "devices": 2}
-    assert probe("ascend:1") == (exits.OK, expected)
+    assert probe("ascend:1") == (exit_codes.OK, expected)
     assert host.card_state(1).allocations == ()
 
 
@@ -735,7 +735,7 @@ def test_a_card_that_cannot_be_asked_is_an_error(
 ) -> None:
     host.switch(**switch)
     status, report = probe(device)
-    assert status == exits.NO_ENGINE
+    assert status == exit_codes.NO_ENGINE
     assert list(report) == ["error"]
     assert report["error"].startswith(error)
 
@@ -745,7 +745,7 @@ def test_without_the_library_the_probe_says_so(host: Host, tmp_path: Path) -> No
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "weightd_worker.probe", "--device", "ascend:0"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=False)
-    assert done.returncode == exits.NO_ENGINE
+    assert done.returncode == exit_codes.NO_ENGINE
     assert json.loads(done.stdout) == {"error": "ImportError: libmindspore-lite.so: not found"}
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from testkit import cases
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.data import TensorSignature
-from weightd_protocol.messages.findings import SelfTestCases
-from weightd_worker.canary import canary
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_worker.selftest import selftest
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.errors import BuildError, EngineMissing
@@ -167,20 +167,20 @@ def test_the_canary_shows_what_the_engine_does_not_know(name: str, shape: Any, b
     engine = built(name)
     known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
     assert known.note == ""
-    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
+    assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
 
 
 def test_weights_with_flipped_bits_are_not_noticed_by_the_library_but_by_the_canary(
     built: Built, engine: Engine, model: Model, tmp_path: Path
 ) -> None:
-    right = canary.run(built("wide"), WIDE).digest
+    right = selftest.run(built("wide"), WIDE).digest
     content = bytearray(model("wide").read_bytes())
     middle = len(content) // 2 & ~3
     content[middle : middle + 64] = bytes(64)
     flipped = tmp_path / model("wide").name
     flipped.write_bytes(bytes(content))
     engine.build(str(flipped))
-    assert canary.run(engine, WIDE).digest != right
+    assert selftest.run(engine, WIDE).digest != right
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("single", (1,)), ("threes", (48, 96)), ("fives", ())])

@@ -13,8 +13,8 @@ import pytest
 
 from testkit import cases
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.data import TensorSignature
-from weightd_worker.canary import canary
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_worker.selftest import selftest
 from weightd_worker.engines.engine import Engine
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
 
@@ -197,7 +197,7 @@ def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(name: 
     engine = built(name)
     assert engine.signature.outputs[0].shape is None
     known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
-    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
+    assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
 
 
 @pytest.mark.parametrize("kind", ["alone"], indirect=True)

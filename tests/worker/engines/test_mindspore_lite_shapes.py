@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from testkit import freshanswers
 from testkit.examples import examples
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.children import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
+from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
 from weightd_worker import pagesharing
-from weightd_worker.canary import canary
-from weightd_worker.canary.proof import AnswerVerifier
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.verifier import AnswerVerifier
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.errors import ModelCorrupted
@@ -236,7 +236,7 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
         joined.append(store)
         return SharedWeights(store, 0, "")
 
-    monkeypatch.setattr("weightd_worker.engines.pages.PageSharing.attach", attach)
+    monkeypatch.setattr("weightd_worker.engines.page_sharing.PageSharing.attach", attach)
     block_bytes = pagesharing.mmap_threshold_bytes()
     engine.predict(values({"x": (2, 1024)}))
     assert (joined, engine.is_apart, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)
@@ -255,7 +255,7 @@ def test_a_model_whose_answers_change_with_growth_is_built_for_each_shape_from_t
     model: Model, kind: str, fresh_answers: Callable[[str], Answers]
 ) -> None:
     engine = make(model("image"), kind)
-    known = canary.run(engine, ({"x": (1, 3, 16, 16)},))
+    known = selftest.run(engine, ({"x": (1, 3, 16, 16)},))
     proof = AnswerVerifier(engine, known)
     for number in (0, 3, 1, 4, 2, 0):
         inputs = values(CASES["image"][number])

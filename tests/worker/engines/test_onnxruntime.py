@@ -11,12 +11,12 @@ import pytest
 
 from testkit import cases
 from weightd_protocol.errors import InvalidArgument
-from weightd_worker.canary import canary
+from weightd_worker.selftest import selftest
 from weightd_worker.engines import onnxfile
 from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
 from weightd_worker.engines.onnxruntime import OnnxRuntime
-from weightd_worker.heap import private_bytes
+from weightd_worker.malloc_trim import private_bytes
 
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
 
@@ -102,7 +102,7 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
     engine = built("random_output")
     known = cases.found(engine, never)
     assert known.note.startswith("the model gives different answers to the same input, ")
-    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == (-1, 4)
+    assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == (-1, 4)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
 def test_a_scalar_output_stays_one(built: Built) -> None:
     engine = built("total")
     known = cases.found(engine, never)
-    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == ()
+    assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == ()
     assert engine.predict({"x": ones(2, 4)})["y"].tolist() == 8
 
 

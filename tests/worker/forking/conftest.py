@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     FROM_CHILD,
     ContinueSelfTest,
     Fork,
@@ -26,7 +26,7 @@ from weightd_protocol.messages.children import (
     Result,
     TryingSelfTest,
 )
-from weightd_protocol.messages.data import RequestDescription
+from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd_common.stream import Stream
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple
 
 import pytest
 
-from weightd_protocol.messages.children import Hello
+from weightd_protocol.messages.worker import Hello
 
 if TYPE_CHECKING:
     from tests.worker.forking.conftest import Forking

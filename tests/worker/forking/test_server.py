@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from testkit.waiting import until
-from weightd_protocol.messages.children import Attach, Attached, Build, Built, Fork, Forked, Hello, Ping, Pong, Stop
-from weightd_worker import exits
+from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Fork, Forked, Hello, Ping, Pong, Stop
+from weightd_worker import exit_codes
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -69,7 +69,7 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
         assert np.array_equal(answer, x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):
         forking.lane(name).tell(Stop())
-        assert forking.wait(name) == exits.OK
+        assert forking.wait(name) == exit_codes.OK
 
 
 def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Model) -> None:
@@ -109,7 +109,7 @@ def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_
             forking.server.stream.close()
         else:
             forking.server.tell(Stop() if how == "told" else Ping(run_selftest=False))
-        status = exits.FAILED if how == "order" else exits.OK
+        status = exit_codes.FAILED if how == "order" else exit_codes.OK
         assert forking.daemon.children["server"].wait(30) == status
     words = "RemoteProtocolError: type: expected fork or stop, got ping"
     assert (words in forking.daemon.log("server")) == (how == "order")
@@ -117,14 +117,14 @@ def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_
 
 def test_where_nobody_listens_it_ends(daemon: Daemon) -> None:
     daemon.launch("server", command(), None, arguments(daemon))
-    assert daemon.children["server"].wait(60) == exits.FAILED
+    assert daemon.children["server"].wait(60) == exit_codes.FAILED
     assert f"{daemon.runtime}/children.lane: nobody listens" in daemon.log("server")
 
 
 def test_one_without_its_library_says_so(daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
     daemon.launch("server", command(), {"PYTHONPATH": str(tmp_path)}, arguments(daemon))
-    assert daemon.children["server"].wait(60) == exits.NO_ENGINE
+    assert daemon.children["server"].wait(60) == exit_codes.NO_ENGINE
     assert f"{sys.executable}: numpy.ndarray size changed" in daemon.log("server")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Callable, ContextManager, Set, Tuple
 import numpy as np
 import pytest
 
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     Attach,
     Attached,
     Build,
@@ -25,8 +25,8 @@ from weightd_protocol.messages.children import (
     Reconnected,
     Stop,
 )
-from weightd_protocol.messages.data import RequestDescription
-from weightd_worker import exits
+from weightd_protocol.messages.inference import RequestDescription
+from weightd_worker import exit_codes
 
 if TYPE_CHECKING:
     from tests.worker.forking.conftest import ForkChannel, Forking
@@ -83,7 +83,7 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
         pong = forking.lane("w0").hear(Pong)
         assert pong.selftest_digest == built.selftest_digest
         forking.lane("w0").tell(Stop())
-        assert forking.wait("w0") == exits.OK
+        assert forking.wait("w0") == exit_codes.OK
 
 
 def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
@@ -94,7 +94,7 @@ def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
         template.hear(Reconnected)
         worker(forking, "w", model("wide"), built, template)
         template.tell(Stop())
-        assert forking.wait("h") == exits.OK
+        assert forking.wait("h") == exit_codes.OK
 
 
 @pytest.mark.parametrize(
@@ -137,5 +137,5 @@ def test_it_serves_nobody(served: Start, model: Model) -> None:
     with served() as forking:
         template, _ = holder(forking, model("wide"))
         template.tell(Predict(1, RequestDescription("m", ())))
-        assert os.WEXITSTATUS(forking.wait("h")) == exits.FAILED
+        assert os.WEXITSTATUS(forking.wait("h")) == exit_codes.FAILED
         assert "expected no predict where workers are forked" in forking.daemon.log("h")

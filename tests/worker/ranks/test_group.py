@@ -13,12 +13,12 @@ import pytest
 
 from ascendsim import Host, environment, ranks
 from weightd_protocol.codec import decode
-from weightd_protocol.messages.children import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
-from weightd_protocol.messages.data import RequestDescription, TensorSignature
+from weightd_protocol.messages.worker import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd_protocol.tensors import frame_of, spec_of
-from weightd_common.meeting import RendezvousInfo
-from weightd_worker import exits
+from weightd_common.rendezvous import RendezvousInfo
+from weightd_worker import exit_codes
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -140,7 +140,7 @@ def test_from_hello_to_stop(group: Group) -> None:
         done, y = group.answers()
         assert done == Done(group.step)
         assert np.array_equal(y, ranks.whole(X[:rows]))
-    assert group.stop() == [exits.OK, exits.OK]
+    assert group.stop() == [exit_codes.OK, exit_codes.OK]
 
 
 def test_where_each_has_its_rows_both_answer(group: Group) -> None:
@@ -191,7 +191,7 @@ def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it
     failed, _ = group.daemon.hear("r1", Failed)
     assert failed.is_exiting
     assert "EI0002" in failed.error
-    assert group.daemon.stop("r1") == exits.MODEL_CORRUPTED
+    assert group.daemon.stop("r1") == exit_codes.MODEL_CORRUPTED
 
 
 def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: Group) -> None:
@@ -199,7 +199,7 @@ def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: G
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=2)
     group.tell(order, frame_of(X))
     assert group.hear(ProcessFailed) == [ProcessFailed("step: expected 1, got 2")] * 2
-    assert group.stop() == [exits.MODEL_CORRUPTED] * 2
+    assert group.stop() == [exit_codes.MODEL_CORRUPTED] * 2
 
 
 def test_a_signal_of_a_library_ends_it_and_the_kernel_tells_of_it(group: Group) -> None:
@@ -214,12 +214,12 @@ def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> N
     group.daemon.tell("r0", JoinGroup())
     broken, _ = group.daemon.hear("r0", ProcessFailed)
     assert "none.json" in broken.reason
-    assert group.daemon.stop("r0") == exits.CANNOT_BUILD
+    assert group.daemon.stop("r0") == exit_codes.CANNOT_BUILD
     (tmp_path / "junk.mindir").write_bytes(b"junk")
     group.start(1, model=tmp_path / "junk.mindir")
     broken, _ = group.daemon.hear("r1", ProcessFailed)
     assert broken.reason == f"{tmp_path}/junk.mindir: expected a MindIR; this is something else, or only a part of one"
-    assert group.daemon.stop("r1") == exits.CANNOT_BUILD
+    assert group.daemon.stop("r1") == exit_codes.CANNOT_BUILD
 
 
 def test_a_port_that_another_process_has_may_come_free(group: Group) -> None:

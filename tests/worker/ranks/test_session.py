@@ -14,7 +14,7 @@ from testkit.fakerank import FakeRank
 from testkit.script import Script
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.children import (
+from weightd_protocol.messages.worker import (
     Attach,
     BeginBatch,
     CancelPredict,
@@ -30,16 +30,16 @@ from weightd_protocol.messages.children import (
     Stop,
     TrimStore,
 )
-from weightd_protocol.messages.data import RequestDescription, TensorSignature
-from weightd_protocol.messages.findings import DeviceMemory, RowSupport, SelfTestCases
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport, SelfTestCases
 from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.tensors import frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
 from weightd_common import memfd
-from weightd_common.meeting import RendezvousInfo
-from weightd_worker import exits
-from weightd_worker.canary import canary
+from weightd_common.rendezvous import RendezvousInfo
+from weightd_worker import exit_codes
+from weightd_worker.selftest import selftest as canary
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.errors import BuildError, ModelCorrupted, OutOfDeviceMemory
 from weightd_worker.engines.ranks import RankRejected
@@ -132,7 +132,7 @@ def kinds(script: Script) -> List[str]:
 
 def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> None:
     status, script = play(fake(), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     hello = only(Hello, script)
     assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), SHA256, RankSlice(1, *SIGNATURE))
     assert hello.versions["weightd"] == VERSION
@@ -142,7 +142,7 @@ def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> N
 def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: Play) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert engine.done == ["enter", "load /m/rank1 {}", "predict", "leave"]
     assert np.array_equal(engine.received_inputs[0]["x"], X)
     assert only(JoinedGroup, script) == JoinedGroup(*SIGNATURE, CARD)
@@ -217,7 +217,7 @@ NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is fin
 )
 def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
     status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
-    assert status == exits.CANNOT_BUILD
+    assert status == exit_codes.CANNOT_BUILD
     assert only(ProcessFailed, script).reason == f"the canary's answer is not the known one: output y: {problem}"
     assert kinds(script) == ["Hello", "Entered", "Broken"]
 
@@ -235,7 +235,7 @@ def test_an_answer_with_other_outputs_is_told(play: Play) -> None:
 def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     path = npz(x=X)
     status, script = play(fake(), ENTER, WARM, STOP, canary=path)
-    assert status == exits.CANNOT_BUILD
+    assert status == exit_codes.CANNOT_BUILD
     expected = f"canary: {path}: expected arrays x, y, the inputs and the right outputs, got x"
     assert only(ProcessFailed, script).reason == expected
     same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
@@ -247,14 +247,14 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
 @pytest.mark.parametrize(
     ("error", "told", "expected"),
     [
-        (BuildError("the others have not come"), ProcessFailed("the others have not come"), exits.CANNOT_BUILD),
+        (BuildError("the others have not come"), ProcessFailed("the others have not come"), exit_codes.CANNOT_BUILD),
         (
             OutOfDeviceMemory("the card is full"),
             ProcessFailed("the card is full", is_out_of_memory=True),
-            exits.CANNOT_BUILD,
+            exit_codes.CANNOT_BUILD,
         ),
-        (ModelCorrupted("Launch kernel failed"), ProcessFailed("Launch kernel failed"), exits.CANNOT_BUILD),
-        (MemoryError("x"), ProcessFailed("MemoryError: x", is_transient=True), exits.FAILED),
+        (ModelCorrupted("Launch kernel failed"), ProcessFailed("Launch kernel failed"), exit_codes.CANNOT_BUILD),
+        (MemoryError("x"), ProcessFailed("MemoryError: x", is_transient=True), exit_codes.FAILED),
     ],
 )
 def test_what_fails_on_the_way_is_told(
@@ -267,7 +267,7 @@ def test_what_fails_on_the_way_is_told(
 def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, encode(Ping(run_selftest=True)), encode(TrimStore()), STOP)
-    assert (status, only(Pong, script)) == (exits.OK, Pong())
+    assert (status, only(Pong, script)) == (exit_codes.OK, Pong())
     assert engine.done.count("predict") == 1
 
 
@@ -339,7 +339,7 @@ def test_why_there_are_no_rows_is_told(
 
 def test_the_rank_that_answers_answers(play: Play) -> None:
     status, script = play(fake(), ENTER, WARM, predict(7, 1), predict(9, 2, rows=2), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     answers = [each for each in script.sent if isinstance(each, Result)]
     assert [each.request for each in answers] == [7, 9]
     values = [np.frombuffer(script.frames[script.sent.index(each)][0], np.float32) for each in answers]
@@ -349,7 +349,7 @@ def test_the_rank_that_answers_answers(play: Play) -> None:
 def test_another_one_says_that_it_has_run_it(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
     status, script = play(engine, ENTER, WARM, predict(7, 1), predict(9, 2), STOP, rank=0)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert script.sent[-2:] == [Done(7), Done(9)]
     assert engine.done.count("predict") == 3
 
@@ -367,7 +367,7 @@ def test_another_one_says_that_it_has_run_it(play: Play) -> None:
 def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: List[Any], cause: str, rank: int) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, *orders, predict(9, 9), STOP, rank=rank)
-    assert status == exits.MODEL_CORRUPTED
+    assert status == exit_codes.MODEL_CORRUPTED
     assert script.sent[-1] == ProcessFailed(cause)
     assert engine.done.count("predict") == 1 + (len(orders) > 1)
 
@@ -376,7 +376,7 @@ def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: Li
 def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: int) -> None:
     engine = fake(sequence(X * 2, RankRejected("no elements"), X))
     status, script = play(engine, ENTER, WARM, predict(1, 1), predict(2, 2), STOP, rank=rank)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert script.sent[3] == Failed(1, "INVALID_ARGUMENT", "no elements", is_exiting=False)
     assert kinds(script)[4:] == ["Result" if rank else "Done"]
 
@@ -388,7 +388,7 @@ def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: i
 def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, rank: int) -> None:
     for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
         status, script = play(fake(sequence(X * 2, error)), ENTER, WARM, *job, predict(9, 9), STOP, rank=rank)
-        assert status == exits.MODEL_CORRUPTED
+        assert status == exit_codes.MODEL_CORRUPTED
         assert script.sent[3:] == [Failed(1, "INTERNAL", told, is_exiting=True)]
 
 
@@ -397,7 +397,7 @@ def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
     for rank, expected in ((1, Result), (0, Done)):
         engine = fake()
         status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
-        assert (status, engine.done.count("predict")) == (exits.OK, 3)
+        assert (status, engine.done.count("predict")) == (exit_codes.OK, 3)
         assert engine.received_inputs[1]["x"][:, 0].tolist() == [4, 5, 5]
         answers = [each for each in script.sent if isinstance(each, expected)]
         assert [each.request for each in answers] == [4, 5, 6]
@@ -408,7 +408,7 @@ def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> 
     job = together(predict(4, 1), predict(5, 2))
     engine = fake(sequence(X * 2, RankRejected("no"), X))
     status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
-    assert (status, engine.done.count("predict")) == (exits.OK, 3)
+    assert (status, engine.done.count("predict")) == (exit_codes.OK, 3)
     refused = [Failed(number, "INVALID_ARGUMENT", "no", is_exiting=False) for number in (4, 5)]
     assert script.sent[3:5] == refused
 
@@ -417,7 +417,7 @@ def test_an_answer_that_cannot_be_divided_is_its_end(play: Play) -> None:
     job = together(predict(4, 1), predict(5, 2))
     engine = fake(sequence(X * 2, X[:1]))
     status, script = play(engine, ENTER, WARM, *job, STOP)
-    assert (status, engine.done.count("predict")) == (exits.MODEL_CORRUPTED, 2)
+    assert (status, engine.done.count("predict")) == (exit_codes.MODEL_CORRUPTED, 2)
     told = "output y has shape [1, 3] for 2 rows"
     assert script.sent[3:] == [Failed(4, "INVALID_ARGUMENT", told, is_exiting=True)]
 
@@ -449,7 +449,7 @@ def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_
 
 def test_another_daemon_is_told_the_last_step_that_was_run_and_goes_on_from_there(play: Play) -> None:
     status, script = play(fake(), ENTER, WARM, None, predict(1, 1), predict(2, 2), None, predict(1, 3), STOP)
-    assert status == exits.OK
+    assert status == exit_codes.OK
     assert [each for each in script.sent if isinstance(each, Reconnected)] == [Reconnected(0), Reconnected(2)]
     assert kinds(script)[-1] == "Result"
 
@@ -458,11 +458,11 @@ def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play
     begun = together(predict(1, 1), predict(2, 2))[:1]
     engine = fake()
     status, script = play(engine, ENTER, WARM, *begun, None, predict(1, 1), STOP)
-    assert (status, engine.done.count("predict")) == (exits.OK, 2)
+    assert (status, engine.done.count("predict")) == (exit_codes.OK, 2)
     assert only(Reconnected, script) == Reconnected(0)
 
 
 def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None:
     status, script = play(fake(sequence(X * 2, ModelCorrupted("x"))), ENTER, WARM, predict(1, 1), None)
-    assert status == exits.MODEL_CORRUPTED
+    assert status == exit_codes.MODEL_CORRUPTED
     assert kinds(script)[3:] == ["Failed"]

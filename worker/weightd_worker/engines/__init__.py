@@ -11,7 +11,7 @@ from typing import Callable, Dict, Type
 from weightd_worker.engines import mindspore_lite
 from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.mindspore import MindSporeRank
-from weightd_worker.engines.mindspore_lite.ge import MindSporeLiteRank
+from weightd_worker.engines.mindspore_lite.ge_rank import MindSporeLiteRank
 from weightd_worker.engines.onnxruntime import OnnxRuntime
 from weightd_worker.engines.ranks import RankEngine
 

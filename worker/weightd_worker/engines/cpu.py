@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, BuildSettings, Engine
 from weightd_worker.engines.errors import BuildError
-from weightd_worker.engines.pages import PageSharing
+from weightd_worker.engines.page_sharing import PageSharing
 from weightd_worker.engines.sharing import NotShared
 
 

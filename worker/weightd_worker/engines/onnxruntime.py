@@ -11,7 +11,7 @@ from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 import numpy as np
 
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_worker.engines import onnxfile
 from weightd_worker.engines.cpu import CpuEngine

@@ -12,7 +12,7 @@ import types
 from typing import Any, ClassVar, Mapping, NamedTuple, Optional
 
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, ModelSignature
 
 

@@ -13,7 +13,7 @@ import abc
 import os
 from typing import NamedTuple, Sequence
 
-from weightd_protocol.messages.children import Traits
+from weightd_protocol.messages.worker import Traits
 
 
 class SharedWeights(NamedTuple):

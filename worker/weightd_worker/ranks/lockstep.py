@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Callable, List, Sequence, Tuple, cast
 
 from weightd_protocol.errors import InvalidArgument, RequestError
-from weightd_protocol.messages.children import Predict
+from weightd_protocol.messages.worker import Predict
 from weightd_protocol.messages.ranks import Done
 from weightd_common.rowtest.bits import NotBatchable
-from weightd_worker import exits
+from weightd_worker import exit_codes
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.ranks import RankEngine, RankRejected
 from weightd_worker.predictor import PredictItem, Predictor, Reply
@@ -84,7 +84,7 @@ class LockstepRunner(Predictor):
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             return self._fail_unexpected(order, error)
         self._reply((Done(order.request), ()))
-        return exits.OK
+        return exit_codes.OK
 
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
         """Run the next ones, each of which has a step of its own, in one predict."""
@@ -103,7 +103,7 @@ class LockstepRunner(Predictor):
             return self._fail(first, error, is_leaving=True)
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unexpected(first, error)
-        return exits.OK
+        return exit_codes.OK
 
     def _run_batch(self, items: Sequence[PredictItem], rows: int) -> None:
         merged = self._merged_request(items, rows)

@@ -7,19 +7,19 @@ import os
 from typing import Any, Mapping, NamedTuple, Union
 
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.children import CancelPredict, ChildOrder, Hello, Ping, Pong, Reconnected, TrimStore
+from weightd_protocol.messages.worker import CancelPredict, ChildOrder, Hello, Ping, Pong, Reconnected, TrimStore
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_common.cores import parse_cpulist
-from weightd_common.meeting import RendezvousInfo
-from weightd_worker import exits
+from weightd_common.cpulist import parse_cpulist
+from weightd_common.rendezvous import RendezvousInfo
+from weightd_worker import exit_codes
 from weightd_worker.affinity import set_cpu_affinity
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected
 from weightd_worker.engines.sharing import NotShared
-from weightd_worker.lane import ChannelConnection
-from weightd_worker.life import SessionBase, all_versions, check_signature
-from weightd_worker.ranks.known import ReferenceAnswer, RowShare
+from weightd_worker.channel import ChannelConnection
+from weightd_worker.session_base import SessionBase, all_versions, check_signature
+from weightd_worker.ranks.reference_answer import ReferenceAnswer, RowShare
 from weightd_worker.ranks.lockstep import LockstepRunner
 
 
@@ -70,7 +70,7 @@ class RankSession(SessionBase):
     def run(self, sha256: str) -> int:
         """As any life; who ends well takes leave."""
         status = super().run(sha256)
-        if status == exits.OK and self._has_joined:
+        if status == exit_codes.OK and self._has_joined:
             self._engine.leave_group()
         return status
 
@@ -137,4 +137,4 @@ class RankSession(SessionBase):
         """Do nothing."""
 
     def _fail_out_of_step(self, cause: str) -> int:
-        return self._report_failure(cause, exits.MODEL_CORRUPTED)
+        return self._report_failure(cause, exit_codes.MODEL_CORRUPTED)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightd_daemon.host.ends import describe_status
+from weightd_daemon.platform.exit_cause import describe_status
 
 _LOG_TAIL_LINES = 4
 

@@ -11,7 +11,7 @@ import ctypes
 from typing import Any, Optional, Sequence
 
 from weightd_protocol.errors import WeightdError
-from weightd_protocol.messages.findings import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory
 
 _LIBRARY = "libascendcl.so"
 _HBM = 1  # aclrtMemAttr: ACL_HBM_MEM

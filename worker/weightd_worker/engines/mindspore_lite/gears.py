@@ -10,7 +10,7 @@ import re
 from typing import Dict, List, Sequence, Tuple
 
 from weightd_protocol import limits
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_worker.engines.engine import Gears
 
 DimPosition = Tuple[str, int]

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Dict, List, Tuple, Type
 import numpy as np
 
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_worker.engines.engine import Arrays, BuildSettings, Engine, ModelSignature
 from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
 from weightd_worker.engines.mindspore_lite.options import Options

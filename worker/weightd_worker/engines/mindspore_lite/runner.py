@@ -26,14 +26,14 @@ import os
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.data import TensorSignature
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_worker.affinity import set_cpu_affinity
 from weightd_worker.engines.engine import Arrays, BuildSettings
 from weightd_worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
 from weightd_worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
 from weightd_worker.engines.mindspore_lite.model import name_of
 from weightd_worker.engines.mindspore_lite.shapes import InputShapes
-from weightd_worker.engines.mindspore_lite.turns import ReadersWriterLock
+from weightd_worker.engines.mindspore_lite.rw_lock import ReadersWriterLock
 
 # So many are known not to fail by their shapes; the others run alone each time.
 _MAX_KNOWN_SHAPES = 1024

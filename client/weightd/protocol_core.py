@@ -1,0 +1,523 @@
+"""What a client knows of its calls, without a socket and without a clock: bytes out, bytes in, answers by id.
+
+Several threads may use it: one at a time gives it what comes, any may begin a call or end them all. So what they share
+is changed in steps of which each is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections import abc
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+import numpy as np
+
+from weightd import arguments
+from weightd.inputs import UNTYPED_TYPES, NeedsMetadata, to_typed_inputs
+from weightd.shm_tensors import MIN_SHARED_BYTES, Lease, SharedInput, SharedOutput, ShmTensors, WrongOut
+from weightd_protocol import limits
+from weightd_protocol.codec import Decoder, encode
+from weightd_protocol.errors import (
+    InvalidArgument,
+    LocalProtocolError,
+    RemoteProtocolError,
+    RequestError,
+    Unavailable,
+    WeightdError,
+    request_error,
+)
+from weightd_protocol.messages.control import (
+    ModelMetadata,
+    ModelMetadataResponse,
+    ModelReady,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
+    ServerMetadata,
+    ServerMetadataResponse,
+    ServerReady,
+    Update,
+    UpdateResponse,
+)
+from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
+from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.metrics import Metrics, MetricsResponse
+from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Registered, Released
+from weightd_protocol.messages.status import Status, StatusResponse
+from weightd_protocol.messages.types import TO_CLIENT, ClientMessage, DaemonMessage
+from weightd_protocol.schema import describe_value, label
+from weightd_protocol.tensors import describe_request, frame_of, from_frame, to_wire
+
+if TYPE_CHECKING:
+    from weightd.inputs import Inputs
+
+# Calls that were given up are forgotten when this many, or twice those under way, are known.
+_MIN_SWEEP_CALLS = 256
+
+# Models of which it is known what they take, before all are forgotten: as many as a daemon has.
+_MAX_CACHED_METADATA = limits.MAX_MODELS
+
+# Of each input it is asked whether it is one: to look it up in its module would take longer than to compare.
+_ndarray = np.ndarray
+
+# Where the tensors of a message are.
+_TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
+
+
+class PendingCall:
+    """A question under way and, in the end, its answer.
+
+    Attributes:
+        id: the request's id on the wire.
+        expects: the type of the message that answers it.
+        done: whether it has ended, in an answer or in an error.
+        request: what an inference request asks, as its `infer` message has it; None for any other.
+        lease: what is in shared memory of it.
+    """
+
+    _result: Any
+
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_result", "done", "id", "lease", "request", "response_type")
+
+    def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
+        self.id = request_id
+        self.response_type = expects
+        self.request = request
+        self.done = False
+        self.lease: Optional[Lease] = None
+        self._error: Optional[WeightdError] = None
+        self._callbacks: List[Callable[[], None]] = []
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have `hook` called once the call has ended: at once if it has."""
+        self._callbacks.append(callback)
+        if self.done:
+            self._run_callbacks()
+
+    def result(self) -> Any:
+        """Return the answer of a call that is done: what it expects, or the outputs of an inference request by name.
+
+        Raises:
+            RequestError: the request ended in an error.
+            RemoteProtocolError: it was answered by what breaks the protocol.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def succeed(self, answer: Any) -> None:
+        """End the call in an answer."""
+        self._result = answer
+        # Whoever keeps the error keeps the call: not its arrays, too.
+        self.lease = None
+        self.done = True
+        if self._callbacks:
+            self._run_callbacks()
+
+    def fail(self, error: WeightdError) -> None:
+        """End the call in an error."""
+        self._error = error
+        self.succeed(None)
+
+    def _run_callbacks(self) -> None:
+        # Another thread may do the same: each hook is taken by one of them.
+        while self._callbacks:
+            try:
+                hook = self._callbacks.pop()
+            except IndexError:
+                return
+            hook()
+
+
+# A call that may be begun, and the frames that do it.
+PreparedCall = Tuple[PendingCall, List[Any]]
+
+
+class ClientCore:
+    """Makes requests and matches answers to them.
+
+    It knows a call for as long as its maker holds it, and no longer: what was given up, for whatever reason, leaves
+    nothing behind, and its late answer is dropped.
+
+    Attributes:
+        calls: those that are under way, by id, and some of those that were given up: none where nothing can come.
+        sharing: where their tensors are.
+
+    Args:
+        tenant: for whom it is asked, if that is another than who asks; changes are always asked for by that one.
+    """
+
+    def __init__(self, tenant: Optional[str] = None) -> None:
+        self._tenant = None if tenant is None else arguments.parse_name("tenant", tenant)
+        # The process is not a secret, only a help to tell clients apart in logs.
+        self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
+        # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
+        self.calls: Dict[str, ReferenceType[PendingCall]] = {}
+        self._sweep_at = _MIN_SWEEP_CALLS
+        self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
+        self.shm_tensors = ShmTensors(self._next_id)
+        # What models take, as the daemon at the other end of the connection has said; and those that it is asked for.
+        self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
+        self._metadata_calls: WeakValueDictionary[str, PendingCall] = WeakValueDictionary()
+
+    @property
+    def pending_count(self) -> int:
+        """How many calls are under way."""
+        return sum(call() is not None for call in list(self.calls.values()))
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        timeout: float,
+        outputs: Optional[Sequence[str]] = None,
+        out: Optional[Mapping[str, Any]] = None,
+        priority: Optional[int] = None,
+    ) -> PreparedCall:
+        """Return an inference request and its frames.
+
+        Raises:
+            Untyped: `typed` has to make arrays of `inputs` first.
+            InvalidArgument: an argument is not what it has to be; an array has no datatype on the wire, or is too large
+                for it; names or shapes do not fit into a header.
+        """
+        # A description is found again by these names: they must be equal only to what encodes alike.
+        if type(model) is not str:
+            model = arguments.parse_text("model", model)
+        if outputs is not None:
+            outputs = arguments.parse_names("outputs", outputs)
+        if out is not None:
+            _check_out(out)
+        if priority is not None:
+            _check_priority(priority)
+        arrays = _wire_arrays(inputs)
+        description = describe_request(model, arrays, outputs)
+        if out or description.largest >= MIN_SHARED_BYTES or id(description) in self.shm_tensors.large_outputs:
+            parameters = _parameters(timeout, priority, self._tenant)
+            return self._prepare_shared(description, parameters, [*arrays.values()], out or {})
+        request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
+        return PendingCall(request.id, InferResponse, request), [
+            *_encode_checked(request),
+            *map(frame_of, arrays.values()),
+        ]
+
+    def _prepare_shared(
+        self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
+    ) -> PreparedCall:
+        """Return a request some of whose tensors may be in shared memory, and its frames."""
+        lease = self.shm_tensors.new_lease(description, arrays, out)
+        if lease.shared_inputs or lease.shared_outputs:
+            parameters = _shared_parameters(parameters, tuple(lease.shared_inputs), tuple(lease.shared_outputs))
+        request = Infer(next(self._ids), description, parameters)
+        call = PendingCall(request.id, InferResponse, request)
+        call.lease = lease
+        return call, [*_encode_checked(request), *map(frame_of, lease.framed_inputs)]
+
+    def typed_inputs(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
+        """Return arrays by name, made of `inputs` by what is known of the model.
+
+        None where it is to be asked for: that is not known, or does not fit. It may have been asked for long ago.
+        """
+        model = arguments.parse_text("model", model)
+        metadata = self._metadata_by_model.get(model)
+        if metadata is None:
+            return None
+        try:
+            return to_typed_inputs(inputs, model, metadata.inputs)
+        except InvalidArgument:
+            self._metadata_by_model.pop(model, None)
+            return None
+
+    def metadata_call(self, model: str) -> PreparedCall:
+        """Return the question what a model takes, and its frames: none where it is under way already."""
+        model = arguments.parse_text("model", model)
+        call = self._metadata_calls.get(model)
+        if call is not None and self.is_tracked(call):
+            return call, []
+        call, frames = self.model_metadata(model)
+        self._metadata_calls[model] = call
+        return call, frames
+
+    def abort_metadata_call(self, prepared: PreparedCall, error: BaseException) -> None:
+        """Who was to ask for it could not, for this reason: nor can others wait for the answer, unless it is asked."""
+        call, frames = prepared
+        if frames and not call.done and not self.is_tracked(call):
+            kind = type(error) if isinstance(error, RequestError) else Unavailable
+            call.fail(kind(str(error) or "who was to ask what the model takes was interrupted"))
+
+    def frames_without_sharing(self, call: PendingCall) -> Optional[List[Any]]:
+        """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
+
+        By then nothing is known of another one: all of it is in frames.
+        """
+        lease, request = call.lease, call.request
+        if lease is None or request is None or not self.shm_tensors.is_stale(lease):
+            return None
+        lease.shared_inputs.clear()
+        lease.output_buffers.clear()
+        parameters = dataclasses.replace(request.parameters, regions=None)
+        return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
+
+    def track(self, call: PendingCall, frames: List[Any]) -> List[Any]:
+        """Its frames are being sent: from now on it can be answered, and end with the others.
+
+        Returns:
+            The same frames; others, where its memory was shared over a connection that is lost.
+        """
+        lease = call.lease
+        if lease is not None and not self.shm_tensors.activate(call.id, lease):
+            frames = self.frames_without_sharing(call) or frames
+        calls = self.calls
+        if calls and len(calls) >= self._sweep_at:
+            for each in list(calls):
+                known = calls.get(each)
+                if known is not None and known() is None:
+                    calls.pop(each, None)
+            self._sweep_at = max(_MIN_SWEEP_CALLS, 2 * len(calls))
+        calls[call.id] = ref(call)
+        return frames
+
+    def is_tracked(self, call: PendingCall) -> bool:
+        """Whether it was begun, and has not ended."""
+        return call.id in self.calls
+
+    def untrack(self, call: PendingCall) -> None:
+        """It was not begun after all."""
+        self.shm_tensors.release(call.id)
+        self.calls.pop(call.id, None)
+
+    def cancel_frames(self, call: PendingCall) -> List[Any]:
+        """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
+        return encode(Cancel(call.id))
+
+    def ready(self, model: str) -> PreparedCall:
+        """Return the question whether a model, or with "" all of them, can answer, and its frames."""
+        call = PendingCall(self._next_id(), ReadyResponse)
+        model = arguments.parse_text("model", model)
+        return call, _encode_checked(
+            ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant)
+        )
+
+    def model_metadata(self, model: str) -> PreparedCall:
+        """Return a question about a model and its frames."""
+        call = PendingCall(self._next_id(), ModelMetadataResponse)
+        return call, _encode_checked(ModelMetadata(call.id, arguments.parse_text("model", model), self._tenant))
+
+    def server_metadata(self) -> PreparedCall:
+        """Return a question about the server and its frames."""
+        call = PendingCall(self._next_id(), ServerMetadataResponse)
+        return call, _encode_checked(ServerMetadata(call.id, self._tenant))
+
+    def status(self) -> PreparedCall:
+        """Return a question about everything and its frames."""
+        call = PendingCall(self._next_id(), StatusResponse)
+        return call, _encode_checked(Status(call.id, self._tenant))
+
+    def metrics(self) -> PreparedCall:
+        """Return a question about what was counted and its frames."""
+        call = PendingCall(self._next_id(), MetricsResponse)
+        return call, _encode_checked(Metrics(call.id, self._tenant))
+
+    def events(self, after: int, model: str) -> PreparedCall:
+        """Return the question what has happened, and its frames."""
+        call = PendingCall(self._next_id(), EventsResponse)
+        return call, _encode_checked(Events(call.id, after, arguments.parse_text("model", model)))
+
+    def logs(self, model: str, process: str, lines: int) -> PreparedCall:
+        """Return the question what the processes of a model have said, and its frames."""
+        call = PendingCall(self._next_id(), LogsResponse)
+        names = arguments.parse_text("model", model), arguments.parse_text("process", process)
+        return call, _encode_checked(Logs(call.id, *names, lines))
+
+    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> PreparedCall:
+        """Return a wish for another model or other weights, and its frames.
+
+        Raises:
+            InvalidArgument: an argument is not text, or too long.
+        """
+        call = PendingCall(self._next_id(), UpdateResponse)
+        name = arguments.parse_text("model", model)
+        files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
+        return call, _encode_checked(Update(call.id, name, *files, rollback))
+
+    def reload(self) -> PreparedCall:
+        """Return the wish that the configuration file be read again, and its frames."""
+        call = PendingCall(self._next_id(), ReloadResponse)
+        return call, encode(Reload(call.id))
+
+    def on_message(self, frames: Sequence[Any]) -> None:
+        """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
+
+        Raises:
+            RemoteProtocolError: the daemon broke the protocol, or refuses what it could not read, and no telling
+                which call is meant: nothing on this connection can be relied on.
+        """
+        try:
+            message = self._decode(frames)
+        except RemoteProtocolError as error:
+            self._on_unreadable(error)
+            return
+        if not isinstance(message, InferResponse):
+            self._on_other_message(message)
+            return
+        call = self.calls.pop(message.id, _no_call)()
+        request = None if call is None else call.request
+        if call is not None and request is not None:
+            description = message.description
+            try:
+                if call.lease is None and message.shared_outputs is None and description.largest < MIN_SHARED_BYTES:
+                    outputs: Dict[str, Any] = {}
+                    for spec, frame in zip(description.outputs, frames[_TENSOR_FRAMES]):
+                        outputs[spec.name] = from_frame(spec, frame)
+                else:
+                    outputs = self.shm_tensors.read_outputs(
+                        request.description, call.lease, message, frames[_TENSOR_FRAMES]
+                    )
+            except InvalidArgument as error:
+                call.fail(_outputs_error(call, error))
+            else:
+                call.succeed(outputs)
+        elif call is not None:
+            call.fail(_unexpected_response(call, message))
+        if self.shm_tensors.leases:
+            self.shm_tensors.release(message.id, running=message.may_still_write or False)
+
+    def _on_unreadable(self, error: RemoteProtocolError) -> None:
+        if not error.request_id:
+            raise error
+        self._fail_call(error.request_id, error)
+
+    def _on_other_message(self, message: DaemonMessage) -> None:
+        """Take in what is no answer to an inference request, or an error."""
+        if isinstance(message, Error):
+            if not message.id:
+                raise RemoteProtocolError(f"the daemon ends this connection: {message.error}")
+            retry_after_s = None if message.retry_after is None else message.retry_after / 1e6
+            if not self.shm_tensors.on_refused(message.id):
+                self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
+            self.shm_tensors.release(message.id, running=message.may_still_write or False)
+            return
+        if isinstance(message, Released):
+            self.shm_tensors.release(message.id)
+            return
+        if isinstance(message, Registered):
+            self.shm_tensors.on_registered(message.id, message.region)
+            return
+        call = self.calls.pop(message.id, _no_call)()
+        if call is not None and type(message) is not call.response_type:
+            call.fail(_unexpected_response(call, message))
+        elif call is not None:
+            if isinstance(message, ModelMetadataResponse):
+                self._remember_metadata(message)
+            call.succeed(message)
+
+    def fail_all(self, kind: Type[WeightdError], text: str) -> None:
+        """End every call that is under way in an error: the connection is lost, and with it what was said on it."""
+        self._metadata_by_model.clear()
+        while self.calls:
+            try:
+                _, reference = self.calls.popitem()
+            except KeyError:
+                return
+            call = reference()
+            if call is not None:
+                call.fail(kind(text))
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _remember_metadata(self, model: ModelMetadataResponse) -> None:
+        if len(self._metadata_by_model) >= _MAX_CACHED_METADATA:
+            self._metadata_by_model.clear()
+        self._metadata_by_model[model.name] = model
+
+    def _next_id(self) -> str:
+        return next(self._ids)
+
+    def _fail_call(self, request_id: str, error: WeightdError) -> None:
+        call = self.calls.pop(request_id, _no_call)()
+        if call is not None:
+            if call.request is not None and isinstance(error, InvalidArgument):
+                # Maybe it takes something else by now.
+                self._metadata_by_model.pop(call.request.description.model_name, None)
+            call.fail(error)
+
+
+def _wire_arrays(inputs: Inputs) -> Dict[str, Any]:
+    """Return inputs by name, as the wire wants them.
+
+    Raises:
+        Untyped, InvalidArgument: as `ClientCore.infer`.
+    """
+    if not isinstance(inputs, dict) and not isinstance(inputs, abc.Mapping):
+        raise NeedsMetadata
+    arrays: Dict[str, Any] = {}
+    for name, value in inputs.items():
+        if type(name) is not str:
+            name = arguments.parse_text("inputs: name", name)  # noqa: PLW2901 - the same name
+        if value.__class__ is not _ndarray and isinstance(value, UNTYPED_TYPES):
+            raise NeedsMetadata
+        try:
+            arrays[name] = to_wire(value)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"input {label(name)}: {error}") from error.__cause__
+    return arrays
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) -> Parameters:
+    return Parameters(max(1, int(timeout * 1e6)), priority=priority, tenant=tenant)
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_parameters(
+    parameters: Parameters, inputs: Tuple[SharedInput, ...], outputs: Tuple[SharedOutput, ...]
+) -> Parameters:
+    regions = Regions(tuple(InputLocation(*each) for each in inputs), tuple(OutputLocation(*each) for each in outputs))
+    return dataclasses.replace(parameters, regions=regions)
+
+
+def _no_call() -> Optional[PendingCall]:
+    """What refers to a call that is not known."""
+    return None
+
+
+def _outputs_error(call: PendingCall, error: InvalidArgument) -> WeightdError:
+    """Return the error of a call whose outputs are not what they say, or do not fit where they were wanted."""
+    return error if isinstance(error, WrongOut) else RemoteProtocolError(f"outputs: {error}", call.id)
+
+
+def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemoteProtocolError:
+    text = f"expected a {call.response_type.__name__}, got a {type(message).__name__}"
+    return RemoteProtocolError(text, call.id)
+
+
+def _check_priority(priority: Any) -> None:
+    # Before `_parameters` looks among those that it has made: True equals 1.
+    if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
+        raise InvalidArgument(
+            f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
+        )
+
+
+def _check_out(out: Any) -> None:
+    arguments.check_mapping("out", out)
+    for name, array in out.items():
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            found = "one that cannot" if isinstance(array, np.ndarray) else type(array).__name__
+            raise InvalidArgument(f"out: {label(name)}: expected a numpy array that can be written to, got {found}")
+
+
+def _encode_checked(message: ClientMessage) -> List[Any]:
+    """Return the frames of a message, of which the caller has given parts.
+
+    Raises:
+        InvalidArgument: a part is not what the wire allows.
+    """
+    try:
+        return encode(message)
+    except LocalProtocolError as error:
+        raise InvalidArgument(str(error)) from None

@@ -1,0 +1,248 @@
+"""A connection over ZeroMQ, from the handshake to its loss.
+
+libzmq hides a lost connection: it would connect again for ever and send what is queued to whoever comes next, while
+answers that will never come are waited for. Here a socket monitor makes both ends of a connection's life events.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import deque
+from typing import Any, Deque, List, Optional, Sequence, cast
+
+import zmq
+
+from weightd import address as addresses
+from weightd.connection import ConnectSteps, DaemonConnection
+from weightd.curve import CurveKeys
+from weightd.polling import SelectPoller, new_poller
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument, Unauthenticated, Unavailable
+from weightd_protocol.framing import Message
+from weightd_common import zmq_monitor, zmq_multipart
+
+# A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
+_TCP_HEARTBEAT_INTERVAL_MS = 5_000
+_TCP_HEARTBEAT_TIMEOUT_MS = 15_000
+
+# Plain integers: `&` of pyzmq's own flags takes a microsecond.
+_EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+
+_CONNECT_RETRIED = zmq.EVENT_CONNECT_RETRIED
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_MONITORED_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _CONNECT_RETRIED | _HANDSHAKE_FAILED
+
+
+_UNAUTHENTICATED_TEXT = (
+    "no handshake with {}: either no tenant there has the client's key, or the server_key is not the listener's, or "
+    "only one of the two speaks CURVE"
+)
+
+
+class _Contexts:
+    """One context for all connections of this process: it is two threads."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._user_count = 0
+
+    def take(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if not self._user_count:
+                self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._user_count += 1
+            return self._context
+
+    def release(self) -> None:
+        with self._lock:
+            self._user_count -= 1
+            if not self._user_count:
+                self._context.term()
+
+
+_contexts = _Contexts()
+# The threads of the one there is do not live on in a forked process.
+os.register_at_fork(after_in_child=_contexts.reset)
+
+
+class ZeroMqConnection(DaemonConnection):
+    """A DEALER socket. Made by `connecting`; before, it is not connected."""
+
+    transport = "zmq"
+    is_level_triggered = False
+
+    def __init__(self, address: str, curve: Optional[CurveKeys] = None) -> None:
+        super().__init__(address)
+        # A socket is for one thread at a time; a signal's handler may come to it in the middle of what its thread does.
+        self._lock = threading.RLock()
+        self._send_queue: Deque[List[Any]] = deque()
+        context = _contexts.take()
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except BaseException:
+            _contexts.release()
+            raise
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        # Answers wait here until they are asked for; a bound would make the daemon drop them. They are at most as
+        # many as the requests that their owner has under way.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        if address.startswith("tcp://"):
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _TCP_HEARTBEAT_INTERVAL_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TCP_HEARTBEAT_TIMEOUT_MS)
+        if curve is not None:
+            secret = curve.secret_key.encode()
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_key.encode())
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._uses_curve = curve is not None
+        self._monitor = self._socket.get_monitor_socket(_MONITORED_EVENTS)
+        # To poll the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
+        # readable from the moment that libzmq has something to say on it, until `_has_ended` has looked.
+        monitor_descriptor = self._monitor.FD
+        self._monitor_poller = new_poller((monitor_descriptor,))
+        # Of frames that are not copied pyzmq keeps account in a thread, which as a green thread would stop all others.
+        self._copy_below_bytes = (
+            math.inf if isinstance(self._monitor_poller, SelectPoller) else zmq_multipart.ZERO_COPY_BYTES
+        )
+        self.descriptors = (self._socket.FD, monitor_descriptor)
+
+    def handshake_steps(self) -> ConnectSteps[None]:
+        """Connect, and wait for the end of the handshake.
+
+        Raises:
+            InvalidArgument, PermissionDenied, Unavailable: as `address.check`.
+            Unauthenticated: the daemon knows no such key, or the two do not speak CURVE with one another.
+        """
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise InvalidArgument(f"{self.address}: {error.strerror}") from None
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"expected an address that UTF-8 can encode, got {self.address!r}") from None
+        while True:
+            while not self._has_monitor_event():
+                yield self.descriptors[1]
+            event = zmq_monitor.receive(self._monitor).number
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_monitor_event():
+                return
+            if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) or (
+                self._uses_curve and event != _CONNECT_RETRIED
+            ):
+                raise Unauthenticated(_UNAUTHENTICATED_TEXT.format(self.address))
+            if event != _CONNECT_RETRIED:
+                raise Unavailable(f"who listens at {self.address} hung up: it is stopping, overloaded, or no weightd")
+            if self.address.startswith("tcp://"):
+                raise Unavailable(f"no daemon at {self.address}: nobody answers there")
+            # libzmq tries again by itself: that is right where only the socket's backlog is full.
+            addresses.check_reachable(self.address)
+
+    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
+        """As `Connection.send`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
+        with self._lock:
+            if not self.is_broken and self._monitor_poller.poll(0) and self._has_monitor_event():
+                self.mark_broken()
+            if self.is_broken:
+                raise ConnectionResetError
+            if self._send_queue or not self._try_send(frames):
+                self._send_queue.append(frames)
+                self.unsent += 1
+                return False
+            return True
+
+    def cork(self) -> None:
+        """As `Connection.hold`. The library puts messages together by itself."""
+
+    def uncork(self) -> None:
+        """As `Connection.let_go`. Nothing was."""
+
+    def sent_after_flush(self) -> int:
+        """As `Connection.left`."""
+        return self.sent + self.unsent
+
+    def flush(self) -> None:
+        """As `Connection.flush`."""
+        with self._lock:
+            while self._send_queue and not self.closed and self._try_send(self._send_queue[0]):
+                self._send_queue.popleft()
+                self.unsent -= 1
+                self.sent += 1
+
+    def receive(self) -> List[Message]:
+        """As `Connection.receive`: all that have come."""
+        with self._lock:
+            if self.closed:
+                raise self.lost_error()
+            messages = self._receive_available()
+            if not messages and (self.is_broken or (self._monitor_poller.poll(0) and self._has_monitor_event())):
+                # The monitor does not tell twice, and there may be what came while we looked.
+                self.mark_broken()
+                messages = self._receive_available()
+                if not messages:
+                    raise self.lost_error()
+            return messages
+
+    def is_idle(self) -> bool:
+        """As `Connection.is_idle`. To ask is what has the descriptor tell of the next message."""
+        with self._lock:
+            wanted_events = _POLLIN | _POLLOUT if self._send_queue else _POLLIN
+            return self.closed or not (self.is_broken or cast(int, self._socket.getsockopt(_EVENTS)) & wanted_events)
+
+    def close(self) -> None:
+        """As `Connection.close`."""
+        with self._lock:
+            if not self.closed:
+                self.closed = self.is_broken = True
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+                self._socket.close(linger=0)
+                _contexts.release()
+
+    def _try_send(self, frames: List[Any]) -> bool:
+        try:
+            zmq_multipart.send(self._socket, frames, zmq_multipart.NOBLOCK, self._copy_below_bytes)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive_available(self) -> List[Message]:
+        messages: List[Message] = []
+        try:
+            while True:
+                frames = [frame.bytes for frame in zmq_multipart.receive(self._socket, zmq_multipart.NOBLOCK)]
+                messages.append(Message(frames, (*map(len, frames),)))
+                # To ask is cheaper than the exception of a read that finds nothing.
+                if not cast(int, self._socket.getsockopt(_EVENTS)) & _POLLIN:
+                    return messages
+        except zmq.Again:
+            return messages
+
+    def _has_monitor_event(self) -> bool:
+        # After the handshake, whatever the monitor has to say is bad. True means: do not look again, close it.
+        return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
+
+
+def connect_steps(address: str, curve: Optional[CurveKeys] = None) -> ConnectSteps[DaemonConnection]:
+    """Connect to the ZeroMQ socket at `address`, with these keys.
+
+    Raises:
+        RequestError: as `ZeroMqConnection.opening`.
+    """
+    addresses.check_reachable(address)
+    try:
+        connection = ZeroMqConnection(address, curve)
+    except zmq.ZMQError as error:
+        raise Unavailable(f"cannot make a socket: {error.strerror}") from None
+    try:
+        yield from connection.handshake_steps()
+    except BaseException:
+        connection.close()
+        raise
+    return connection

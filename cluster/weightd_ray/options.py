@@ -1,0 +1,254 @@
+"""What an application is told, checked where it is built: who mends a YAML wants to know all that is wrong at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_daemon.config.defaults import default_cache_dir
+from weightd_daemon.config.load import ConfigError, parse
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.engines import ENGINES
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_protocol import limits
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.schema import FieldError, FieldType, describe_value, integer, label, mapping, text
+from weightd_common import toml_schema
+from weightd_common.toml_schema import ErrorCollector, derived
+from weightd_common.user_paths import user_path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PUBLISHED_PREFIX = "sha256:"
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+# Of one replica; what is beyond it waits at Serve's routers.
+_MAX_ONGOING = 65536
+
+# The daemon's queue is the place to wait: it knows deadlines and priorities, and makes rows of several of what it has.
+# A router of Serve whose replicas have all that they take asks again after pauses that grow to half a second, and what
+# waits there comes through at a tenth of the rate.
+_ONGOING_PER_WORKER = 32
+_MIN_ONGOING = 128
+
+_GATEWAY_FIELDS: Mapping[str, Any] = {each.name: each.metadata for each in dataclasses.fields(GatewayConfig)}
+
+
+class ArgumentError(WeightdError):
+    """The arguments are not usable; the text has a line for each that is wrong."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of an application. Beside these it takes the keys of [models.NAME] but `path`."""
+
+    model: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The model file, at a path that each host has, or "sha256:…" as `weightd_ray.publish` returns it."""
+
+    name: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """The model's name in requests. Default: that of its file, without suffix."""
+
+    sha256: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    """The digest of the model: a replica that has another one does not serve. Default: that of the file, where the
+    application is built, if it can be read there."""
+
+    address: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """Where the host's own service is, as for `weightctl --socket`: a replica starts no daemon then. Default: each has
+    one of its own."""
+
+    tenant: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """For whom that service is asked. Default: for the user that Ray runs as."""
+
+    directory: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The directory on each host for the daemons' files and published models, on a disk. Default: `ray` in the daemon's
+    own cache directory."""
+
+    max_ongoing_requests: int = field(default=0, metadata=integer(0, _MAX_ONGOING))
+    """Requests that a replica takes at once; others wait at Serve's routers. Default: 32 for each worker, at
+    least 128."""
+
+    max_body_bytes: int = field(default=GatewayConfig.max_body_bytes, metadata=_GATEWAY_FIELDS["max_body_bytes"])
+    """Bytes of a request over HTTP, once it is decompressed."""
+
+    max_memory_bytes: int = field(default=GatewayConfig.max_memory_bytes, metadata=_GATEWAY_FIELDS["max_memory_bytes"])
+    """Bytes of all requests that a replica receives or answers at once over HTTP."""
+
+    request_timeout: float = field(default=GatewayConfig.timeout, metadata=_GATEWAY_FIELDS["timeout"])
+    """Seconds that a request takes at most which says nothing of that itself."""
+
+    model_table: Mapping[str, Any] = field(
+        default_factory=dict[str, Any], metadata=derived(mapping(text(limits.MAX_PATH_BYTES), limits.MAX_MODELS))
+    )
+    """The keys of [models.NAME] that were given."""
+
+    total_workers: int = field(default=0, metadata=derived(integer(0, _MAX_ONGOING)))
+    """Worker processes of a replica; 0: they are of the host's service, and nobody knows."""
+
+    cores: int = field(default=1, metadata=derived(integer(0, _MAX_ONGOING)))
+    """Cores that a replica keeps busy."""
+
+    @property
+    def published_digest(self) -> str:
+        """The digest of the published model that is to be served; "": it is a file."""
+        return self.model.removeprefix(PUBLISHED_PREFIX) if self.model.startswith(PUBLISHED_PREFIX) else ""
+
+    @property
+    def base_dir(self) -> Path:
+        """The directory for the files of replicas."""
+        return Path(self.directory or Path(default_cache_dir(), "ray"))
+
+
+# What a replica's own daemon would need, and the host's has.
+_EMBEDDED_KEYS = ("model", "directory")
+_HOST_KEYS = ("tenant",)
+
+_MODEL_KEYS: Mapping[str, FieldType] = {
+    each.name: each.metadata["kind"] for each in toml_schema.table_keys(ModelConfig) if each.name != "path"
+}
+
+
+def parse_arguments(args: Mapping[str, Any]) -> Arguments:
+    """Return what the arguments of an application say.
+
+    On a command line each is a text: what should be none is read as TOML has it.
+
+    Raises:
+        ArgumentError: they are not usable.
+    """
+    problems = ErrorCollector()
+    argument_kinds = {each.name: cast("FieldType", each.metadata["kind"]) for each in toml_schema.table_keys(Arguments)}
+    known_kinds = {**argument_kinds, **_MODEL_KEYS}
+    values: dict[str, Any] = {}
+    for name, value in args.items():
+        with problems.at(f".{label(name)}"):
+            if name not in known_kinds:
+                raise FieldError(toml_schema.unknown_name_text("argument", str(name), known_kinds))
+            values[name] = _parse_text(known_kinds[name], value)
+    with problems.at(""):
+        arguments = toml_schema.read_table(
+            Arguments, {key: values[key] for key in values if key in argument_kinds}, problems
+        )
+        if not problems.wrong_keys():
+            arguments = _complete(
+                arguments, {key: values[key] for key in values if key not in argument_kinds}, problems
+            )
+    if problems.errors:
+        raise ArgumentError("\n".join(map(str, problems.errors)))
+    return arguments
+
+
+def _parse_text(kind: FieldType, value: Any) -> Any:
+    if type(value) is not str:
+        return value
+    try:
+        return kind.plain(kind.check(value))
+    except FieldError:
+        try:
+            read = tomllib.loads(f"value = {value}")
+        except (ValueError, RecursionError):
+            return value
+        # A text of several lines may have other keys in it.
+        return read["value"] if len(read) == 1 else value
+
+
+def _complete(arguments: Arguments, table: Mapping[str, Any], problems: ErrorCollector) -> Arguments:
+    problems.add(_check_combinations(arguments, table))
+    problems.add(_check_digests(arguments), "model")
+    if problems.wrong_keys():
+        return arguments
+    path = "" if arguments.published_digest or not arguments.model else str(Path(arguments.model).absolute())
+    arguments = dataclasses.replace(
+        arguments,
+        model=path or arguments.model,
+        name=arguments.name or Path(arguments.model).stem,
+        sha256=arguments.published_digest or arguments.sha256,
+        table=table,
+    )
+    workers, cores = 0, 1
+    if not arguments.address:
+        model = _check_model(arguments, path or f"/{_placeholder_file(table)}", problems)
+        workers = model.workers * len(model.devices)
+        cores = 1 if model.is_on_cards else workers * model.threads
+    default_ongoing = max(_ONGOING_PER_WORKER * workers, _MIN_ONGOING)
+    return dataclasses.replace(
+        arguments,
+        max_ongoing_requests=arguments.max_ongoing_requests or default_ongoing,
+        workers_in_all=workers,
+        cores=cores,
+    )
+
+
+def _check_combinations(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldError]:
+    if arguments.address:
+        ignored_keys = [*(key for key in _EMBEDDED_KEYS if getattr(arguments, key)), *table]
+        yield from (
+            FieldError("it has no effect with address: the host's service has its own").at(f".{key}")
+            for key in ignored_keys
+        )
+        if not arguments.name:
+            yield FieldError("missing: with address it says which model of the host's service is asked").at(".name")
+        return
+    if not arguments.model:
+        yield FieldError("missing").at(".model")
+    for key in _HOST_KEYS:
+        if getattr(arguments, key):
+            yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
+    if arguments.directory and not Path(arguments.directory).is_absolute():
+        yield FieldError(f"expected an absolute path, got {describe_value(arguments.directory)}").at(".directory")
+    if arguments.published_digest and not arguments.name:
+        yield FieldError("missing: a published model is known by its digest alone").at(".name")
+
+
+def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
+    for key, value in (("model", arguments.published_digest), ("sha256", arguments.sha256)):
+        is_given = value or (key == "model" and arguments.model.startswith(PUBLISHED_PREFIX))
+        if is_given and not _DIGEST.fullmatch(value):
+            yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {describe_value(value)}").at(f".{key}")
+    if arguments.published_digest and arguments.sha256 not in ("", arguments.published_digest):
+        yield FieldError(f"expected that of the model, {arguments.published_digest}, got {arguments.sha256}").at(
+            ".sha256"
+        )
+
+
+def _placeholder_file(table: Mapping[str, Any]) -> str:
+    """Return a file name such as that of the published model may be, which is not known here."""
+    engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
+    return f"published{engine.suffix if engine else '.onnx'}"
+
+
+def _check_model(arguments: Arguments, path: str, problems: ErrorCollector) -> ModelConfig:
+    """Return the daemon's table of the model, as the daemon itself checks it."""
+    models = {arguments.name: {"path": path, **arguments.model_table}}
+    try:
+        model, relocated = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
+    except ConfigError as error:
+        problems.add(FieldError(_argument_problem(each, arguments.name)) for each in error.problems)
+        return ModelConfig(path)
+    for each in toml_schema.table_keys(ModelConfig):
+        if getattr(model, each.name) != getattr(relocated, each.name):
+            problems.add(
+                [
+                    FieldError("expected an absolute path: there is nothing that it could be relative to").at(
+                        f".{each.name}"
+                    )
+                ]
+            )
+    return model
+
+
+def _argument_problem(problem: str, name: str) -> str:
+    """Name the argument that stands for a key of the daemon's file."""
+    rest = problem.removeprefix(f"models.{label(name)}")
+    for key, argument in ((": ", "name: "), (".path", "model"), (".", "")):
+        if rest.startswith(key):
+            return argument + rest.removeprefix(key)
+    return rest

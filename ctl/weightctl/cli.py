@@ -1,0 +1,184 @@
+"""The command `weightctl`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from typing import Dict, List, Optional
+
+from weightd.client import Client
+from weightd.session import DEFAULT_TIMEOUT_S
+from weightctl import events, exit_codes, health, keygen, logs, metadata, metrics, models, reload, update
+from weightctl.advise import command as advise
+from weightctl.bench import command as bench
+from weightctl.install import command as install
+from weightctl.predict import command as predict
+from weightctl.status import command as status
+from weightctl.text import clean_lines
+from weightctl.top import command as top
+from weightctl.command import Command, CommandError, DaemonUnreachable
+from weightd_protocol import limits
+from weightd_protocol.errors import RequestError, WeightdError
+from weightd_protocol.version import VERSION
+from weightd_common.commandline import Parser
+from weightd_common.sigint import redelivering_interrupts
+from weightd_common.journal_fields import add_priority, is_connected_to_journal
+
+COMMANDS: Dict[str, Command] = {
+    "status": status.COMMAND,
+    "top": top.COMMAND,
+    "metrics": metrics.COMMAND,
+    "models": models.COMMAND,
+    "metadata": metadata.COMMAND,
+    "health": health.COMMAND,
+    "predict": predict.COMMAND,
+    "events": events.COMMAND,
+    "logs": logs.COMMAND,
+    "bench": bench.COMMAND,
+    "advise": advise.COMMAND,
+    "update": update.COMMAND,
+    "update-weights": update.WEIGHTS_COMMAND,
+    "reload": reload.COMMAND,
+    "keygen": keygen.COMMAND,
+    "install-units": install.COMMAND,
+}
+
+# For a reload that systemd orders: the descriptor, and the priority of syslog.
+_STDERR_FD, _PRIORITY_ERROR = 2, 3
+
+_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Run the command; return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name or a path may hold what the terminal's encoding has not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            with redelivering_interrupts():
+                return _run(parser().parse_args(arguments))
+        finally:
+            if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+    except BrokenPipeError:
+        _discard_stdout()
+        return exit_codes.BROKEN_PIPE
+    except OSError as error:
+        _discard_stdout()
+        print(f"weightctl: cannot write the output: {error.strerror}", file=sys.stderr)
+        return exit_codes.CANNOT_WRITE
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        command: Command = options.verb
+        return command.run(options, lambda: _connect(options))
+    except CommandError as error:
+        _print_error(error.code, error, as_json=options.json)
+        return error.status
+    except RequestError as error:
+        _print_error(error.code, error, as_json=options.json)
+        return exit_codes.ERROR
+    except WeightdError as error:
+        _print_error("PROTOCOL", error, as_json=options.json)
+        return exit_codes.PROTOCOL
+
+
+def _connect(options: argparse.Namespace) -> Client:
+    try:
+        keys = {"key": options.key, "server_key": options.server_key}
+        return Client(options.socket or None, timeout=options.timeout, tenant=options.tenant, **keys)
+    except RequestError as error:
+        raise DaemonUnreachable(error) from None
+
+
+def _print_error(code: str, error: WeightdError, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": {"code": code, "text": str(error)}}))
+    else:
+        text = f"{code}: {clean_lines(str(error))}"
+        print(
+            add_priority(text, _PRIORITY_ERROR) if is_connected_to_journal(os.environ, _STDERR_FD) else text,
+            file=sys.stderr,
+        )
+
+
+def _discard_stdout() -> None:
+    """Let the interpreter's last flush at exit go nowhere: it could only fail again, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(
+        prog="weightctl",
+        description="Asks a running weightd.",
+        epilog=exit_codes.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"weightctl {VERSION}")
+    _add_common(parser, {"socket": "", "timeout": DEFAULT_TIMEOUT_S, "json": False})
+    subparsers = parser.add_subparsers(metavar="VERB", dest="name")
+    subparsers.required = True
+    for name, verb in COMMANDS.items():
+        sub = subparsers.add_parser(
+            name, help=verb.help, description=verb.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        # Common options may stand before the verb or after it; the later one counts.
+        _add_common(sub, {})
+        verb.add_arguments(sub)
+        sub.set_defaults(verb=verb, fail=sub.error, parser=parser)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) -> None:
+    """Add the common options; what has no default here keeps what it has elsewhere, or none."""
+    default = defaults.get if defaults else _suppress_default
+    parser.add_argument(
+        "--socket",
+        default=default("socket"),
+        metavar="ADDRESS",
+        help="where the daemon listens: /PATH, or unix:///PATH for its unix socket only, ipc:///PATH or "
+        "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the daemon of this user or of the system, "
+        "the first that listens)",
+    )
+    parser.add_argument(
+        "--timeout",
+        default=default("timeout"),
+        type=_parse_seconds,
+        metavar="S",
+        help=f"seconds to wait for the answer (default: {DEFAULT_TIMEOUT_S:g})",
+    )
+    parser.add_argument("--json", action="store_true", default=default("json"), help="print one JSON object")
+    parser.add_argument(
+        "--key", default=default("key"), metavar="FILE", help="this client's secret key, for a listener with CURVE"
+    )
+    parser.add_argument(
+        "--server-key", default=default("server_key"), metavar="FILE", help="the public key of that listener"
+    )
+    parser.add_argument(
+        "--tenant", default=default("tenant"), metavar="NAME", help="ask for this tenant, if it may be acted for"
+    )
+
+
+def _suppress_default(_: str) -> object:
+    return argparse.SUPPRESS
+
+
+def _parse_seconds(argument: str) -> float:
+    try:
+        seconds = float(argument)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(
+            f"expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {argument!r}"
+        )
+    return seconds

@@ -1,0 +1,244 @@
+"""The verb: its arguments, the order of things, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from weightd.client import Client
+from weightctl import arrays, exit_codes
+from weightctl.measuring import samples, shapes
+from weightctl.predict import scores, sources
+from weightctl.predict.images import Pixels
+from weightctl.predict.scores import Labels
+from weightctl.predict.sources import ArgumentReader
+from weightctl.text import clean
+from weightctl.command import Command, Connect
+from weightd_protocol.messages.inference import TensorSignature
+
+_DESCRIPTION = """\
+Runs a model once and shows its outputs: name, datatype, shape, and values or their corners.
+
+  weightctl predict resnet50 --random
+  weightctl predict resnet50 --input cat.jpg --top 5 --labels names.txt
+  weightctl predict bert --input ids=ids.npy --input mask=mask.json
+  echo '[1, 2, 3, 4]' | weightctl predict tiny --input -
+
+What an input is read from:
+
+  .npy, .npz  Nothing is converted: datatype and shape must be what the model takes. FILE.npz alone
+              gives all its arrays by their names, NAME=FILE.npz:ARRAY one of them.
+  .json       A number, a flat list (the shape is the model's) or nested lists; an object gives
+              inputs by their names. Numbers must be in the range of the input's datatype.
+  .csv        Numbers between commas, a row a line; they are checked likewise.
+  pictures    PNG, JPEG, WebP, BMP, GIF and TIFF of 8 bits a channel, with Pillow: pip install
+              'weightd[images]'.
+              They are turned as they are to be seen, made gray, RGB or RGBA, stretched to the
+              input's size, and put into [1, C, H, W] or [1, H, W, C], as the model has it. A float
+              is (value * scale - mean) / std, of values from 0 to 255; without these options
+              value / 255. UINT8 has the values as they are.
+  -           stdin, which may be any of these: its first bytes tell.
+
+weightctl metadata MODEL shows what a model takes. --random makes up what no --input gives: floats
+around 0, all else 0 or 1, in shapes that the model is known to run on, or 1 where it has a free
+dimension.
+
+--json prints one object as the Open Inference Protocol has it, {"model_name", "outputs": [{"name",
+"datatype", "shape", "data"}]}, data flat in C order, NaN and infinities as text; with --output, the
+"file" takes the place of the "data", with --top "top" does: for each vector [{"index", "score",
+"label"}]. An error is {"error": {"code", "text"}}.
+
+Exit status: 0 good, 1 the request ended in an error, 64 the command line or a shape is wrong, 66 an
+input file cannot be used."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        type=sources.parse_input_argument,
+        metavar="[NAME=]FILE",
+        help="an input of the model; once for each. Without NAME it is the only one that the model has",
+    )
+    parser.add_argument(
+        "--random",
+        nargs="?",
+        const=0,
+        type=_parse_seed,
+        metavar="SEED",
+        help="make up the inputs that are not given; others for each SEED (default: 0)",
+    )
+    shapes.add_argument(parser, ", with --random")
+    _add_pixel_arguments(parser)
+    parser.add_argument(
+        "--top",
+        type=shapes.parse_rows,
+        metavar="K",
+        help="show the K highest of each vector of scores, with their indices",
+    )
+    parser.add_argument("--labels", metavar="FILE", help="with --top: what these indices are called, a name a line")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="write each output to DIR/NAME.npy, or all of them to one file FILE.npz, instead of showing values",
+    )
+
+
+def _add_pixel_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scale",
+        type=_parse_number,
+        metavar="F",
+        help="by which the values of a picture are multiplied (default: 1/255 for floats)",
+    )
+    parser.add_argument(
+        "--mean",
+        type=_parse_numbers,
+        default=(),
+        metavar="F,F,F",
+        help="what is subtracted then, for each channel or once for all (default: 0)",
+    )
+    parser.add_argument(
+        "--std",
+        type=_parse_numbers,
+        default=(),
+        metavar="F,F,F",
+        help="by which that is divided, likewise (default: 1)",
+    )
+
+
+def _parse_seed(argument: str) -> int:
+    try:
+        seed = int(argument)
+    except ValueError:
+        seed = -1
+    if not 0 <= seed < 2**32:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to {2**32 - 1}, got {argument!r}")
+    return seed
+
+
+def _parse_number(argument: str) -> float:
+    [number, *more] = _parse_numbers(argument)
+    if more:
+        raise argparse.ArgumentTypeError(f"expected one number, got {argument!r}")
+    return number
+
+
+def _parse_numbers(argument: str) -> Tuple[float, ...]:
+    try:
+        numbers = tuple(float(each) for each in argument.split(","))
+    except ValueError:
+        numbers = (float("nan"),)
+    if not all(abs(each) < float("inf") for each in numbers):
+        raise argparse.ArgumentTypeError(f"expected numbers, as in 0.485,0.456,0.406, got {argument!r}")
+    return numbers
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    names = [each.name for each in options.input if each.name]
+    for name in names:
+        if names.count(name) > 1:
+            options.fail(f"argument --input: {name!r} is given twice")
+    if options.labels and not options.top:
+        options.fail("argument --labels: expected --top, too")
+    if options.shape and options.random is None:
+        options.fail("argument --shape: expected --random, too: a file has its shape")
+    if 0 in options.std:
+        options.fail("argument --std: expected other numbers than 0")
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    _check_options(options)
+    labels = scores.read_labels(options.labels) if options.labels else None
+    with connect() as client:
+        inputs = _read_inputs(options, client)
+        outputs = client.infer(options.model, inputs)
+    if labels is not None:
+        scores.check_labels(options.labels, labels, list(outputs.values()))
+    output_format = OutputFormat(_write_outputs(options.output, outputs), options.top, labels)
+    if options.json:
+        print(
+            json.dumps(
+                {"model_name": options.model, "outputs": [output_format.json(*each) for each in outputs.items()]}
+            )
+        )
+    else:
+        for name, array in outputs.items():
+            print("\n".join(output_format.lines(name, array)))
+    return exit_codes.OK
+
+
+def _read_inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
+    pixels = Pixels(options.scale, options.mean, options.std)
+    reader = ArgumentReader(options.model, lambda: client.metadata(options.model).inputs, pixels)
+    inputs: Dict[str, Any] = {}
+    for given in options.input:
+        for name, array in reader.read(given):
+            if name in inputs:
+                options.fail(f"argument --input: {name!r} is given twice")
+            inputs[name] = array
+    if options.random is not None:
+        metadata = client.metadata(options.model)
+        missing = [each for each in metadata.inputs if each.name not in inputs]
+        inputs.update(_random_inputs(missing, options, shapes.example_of(metadata)))
+    return inputs
+
+
+def _random_inputs(
+    missing: Sequence[TensorSignature], options: argparse.Namespace, example: Mapping[str, shapes.Shape]
+) -> Dict[str, Any]:
+    return samples.make_inputs(shapes.specify(missing, options.shape, example=example), options.random)
+
+
+def _write_outputs(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping[str, str]:
+    if not output:
+        return {}
+    return arrays.save_together(output, outputs) if output.endswith(".npz") else arrays.save(output, outputs)
+
+
+class OutputFormat:
+    """How outputs are shown.
+
+    Args:
+        paths: to where they were written, by name; none: they were not.
+        most: how many of scores, None for all values.
+        labels: what scores are called.
+    """
+
+    def __init__(self, paths: Mapping[str, str], top: Optional[int], labels: Labels) -> None:
+        self._paths = paths
+        self._top = top
+        self._labels = labels
+
+    def lines(self, name: str, array: Any) -> Iterator[str]:
+        """Yield the lines of an output."""
+        heading = arrays.heading(name, array)
+        path = self._paths.get(name)
+        if path is not None:
+            heading = f"{heading} -> {clean(path)}"
+        if self._top is not None and scores.are_scores(array):
+            yield heading
+            yield from scores.lines_of(array, self._top, self._labels)
+        elif path is not None:
+            yield heading
+        else:
+            yield arrays.as_text(name, array)
+
+    def json(self, name: str, array: Any) -> Dict[str, Any]:
+        """Return an output for JSON."""
+        replacement: Dict[str, Any] = {}
+        if name in self._paths:
+            replacement["file"] = self._paths[name]
+        if self._top is not None and scores.are_scores(array):
+            replacement["top"] = [_scores_json(row) for row in scores.top_scores(array, self._top, self._labels)]
+        return {**arrays.describe(name, array), **replacement} if replacement else arrays.as_json(name, array)
+
+
+def _scores_json(row: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    return [{**each, "score": arrays.json_number(each["score"])} for each in row]
+
+
+COMMAND = Command("run a model once, on files, pictures or made-up inputs", _DESCRIPTION, _add_arguments, _run)

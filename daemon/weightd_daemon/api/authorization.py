@@ -1,0 +1,212 @@
+"""Who each client is, and what it may: by what is proven of it, as the tables say now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from weightd_daemon.api.connection import ClientConnection, ClientIdentity
+from weightd_daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
+from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
+from weightd_daemon.tenants.resolver import TenantResolver
+from weightd_daemon.tenants.tenant import Tenant, Viewer
+from weightd_protocol.errors import PermissionDenied, RequestError, Unauthenticated
+from weightd_common.safe_open import OPERATOR, Grant
+
+# Whom the kernel cannot name.
+_OVERFLOW_UID = 65534
+
+_OVERFLOW_UID_HINT = (
+    "a user namespace hides who this is (PrivateUsers=, a rootless container): it has to connect from outside of that, "
+    "or with a key"
+)
+
+RIGHT_REVOKED = "a reload has taken the right to ask for this away"
+
+
+class Authorizer:
+    """Tells who a client is, and whether it may do what it asks.
+
+    Args:
+        tenants: as they are now.
+        accounts: of all of them.
+        admitted: by the name of a listener, the tenants that it is for; none: all.
+    """
+
+    def __init__(self, tenants: TenantResolver, accounts: UsageTable, admitted: Mapping[str, Sequence[str]]) -> None:
+        self.tenants = tenants
+        self.accounts = accounts
+        self.listener_tenants = admitted
+
+    def assign_tenant(self, connection: ClientConnection) -> RequestError | None:
+        """A client has come, or the tables have changed: it is from now on who it is by them.
+
+        Returns:
+            Why it is hung up, if it has just come: its tenant has as many as it may.
+        """
+        self.remove_connection(connection)
+        identity = connection.identity
+        tenant = self.tenants.tenant_of(identity.credential)
+        allowed_tenants = self.listener_tenants.get(identity.listener, ())
+        connection.tenant, connection.origin = None, identity.origin._replace(far=NO_TENANT)
+        if tenant is None:
+            connection.rejection = Unauthenticated(_unknown_client_text(identity))
+        elif allowed_tenants and tenant.name not in allowed_tenants:
+            connection.rejection = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
+        else:
+            connection.tenant, connection.origin = tenant, identity.origin
+            if self.tenants.has_tenants:
+                connection.origin = ClientOrigin(identity.origin.peer, f"tenant {tenant.name}", is_tenant=True)
+            try:
+                tenant.quota.add_connection(tenant.config)
+            except QuotaExceeded as error:
+                return error
+        return None
+
+    def limit_account_of(self, identity: ClientIdentity) -> str:
+        """Return whose limits hold for a new connection before its tenant is known: its user's or host's.
+
+        All users of this host that belong to no tenant are one owner.
+        """
+        has_no_tenant = identity.credential.uid is not None and self.tenants.tenant_of(identity.credential) is None
+        return NO_TENANT if has_no_tenant else identity.origin.party
+
+    def remove_connection(self, connection: ClientConnection) -> None:
+        """A client has gone, or is about to be somebody else."""
+        if connection.tenant is not None:
+            connection.tenant.quota.connections -= 1
+
+    def request_origin(self, connection: ClientConnection, tenant: Tenant) -> ClientOrigin:
+        """Return on whose account a request of a client for a tenant goes."""
+        if tenant is connection.tenant:
+            return connection.origin
+        near = f"{connection.identity.origin.peer} for tenant {tenant.name}"
+        return ClientOrigin(near, f"tenant {tenant.name}", is_tenant=True)
+
+    def resolve_tenant(self, connection: ClientConnection, name: str | None) -> Tenant:
+        """Return whose a request is that names a tenant, or none.
+
+        Raises:
+            RequestError: its client may not name that.
+        """
+        own_tenant = connection.tenant
+        if own_tenant is None:
+            raise connection.rejection
+        if name is None:
+            return own_tenant
+        named_tenant = self.tenants.get(name)
+        if named_tenant is None or (named_tenant is not own_tenant and not own_tenant.can_act_for(name)):
+            # The same for those that there are: names are nobody else's business.
+            raise PermissionDenied(f"parameters.tenant: tenant {own_tenant.name} does not act for {name!r} (acts_for)")
+        return named_tenant
+
+    def resolve_viewer(self, connection: ClientConnection, name: str | None = None) -> Viewer:
+        """Return for whom there are the models of which a client asks, and whether it is told what concerns others.
+
+        For who operates by its user there are all, unless it names a tenant.
+
+        Raises:
+            RequestError: it may not name that.
+        """
+        account = self.resolve_tenant(connection, name)
+        if name is None and connection.identity.credential.is_operator:
+            return Viewer(self.tenants.operators, can_see_all=True)
+        return Viewer(account, account.has_right(STATUS))
+
+    def check_status(self, connection: ClientConnection, subject: str) -> None:
+        """See to it that who asks for what concerns others may see it.
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        tenant, sees_all = self.resolve_viewer(connection)
+        if not sees_all:
+            raise PermissionDenied(f'tenant {tenant.name} may not see {subject}: "{STATUS}" is not in its `may`')
+
+    def check_operator(self, connection: ClientConnection, action: str) -> None:
+        """See to it that who asks for a change may.
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        tenant, identity = connection.tenant, connection.identity
+        # A gate's word is not enough: strangers speak to it.
+        if not (
+            identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))
+        ):
+            raise PermissionDenied(
+                f'only a tenant that may "operate", the user that weightd runs as, and root, may {action}, and only on '
+                "the daemon's unix socket"
+                if self.tenants.has_tenants
+                else f"only the user that weightd runs as, and root, may {action}, and only on the daemon's unix socket"
+            )
+
+    def check_reload(self, connection: ClientConnection) -> None:
+        """See to it that who asks for a reload may: it reads the operator's file, and concerns all models.
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        self.check_operator(connection, "reload the configuration")
+        tenant = connection.tenant
+        if tenant is None or connection.identity.credential.is_operator or ALL_MODELS in tenant.config.models:
+            return
+        raise PermissionDenied(
+            f"tenant {tenant.name} may not reload the configuration, which concerns every model: "
+            f'expected "{ALL_MODELS}" in its `models`, got {", ".join(tenant.config.models)}'
+        )
+
+    def file_grant(self, connection: ClientConnection) -> Grant:
+        """Return the right by which a client names files that the daemon is to read."""
+        proof, tenant = connection.identity.credential, connection.tenant
+        if proof.is_operator:
+            return OPERATOR
+        uid = _OVERFLOW_UID if proof.uid is None else proof.uid
+        return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
+
+    def revocation_filter(
+        self,
+        find_connection: Callable[[bytes], ClientConnection | None],
+        previous_tenants: Mapping[bytes, Tenant | None],
+    ) -> Callable[[Request], bool]:
+        """Return what tells of a request that waits whether its client may not ask for that any more.
+
+        Args:
+            find: called with a client; returns who it is now.
+            before: who each client was.
+        """
+
+        def may_not(request: Request) -> bool:
+            connection = find_connection(request.client)
+            own = None if connection is None else connection.tenant
+            if own is None:
+                return True
+            account = own
+            if request.tenant is not previous_tenants.get(request.client):
+                named = self.tenants.get(request.tenant.name)
+                if named is None or not own.can_act_for(named.name):
+                    return True
+                account = named
+            return not (account.has_right(INFER) and account.can_see(request.description.model_name))
+
+        return may_not
+
+
+def check_infer(tenant: Tenant) -> None:
+    """See to it that requests for answers may go on this account.
+
+    Raises:
+        PermissionDenied: they may not.
+    """
+    if not tenant.has_right(INFER):
+        raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
+
+
+def _unknown_client_text(identity: ClientIdentity) -> str:
+    proof = identity.credential
+    if proof.uid == _OVERFLOW_UID:
+        return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
+    client = f"key {proof.key}" if proof.key else identity.origin.party
+    remedy = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
+    return f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have [tenants.default]"

@@ -1,0 +1,359 @@
+"""The daemon's side of its gates: has them made, hears whom they let in, and has a dead one replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weightd_daemon.zmq_proxy import control
+from weightd_daemon.zmq_proxy.control import PeerIdentity, ProxyConfig, ProxyLogLine
+from weightd_daemon.zmq_proxy.zygote import Zygote, launch
+from weightd_daemon.platform import clock, process_spawner
+from weightd_daemon.platform.acceptor import refuse_descriptors
+from weightd_daemon.platform.connection_admission import UserConnectionLimits
+from weightd_daemon.platform.client_log import ClientLog
+from weightd_daemon.platform.exit_cause import describe_status
+from weightd_daemon.platform.listen import listen_addresses
+from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.group_membership import Members
+from weightd_daemon.platform.resource_limits import with_limit_hint
+from weightd_daemon.platform.timers import Timer
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.inference import Error
+from weightd_common.stream import Stream
+
+_log = logging.getLogger("weightd.frontend")
+
+# A gate that has lived so long has not died of what the one before it has died of.
+_HEALTHY_UPTIME_S = 10.0
+
+# The first one that dies is replaced at once, the next ones after so long, twice as long each time, at most the second.
+_INITIAL_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 5.0
+
+# A zygote forks within milliseconds, and has started within a few hundred: past this it hangs.
+_FORK_TIMEOUT_S = 5.0
+
+_NEVER = float("inf")
+
+
+# In what a gate has to log: the user, or the host, that it is about; and all numbers.
+_CLIENT_PATTERN = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
+_NUMBER_PATTERN = re.compile(r"\d+")
+
+
+@dataclass
+class ProxyInfo:
+    """One gate.
+
+    Attributes:
+        name: of its listener.
+        address: where its clients connect.
+        pid: of its process; 0 while there is none.
+        peers: how many clients are connected and have spoken.
+        restarts: how many of its processes have died.
+    """
+
+    name: str
+    address: str
+    pid: int = 0
+    peers: int = 0
+    restarts: int = 0
+
+
+@dataclass
+class _Listener:
+    """A listener, and the process that is to be there.
+
+    Attributes:
+        stream: the process's link; None while there is none.
+        since: when it was started.
+        failures: how many have died early, one after another.
+        due: when another is to be started.
+    """
+
+    proxy: ProxyInfo
+    listener: socket.socket
+    config: ProxyConfig
+    stream: Stream | None = field(default=None)
+    started_at: float = 0.0
+    early_exits: int = 0
+    restart_at: float = _NEVER
+
+
+class ListenerAuth(NamedTuple):
+    """Who is let in at a listener: see `Terms`."""
+
+    secret: str = ""
+    keys: Sequence[str] | None = None
+    max_connections: int = 0
+    tenants: Sequence[Members] | None = None
+
+
+class ProxyLimits(NamedTuple):
+    """What a gate may take for its clients, and the limits for the connections of one user or host to its listener."""
+
+    max_memory_bytes: int
+    user_limits: UserConnectionLimits
+
+
+class ZmqProxies:
+    """The gates of all listeners.
+
+    Args:
+        listeners: by name, each with the socket that listens, which stays the caller's, and who is let in.
+        loop: calls when a gate has something to say.
+        adopt: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
+            who that is.
+        bounds: of each gate.
+        log: of what clients do.
+        zygote: makes the gates; None to start one. It is this object's.
+    """
+
+    def __init__(
+        self,
+        listeners: Mapping[str, tuple[socket.socket, ListenerAuth]],
+        loop: EventLoop,
+        on_client: Callable[[str, socket.socket, PeerIdentity], object],
+        limits: ProxyLimits,
+        log: ClientLog,
+        zygote: Zygote | None = None,
+    ) -> None:
+        self._log = log
+        self._loop = loop
+        self._on_client = on_client
+        self._zygote: Zygote | None = None
+        self._attach_zygote(zygote or _launch_zygote())
+        self._proxy_numbers = itertools.count()
+        self._proxy_by_number: dict[int, ProxyInfo] = {}
+        # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
+        self._fork_deadlines: dict[int, float] = {}
+        self._listeners = [
+            _Listener(ProxyInfo(name, address), listener, _proxy_config(name, address, limits, lock))
+            for (name, (listener, lock)), address in zip(
+                listeners.items(), listen_addresses([each.fileno() for each, _ in listeners.values()]), strict=True
+            )
+        ]
+        self._restart_timer = Timer(self._start_due_proxies)
+        self._fork_timer = Timer(self._kill_hung_zygote)
+        self._zygote_timer = Timer(self._restart_zygote)
+        for timer in (self._restart_timer, self._fork_timer, self._zygote_timer):
+            loop.add_timer(timer)
+        for post in self._listeners:
+            refuse_descriptors(post.listener)
+            post.restart_at = 0.0
+        self._start_due_proxies(clock.now())
+
+    @property
+    def proxies(self) -> Sequence[ProxyInfo]:
+        """How the gate of each listener stands."""
+        return [post.proxy for post in self._listeners]
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of all processes that this object has."""
+        zygote = [] if self._zygote is None else [self._zygote.pid]
+        return [*zygote, *(each.pid for each in self.proxies if each.pid)]
+
+    def update_auth(self, auth_by_listener: Mapping[str, ListenerAuth]) -> None:
+        """Have gates use new keys and tenants, by the names of listeners."""
+        for post in self._listeners:
+            lock = auth_by_listener[post.proxy.name]
+            post.config = post.config._replace(keys=lock.keys, tenants=lock.tenants)
+            # One that is being started has the others yet; what it lets in, the daemon knows better.
+            if post.stream is not None:
+                with contextlib.suppress(ConnectionError):  # it has died: the next one has them
+                    is_all = post.stream.send(
+                        [control.encode_allowed_peers(post.config.allowed_keys, post.config.tenant_members)]
+                    )
+                    self._flush_if_unsent(is_all, post.stream)
+
+    def close(self) -> None:
+        """Have all end, once they have passed on what was said to them; wait for that some seconds."""
+        for post in self._listeners:
+            if post.stream is not None:
+                self._loop.remove(post.stream.fileno())
+                post.stream.close()
+        if self._zygote is not None:
+            self._loop.remove(self._zygote.stream.fileno())
+            self._zygote.stop()
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _start_proxy(self, listener: _Listener, now: float) -> None:
+        listener.restart_at, listener.started_at = _NEVER, now
+        zygote = self._zygote
+        if zygote is None:
+            listener.restart_at = now + _MAX_BACKOFF_S
+            return
+        try:
+            daemon_end, proxy_end = socket.socketpair()
+        except OSError as error:
+            _log.error("listener %s: no gate can be started: %s", listener.proxy.name, error.strerror)
+            listener.restart_at = now + _MAX_BACKOFF_S
+            return
+        number = next(self._proxy_numbers)
+        listener.stream = Stream(daemon_end, accepts_descriptors=True)
+        self._loop.add(daemon_end.fileno(), lambda: self._on_proxy_readable(listener))
+        self._proxy_by_number[number] = listener.proxy
+        with proxy_end:
+            try:
+                is_all = zygote.request_fork(
+                    listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()]
+                )
+            except OSError as error:
+                # It has just died: the end of the link is heard in a moment.
+                _log.debug("the gate of listener %s cannot be asked for: %s", listener.proxy.name, error.strerror)
+                del self._proxy_by_number[number]
+            else:
+                self._flush_if_unsent(is_all, zygote.stream)
+                self._fork_deadlines[number] = now + _FORK_TIMEOUT_S
+                self._fork_timer.set_no_later_than(self._fork_deadlines[number])
+
+    def _flush_if_unsent(self, is_sent: bool, stream: Stream) -> None:
+        """Send what is left for a gate or the zygote as soon as it reads."""
+        if not is_sent:
+            self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
+
+    def _flush(self, stream: Stream) -> None:
+        with contextlib.suppress(OSError):  # it has died: a read tells
+            if not stream.flush():
+                return
+        self._loop.unwatch_writes(stream.fileno())
+
+    def _start_due_proxies(self, now: float) -> None:
+        for post in self._listeners:
+            if post.restart_at <= now:
+                self._start_proxy(post, now)
+        self._restart_timer.set(min((post.restart_at for post in self._listeners), default=_NEVER))
+
+    def _on_proxy_readable(self, listener: _Listener) -> None:
+        """A gate says something."""
+        stream = listener.stream
+        if stream is None:
+            return
+        try:
+            messages = stream.receive()
+        except ConnectionError:
+            self._on_proxy_exit(listener, clock.now())
+            return
+        for message in messages:
+            said = control.parse_proxy_message(message.frames[0])
+            if isinstance(said, ProxyLogLine):
+                name, text = listener.proxy.name, said.text
+                client, kind = _CLIENT_PATTERN.search(text), f"listener {name}: {_NUMBER_PATTERN.sub('', text)}"
+                self._log.log(_log, said.level, client[0] if client else "", "listener %s: %s", name, text, kind=kind)
+                continue
+            if isinstance(said, int):
+                listener.proxy.peers = said
+                continue
+            listener.proxy.peers = said.peer_count
+            if stream.descriptors:
+                self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), said.identity)
+            else:
+                # The kernel has closed it: the gate hangs the client up.
+                text = "no descriptor is left for a client of listener %s"
+                self._log.log(_log, logging.ERROR, "", text, listener.proxy.name)
+
+    def _on_proxy_exit(self, listener: _Listener, now: float) -> None:
+        """A gate has died."""
+        if listener.stream is not None:
+            self._loop.remove(listener.stream.fileno())
+            listener.stream.close()
+        listener.stream, listener.proxy.pid, listener.proxy.peers = None, 0, 0
+        listener.proxy.restarts += 1
+        if now - listener.started_at >= _HEALTHY_UPTIME_S:
+            listener.early_exits = 0
+        listener.early_exits += 1
+        listener.restart_at = now + backoff_s(listener.early_exits)
+        self._start_due_proxies(now)
+
+    def _attach_zygote(self, zygote: Zygote) -> None:
+        self._zygote = zygote
+        self._loop.add(zygote.stream.fileno(), lambda: self._on_zygote_readable(zygote))
+
+    def _restart_zygote(self, now: float) -> None:
+        """Have another zygote: there is none."""
+        try:
+            self._attach_zygote(_launch_zygote())
+        except OSError as error:
+            _log.error("no gate: %s", with_limit_hint(f"the zygote cannot be started: {error.strerror}"))
+            self._zygote_timer.set(now + _MAX_BACKOFF_S)
+
+    def _on_zygote_readable(self, zygote: Zygote) -> None:
+        """The zygote says something."""
+        try:
+            messages = zygote.stream.receive()
+        except ConnectionError:
+            _log.warning("the zygote, process %d, has died, and with it all gates: it is replaced", zygote.pid)
+            self._loop.remove(zygote.stream.fileno())
+            zygote.stop()
+            self._zygote = None
+            self._proxy_by_number.clear()
+            self._fork_deadlines.clear()
+            self._restart_zygote(clock.now())
+            return
+        for message in messages:
+            news = control.parse_proxy_event(message.frames[0])
+            self._fork_deadlines.pop(news.number, None)
+            gate = self._proxy_by_number[news.number]
+            if news.status is None:
+                gate.pid = news.pid
+                _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
+                continue
+            del self._proxy_by_number[news.number]
+            how = (
+                describe_status(news.status)
+                if news.pid
+                else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
+            )
+            _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
+
+    def _kill_hung_zygote(self, now: float) -> None:
+        """The zygote should have made a gate by now, unless it has since, or died."""
+        until = next(iter(self._fork_deadlines.values()), _NEVER)
+        if until > now:
+            self._fork_timer.set(until)
+        elif self._zygote is not None:
+            _log.error(
+                "the zygote, process %d, has not made a gate in %g s: it is killed", self._zygote.pid, _FORK_TIMEOUT_S
+            )
+            self._fork_deadlines.clear()
+            self._zygote.kill()
+
+
+def _launch_zygote() -> Zygote:
+    return launch(functools.partial(process_spawner.spawn, start_new_session=False))
+
+
+def backoff_s(early_exits: int) -> float:
+    """Return after how many seconds a gate is replaced, the last of so many in a row that have died early."""
+    return min(_INITIAL_BACKOFF_S * 2 ** min(early_exits - 2, 16), _MAX_BACKOFF_S) if early_exits > 1 else 0.0
+
+
+def _proxy_config(name: str, address: str, proxy_limits: ProxyLimits, auth: ListenerAuth) -> ProxyConfig:
+    max_memory_bytes, user_limits = proxy_limits
+    [error] = encode(Error("", InvalidArgument.code, ""))
+    return ProxyConfig(
+        name=name,
+        address=address,
+        max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),
+        max_memory_bytes=max_memory_bytes,
+        max_connections=auth.max_connections,
+        max_user_connections=user_limits.max_connections,
+        max_user_connection_rate=user_limits.rate,
+        secret_key=auth.secret,
+        allowed_keys=auth.keys,
+        tenant_members=auth.tenants,
+        error_prefix=control.error_prefix(bytes(error)),
+    )

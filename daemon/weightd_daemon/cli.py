@@ -1,0 +1,247 @@
+"""The command `weightd`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from weightd_daemon import exit_codes
+from weightd_daemon.config.check import describe_config, find_problems
+from weightd_daemon.config.defaults import default_path, unit_of
+from weightd_daemon.config.load import ConfigError, check_config, parse
+from weightd_daemon.config.tenants import find_warnings
+from weightd_daemon.handover.config_file import ConfigFile
+from weightd_daemon.handover.systemd_manager import ServiceManager
+from weightd_daemon.doctor import arguments as doctor
+from weightd_daemon.zmq_proxy.zygote import Zygote
+from weightd_daemon.platform import environment, log_setup
+from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.server import Server
+from weightd_protocol.schema import label
+from weightd_protocol.version import VERSION
+from weightd_common import gateway_command, paths
+from weightd_common.commandline import Parser
+from weightd_common.devices import CPU
+from weightd_common.terminal import ends_on_hangup
+
+_DESCRIPTION = """\
+Serves models from many processes that hold one copy of the weights.
+Talk to a running daemon with weightctl."""
+
+
+def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> int:
+    """Run the command; return its exit status.
+
+    Args:
+        arguments: of the command line; None for those of this process.
+        zygote: makes the gates of a daemon; it starts one itself where there is none.
+    """
+    options = parser().parse_args(arguments)
+    options.zygote = zygote
+    log_setup.set_up(logging.DEBUG if options.verbose else logging.INFO)
+    try:
+        status: int = options.run(options)
+    except ConfigError as error:
+        for problem in error.problems:
+            log_setup.print_error(problem)
+        return exit_codes.CONFIG
+    except PathInUse as error:
+        log_setup.print_error(str(error))
+        return exit_codes.CANNOT_CREATE
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+    return status
+
+
+def _serve(options: argparse.Namespace) -> int:
+    manager = ServiceManager(os.environ)
+    file = ConfigFile((options.config or default_path()).absolute(), manager)
+    config = file.load_initial()
+    environment.remove_unlisted(os.environ, config.daemon.pass_environment)
+    return Server(config, file, manager, zygote=options.zygote).run()
+
+
+def _run(options: argparse.Namespace) -> int:
+    name = options.name or Path(options.model).stem
+    # Where weightctl will look.
+    socket = paths.daemon_socket(options.socket or os.environ.get("WEIGHTD_SOCKET", ""))
+    model = {
+        "path": options.model,
+        "python": options.python,
+        "workers": options.workers,
+        "threads": options.threads,
+        "devices": options.device or [CPU],
+    }
+    try:
+        # Held to the same bounds as a file.
+        config = parse(
+            {"daemon": {"socket": socket, "cache_dir": options.cache_dir}, "models": {name: model}}, Path.cwd()
+        )
+    except ConfigError as error:
+        for problem in error.problems:
+            log_setup.print_error(_name_argument(problem, name))
+        return exit_codes.USAGE
+    environment.remove_unlisted(os.environ)
+    return Server(config, one_shot=_example_command(config.daemon.socket, name), zygote=options.zygote).run()
+
+
+def _example_command(socket: str, model: str) -> str:
+    """Return what asks a model, for who copies it into another terminal."""
+    address_options = (
+        [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _client_address(socket)]
+    )
+    return shlex.join(["weightctl", *address_options, "predict", model, "--random"])
+
+
+def _client_address(socket: str) -> str:
+    """How clients call it: with a path they take the unix socket beside it, if they can."""
+    return socket.removeprefix("ipc://")
+
+
+def _name_argument(problem: str, name: str) -> str:
+    """Name the argument of the command line that stands for a key of the file."""
+    for key, argument in (("daemon.cache_dir", "--cache-dir"), ("daemon.", "--")):
+        if problem.startswith(key):
+            return argument + problem.removeprefix(key)
+    rest = problem.removeprefix(f"models.{label(name)}").removeprefix(".")
+    for key, argument in (("path", "MODEL"), ("devices", "--device"), (": ", "--name: ")):
+        if rest.startswith(key):
+            return argument + rest.removeprefix(key)
+    return f"--{rest}"
+
+
+def _check(options: argparse.Namespace) -> int:
+    # As Ctrl-C does elsewhere: the blocks that own processes and files are left in order.
+    for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if ends_on_hangup() else ())):
+        signal.signal(number, _exit_on_signal)
+    unit = unit_of(options.config)
+    config, loadable, found = check_config(options.config, unit)
+    members = {name for group in config.groups.values() for name in group.models}
+    model_problems = find_problems(loadable, members)
+    found += [f"{options.config}: {problem}" for name in model_problems for problem in model_problems[name]]
+    for problem in found:
+        log_setup.print_error(problem)
+    can_load = True
+    if options.load:
+        from weightd_daemon.doctor.selftest.load_check import find_load_failures  # noqa: PLC0415 - the daemon itself has no use for it
+
+        environment.remove_unlisted(os.environ, config.daemon.pass_environment)
+        for problem in find_load_failures(
+            {name: model for name, model in config.models.items() if not model_problems[name]}
+        ):
+            can_load = False
+            log_setup.print_error(f"{options.config}: {problem}")
+    if found or not can_load:
+        return exit_codes.CONFIG if found else exit_codes.MODEL_FAILED
+    for line in describe_config(config):
+        print(line)
+    for warning in find_warnings(config.tenants, config.models):
+        log_setup.print_error(f"{options.config}: warning: {warning}")
+    addresses = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
+    unit_suffix = f" for {unit.name}" if unit else ""
+    print(f"{options.config}: good{unit_suffix}; clients connect to {', '.join(addresses)}")
+    return exit_codes.OK
+
+
+def _gateway(options: argparse.Namespace) -> NoReturn:
+    """Become the gateway: nothing of the daemon is in that process."""
+    program = [sys.executable, "-m", "weightd_gateway"]
+    os.execv(sys.executable, [*program, *gateway_command.to_arguments(options)])  # noqa: S606 - no shell is wanted
+
+
+def _exit_on_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"weightd {VERSION}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what each process does")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve the models of a configuration file",
+        description=(
+            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no "
+            "file but what was counted, unless a service manager is to restart it: then its processes wait for "
+            "the next one. A second signal waits for no request. SIGHUP reads the configuration again: new models "
+            "load, changed ones are loaded beside what serves and take over, removed ones finish and leave; a file "
+            "that is wrong changes nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended "
+            "that was not asked to, 64 the command line is wrong, 73 a socket or directory cannot be had, 78 the "
+            "configuration is wrong."
+        ),
+    )
+    serve.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG",
+        help="a TOML file, see weightd.toml(5) (default: weightd.toml in CONFIGURATION_DIRECTORY, or in /etc/weightd)",
+    )
+    serve.set_defaults(run=_serve)
+
+    run = commands.add_parser(
+        "run",
+        help="serve one model, without a configuration file",
+        description=(
+            "Serves one model until Ctrl-C or until its terminal closes, for a first look, and says how to ask it "
+            "once it serves. Ends with status 1 if the model cannot be served."
+        ),
+    )
+    run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")
+    run.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes (default: %(default)s)")
+    run.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="threads of one predict (default: %(default)s)"
+    )
+    run.add_argument(
+        "--device",
+        action="append",
+        metavar="DEVICE",
+        help='where it runs, "ascend:0" for a card; several times for several cards (default: cpu)',
+    )
+    run.add_argument("--name", default="", help="the model's name for clients (default: the file's, without suffix)")
+    run.add_argument(
+        "--python", default="", metavar="FILE", help="the interpreter that has the engine (default: this one)"
+    )
+    run.add_argument(
+        "--socket", default="", metavar="ADDRESS", help="where clients connect (default: weightctl's default)"
+    )
+    run.add_argument("--cache-dir", default="", metavar="DIR", help="for snapshots and page stores, on a disk")
+    run.set_defaults(run=_run)
+
+    check = commands.add_parser(
+        "check",
+        help="check a configuration file, its models and interpreters",
+        description=(
+            "Says all that is wrong with a configuration, a line each: keys, files that cannot be read, interpreters "
+            "without the engine, and ONNX models whose inputs and outputs no request could carry. Of a model with "
+            "ranks it compares the slices, and reads rank tables. What another MindIR model takes, and whether an "
+            "engine can run a model at all, only a load tells. Of a file in CONFIGURATION_DIRECTORY, or in "
+            "/etc/weightd, it names the sockets of the systemd unit that serves it: weightd.service for weightd.toml, "
+            "weightd@NAME.service for NAME.toml. Exit status: 0 it is good, 1 a model does not load, "
+            "78 something else is wrong."
+        ),
+    )
+    check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    check.add_argument(
+        "--load",
+        action="store_true",
+        help="load each model without ranks, too, one after another, as a start would; nothing of it is left. It "
+        "takes the memory of one copy, on a card of two processes",
+    )
+    check.set_defaults(run=_check)
+
+    doctor.add_arguments(commands.add_parser("doctor", help=doctor.HELP))
+
+    gateway = commands.add_parser("gateway", help=gateway_command.HELP)
+    gateway_command.add_arguments(gateway)
+    gateway.set_defaults(run=_gateway)
+    return parser

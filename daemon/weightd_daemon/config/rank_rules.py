@@ -1,0 +1,233 @@
+"""Which keys of a model go together with its ranks, and which models with each other on the cards of theirs.
+
+Ranks are one unit of life that acts in lock-step: what is there to replace a single process, or to share the weights of
+one, has no place among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.config.model import ModelConfig, engine_name
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.ranks import (
+    GROUP_PLACEHOLDER,
+    MINDSPORE_LITE,
+    RANK_PLACEHOLDER,
+    RanksConfig,
+    complete_ranks,
+)
+from weightd_daemon.engines import ranktable
+from weightd_protocol.schema import FieldError, label
+from weightd_common.devices import card_of
+from weightd_common.toml_schema import ErrorCollector
+
+# HCCL_CONNECT_TIMEOUT is refused below, with the whole library.
+_MIN_CONNECT_TIMEOUT_S = 120
+
+# HCCL_EXEC_TIMEOUT: 910 and 310P count in steps of so much and round down. Which card it is, no file says, so what is
+# sure on each counts: refusing other numbers would forbid them where cards take them as they are.
+EXEC_TIMEOUT_STEP_S = 68
+
+
+def with_rank_defaults(
+    config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
+) -> ModelConfig:
+    """Return a model as given with what its table of ranks, if it has one, says for its other keys.
+
+    The arguments are those of `complete_model`, which comes after this.
+    """
+    if config.ranks is None:
+        return config
+    if config.devices != ModelConfig.devices:
+        text = "where a model has ranks, its devices are a key of their table [models.NAME.ranks]"
+        problems.add([FieldError(text).at(".devices")], "devices")
+    problems.add((error.at(".ranks") for error in config.ranks.problems()), "ranks")
+    path = str(base / (config.path or ""))
+    ranks = complete_ranks(config.ranks, engine_name(config), path, base, devices)
+    return dataclasses.replace(config, ranks=ranks, devices=ranks.all_devices, sharing=config.sharing or "off")
+
+
+def apply_rank_rules(config: ModelConfig, problems: ErrorCollector) -> ModelConfig:
+    """Return a complete model as its ranks are to load it; what does not go together is added to `problems`."""
+    if config.ranks is None:
+        return config
+    for needed, rule in _RULES:
+        problems.add(rule(config, config.ranks), *needed)
+    if config.engine != MINDSPORE_LITE:
+        return config
+    # The library knows ranks by its graph engine alone.
+    return dataclasses.replace(config, mindspore_lite=dataclasses.replace(config.mindspore_lite, provider="ge"))
+
+
+def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
+    """Yield an error for each model whose ranks meet those of another one on a card: each port has one process.
+
+    Which ports the table of a file names, only `weightd check` sees.
+    """
+    port_owners: dict[tuple[str, int], str] = {}
+    for name, model in models.items():
+        if model.ranks is None or not (model.ranks.is_table_generated or engine_name(model) != MINDSPORE_LITE):
+            continue
+        for device in model.ranks.all_devices:
+            if card_of(device) is None:
+                continue
+            for port in model.ranks.device_ports or (ranktable.DEFAULT_PORT,):
+                other = port_owners.setdefault((device, port), name)
+                if other != name:
+                    text = f"on {device} the ranks of {label(other)} have port {port} already; set other device_ports"
+                    yield FieldError(text).at(f".{label(name)}.ranks.devices")
+                    break
+
+
+# --- Which keys of a model go together -------------------------------------------------------------------------------
+
+
+def _check_path(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    del ranks
+    if RANK_PLACEHOLDER not in config.path:
+        yield FieldError(
+            f"expected {RANK_PLACEHOLDER} in it, which stands for 0, 1 and so on: each rank has a file of its own"
+        ).at(".path")
+
+
+def _check_engine(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    if config.engine == MINDSPORE_LITE and not ranks.is_on_cards:
+        yield FieldError(f"expected mindspore on the cpu: {MINDSPORE_LITE} has ranks on cards only").at(".engine")
+
+
+def _check_processes(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    if config.workers != 1:
+        yield FieldError(f"expected 1: a group has one process for each rank, got {config.workers}").at(".workers")
+    if config.spares:
+        yield FieldError(f"expected 0: ranks are replaced all together, got {config.spares}").at(".spares")
+    if config.start != "fork":
+        yield FieldError("it has no effect: each rank has an interpreter of its own anyway").at(".start")
+    if config.policy == ReplacementPolicy.OVERLAP.value and not ranks.can_overlap:
+        text = "a card has one process of a group on each port: set two device_ports, or another policy"
+        yield FieldError(text).at(".policy")
+
+
+def _check_weights(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    del ranks
+    if config.sharing != "off":
+        reason = "each rank has a slice of its own, which no other process has"
+        yield FieldError(f'expected "off": {reason}; got {config.sharing!r}').at(".sharing")
+    if config.copies != "one":
+        yield FieldError("it has no effect on ranks: a group has one copy, in slices").at(".copies")
+    if config.holder_loss != "strict":
+        yield FieldError("it has no effect on ranks: no process holds weights for others").at(".holder_loss")
+
+
+def _check_engine_options(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    del ranks
+    if config.mindspore_lite.variable_weights:
+        text = "a model whose weights can be changed has no ranks: the graph engine does not run it"
+        yield FieldError(text).at(".mindspore_lite.variable_weights")
+
+
+def _check_selftest(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    del ranks
+    if not canary_config.inputs_path(config.selftest):
+        reason = "ranks that have the same wrong slice agree on a wrong answer"
+        yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
+            ".canary"
+        )
+    if config.selftest_interval:
+        text = "ranks run the canary when they start: later all would have to run it at once, among the requests"
+        yield FieldError(text).at(".canary_interval")
+
+
+def _check_batching(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    if config.batching.sizes:
+        text = "only a model that was converted for a card has sizes; that of a rank is the exported one"
+        yield FieldError(text).at(".batching.sizes")
+    if ranks.reply_rank is None and config.max_batch_rows > 1:
+        key = ".batching.max_rows" if config.batching.max_rows > 1 else ".split.part_rows"
+        yield FieldError('rows have no place of their own in outputs that are joined; reply is "concat"').at(key)
+
+
+def _check_reply(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    del config
+    if ranks.reply_rank is not None and ranks.reply_rank >= ranks.size:
+        expected = f"expected a rank, 0 to {ranks.size - 1}"
+        yield FieldError(f"{expected}, got {ranks.reply_rank}").at(".ranks.reply")
+
+
+def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    if ranks.is_on_cards and ranks.connect_timeout < _MIN_CONNECT_TIMEOUT_S:
+        text = f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, whose library refuses less, got {ranks.connect_timeout}"
+        yield FieldError(text).at(".ranks.connect_timeout")
+    effective_timeout_s = ranks.exec_timeout
+    if ranks.is_on_cards:
+        effective_timeout_s -= effective_timeout_s % EXEC_TIMEOUT_STEP_S
+    if not effective_timeout_s:
+        yield FieldError(f"expected at least {EXEC_TIMEOUT_STEP_S} on cards, got {ranks.exec_timeout}").at(
+            ".ranks.exec_timeout"
+        )
+    elif config.predict_timeout >= effective_timeout_s:
+        rounded = (
+            f", which some cards take for {effective_timeout_s}" if effective_timeout_s != ranks.exec_timeout else ""
+        )
+        reason = "weightd has to see first that a rank hangs"
+        text = f"expected less than ranks.exec_timeout, {ranks.exec_timeout}{rounded}: {reason}; got "
+        yield FieldError(f"{text}{config.predict_timeout:g}").at(".predict_timeout")
+
+
+def _check_rank_table(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    for key in ("rank_table", "group_info_file"):
+        if getattr(ranks, key) and not ranks.is_on_cards:
+            yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
+        elif getattr(ranks, key) and config.engine != MINDSPORE_LITE:
+            yield FieldError(f"only {MINDSPORE_LITE} reads it, the engine is {config.engine}").at(f".ranks.{key}")
+    if not ranks.is_on_cards or ranks.is_table_generated or not ranks.rank_table:
+        return
+    yield from (FieldError(text).at(".ranks.rank_table") for text in ranktable.path_problems(ranks.rank_table))
+    if len(ranks.groups) > 1 and GROUP_PLACEHOLDER not in ranks.rank_table:
+        text = f"expected {GROUP_PLACEHOLDER} in it, which stands for 0, 1 and so on: each group of ranks has a table of its own"
+        yield FieldError(text).at(".ranks.rank_table")
+
+
+def _check_ports(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    if not ranks.device_ports:
+        return
+    if not ranks.is_on_cards:
+        yield FieldError("it has no effect on the cpu, only on a card").at(".ranks.device_ports")
+    elif config.engine != MINDSPORE_LITE:
+        text = f"only a rank table has them, which {MINDSPORE_LITE} reads; the engine is {config.engine}"
+        yield FieldError(text).at(".ranks.device_ports")
+    elif not ranks.is_table_generated:
+        yield FieldError("it has no effect beside a rank_table, which names its own ports").at(".ranks.device_ports")
+    elif len(set(ranks.device_ports)) < len(ranks.device_ports):
+        yield FieldError(f"{ranks.device_ports[0]} is given twice").at(".ranks.device_ports")
+
+
+def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
+    for key in ("buffer_mib", "communicators"):
+        if not ranks.is_on_cards and getattr(ranks, key) != getattr(RanksConfig, key):
+            yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
+    if ranks.is_on_cards and config.engine == MINDSPORE_LITE and ranks.communicators > 1 and not ranks.group_info_file:
+        yield FieldError("without group_info_file, all ranks are the only group").at(".ranks.communicators")
+
+
+_Rule = Callable[[ModelConfig, RanksConfig], Iterable[FieldError]]
+
+# As those of a model.
+_RULES: Sequence[tuple[Sequence[str], _Rule]] = (
+    (("path",), _check_path),
+    (("path", "engine", "ranks"), _check_engine),
+    (("workers", "spares", "start", "policy", "ranks"), _check_processes),
+    (("sharing", "copies", "holder_loss"), _check_weights),
+    (("mindspore_lite",), _check_engine_options),
+    (("canary", "canary_interval"), _check_selftest),
+    (("batching", "split", "ranks"), _check_batching),
+    (("ranks",), _check_reply),
+    (("predict_timeout", "ranks"), _check_timeouts),
+    (("path", "engine", "ranks"), _check_rank_table),
+    (("path", "engine", "ranks"), _check_ports),
+    (("path", "engine", "ranks"), _check_buffers),
+)

@@ -1,0 +1,65 @@
+"""The key `canary` of a model: "auto", "off", a file of arrays, or the shape of each input by its name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_protocol import limits
+from weightd_protocol.messages.worker_common import SelfTestCase
+from weightd_protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SelfTestSetting = str | SelfTestCase
+
+AUTO = "auto"
+OFF = "off"
+
+_EXPECTED = '"auto", "off", a path that ends in .npz, or a table of shapes by input name'
+
+# A shape has no free dimension, and an input without elements shows nothing.
+_SHAPES_KIND = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["kind"]
+_PATH_KIND = text(limits.MAX_PATH_BYTES)["kind"]
+
+
+def field_metadata() -> dict[str, FieldType]:
+    """Return the metadata of the field."""
+    return {"kind": FieldType(_check_value, _check_value, _to_plain, _EXPECTED)}
+
+
+def parse_text(text: str) -> SelfTestSetting:
+    """Return the key that a command line gives as the configuration would, a path without quotes too.
+
+    Raises:
+        FieldError: it is none.
+    """
+    value: Any = text
+    if text.lstrip().startswith("{"):
+        try:
+            value = tomllib.loads(f"canary = {text}")["canary"]
+        except ValueError as error:
+            raise FieldError(f"not TOML: {error}") from None
+    setting = _check_value(value)
+    return str(Path(setting).absolute()) if isinstance(setting, str) and setting not in (AUTO, OFF) else setting
+
+
+def inputs_path(setting: SelfTestSetting) -> str:
+    """Return the path of the file that the key names, or ""."""
+    return setting if isinstance(setting, str) and setting not in (AUTO, OFF) else ""
+
+
+def _check_value(value: Any) -> SelfTestSetting:
+    if isinstance(value, dict) and value:
+        return cast("SelfTestCase", _SHAPES_KIND.check(cast("Any", value)))
+    if isinstance(value, str) and (value in (AUTO, OFF) or value.endswith(".npz")) and "\0" not in value:
+        return cast("str", _PATH_KIND.check(value))
+    raise FieldError(f"expected {_EXPECTED}, got {short_repr(cast('object', value))}")
+
+
+def _to_plain(value: Any) -> Any:
+    return _PATH_KIND.plain(value) if isinstance(value, str) else _SHAPES_KIND.plain(value)

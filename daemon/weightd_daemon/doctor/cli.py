@@ -1,0 +1,178 @@
+"""The verb: the order of the checks, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config.check_ranks import read_rank_table
+from weightd_daemon.doctor import render
+from weightd_daemon.doctor.facts import interpreter, nodes
+from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, read_host
+from weightd_daemon.doctor.facts.interpreter import InterpreterReport
+from weightd_daemon.doctor.facts.ranks import NetworkFacts
+from weightd_daemon.doctor.facts.ranks import read_network as network_of
+from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit, current_user, read_unit, service_user
+from weightd_daemon.doctor.selftest.processes import TestProcesses
+from weightd_daemon.doctor.selftest.weight_sharing import run_selftest as share
+from weightd_daemon.doctor.checks import access as access_checks
+from weightd_daemon.doctor.checks import host as checks
+from weightd_daemon.doctor.checks import ranks as rank_checks
+from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks.finding import CheckResult, Finding, exit_status
+from weightd_daemon.engines.ascend import physical_id
+from weightd_daemon.engines.ranktable import RankTable
+from weightd_daemon.generations.spec import SelfTestSpec
+from weightd_daemon.platform import exit_watch
+from weightd_common.modelfile import ModelFileError, model_files
+from weightd_common.terminal import ends_on_hangup
+
+# Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
+_REPORT_TIMEOUT_S = 120.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, print, and return the exit status."""
+    # As Ctrl-C does: the blocks that own processes and files are left in order.
+    for number in (signal.SIGTERM, *((signal.SIGHUP,) if ends_on_hangup() else ())):
+        signal.signal(number, _on_signal)
+    findings = list(_run_checks(options))
+    sys.stdout.write(render.render_json(findings) if options.json else render.render_table(findings))
+    return exit_status(findings)
+
+
+def _on_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
+    unit = _read_unit(options.unit)
+    environment = os.environ if isinstance(unit, OSError) else unit.environment
+    host = read_host(ascend_home=environment.get("ASCEND_HOME_PATH", ""))
+    try:
+        report = interpreter.run_report(
+            options.python, options.device, min(options.limit, _REPORT_TIMEOUT_S), environment
+        )
+    except OSError as error:
+        report = InterpreterReport(exit_description=f"cannot be run: {error.strerror}")
+    yield checks.check_interpreter(options.python, report)
+    yield checks.check_process_exits(platform.release(), exit_watch.unavailable_reason())
+    if not checks.has_ascend(host, report):
+        yield from checks.no_ascend_findings()
+        if options.ranks is not None:
+            yield from rank_checks.no_ascend_findings()
+            yield rank_checks.check_rank_table({}, NetworkFacts(), *_read_rank_table(options.rank_table))
+        if options.model:
+            yield from trial_checks.not_run(checks.NO_ASCEND)
+        return
+    selftest_findings = _test_sharing(options, report, environment)
+    can_import = any(each.name == trial_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings)
+    device_nodes = nodes.read_device_nodes()
+    yield access_checks.check_service(unit)
+    yield access_checks.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
+    yield checks.check_library(report)
+    yield checks.check_driver(host)
+    yield checks.check_cann(host, report)
+    yield checks.check_libascendcl(report)
+    yield checks.check_chip(report, can_share=_can_share(selftest_findings))
+    yield checks.check_current_pid(report)
+    yield checks.check_devices(report, options.device)
+    yield checks.check_memory(report, options.device)
+    card = host.card(physical_id(options.device, environment.get("ASCEND_RT_VISIBLE_DEVICES", "")))
+    yield checks.check_processes(host, card, _count_processes(host, card, options.device), options.device)
+    yield checks.check_virtual_instance(host, report, can_import=can_import)
+    if options.ranks is not None:
+        yield from _check_ranks(options, host, report, environment)
+    yield from selftest_findings
+
+
+def _check_ranks(
+    options: argparse.Namespace, host: HostFacts, report: InterpreterReport, environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    visible_devices = environment.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    device_count = report.value("devices", "count")
+    devices = options.ranks or range(int(device_count or 0))
+    cards = {f"ascend:{each}": physical_id(each, visible_devices) for each in devices}
+    network = network_of(environment)
+    yield rank_checks.check_hccl_library(network)
+    yield rank_checks.check_cards(cards, None if device_count is None else int(device_count))
+    yield rank_checks.check_addresses(cards, network)
+    yield rank_checks.check_port(
+        {f"ascend:{each}": _count_processes(host, host.card(cards[f"ascend:{each}"]), each) for each in devices}
+    )
+    yield rank_checks.check_rank_table(cards, network, *_read_rank_table(options.rank_table))
+
+
+def _read_rank_table(path: Path | None) -> tuple[str, RankTable | str | None]:
+    return ("", None) if path is None else (str(path), read_rank_table(path.absolute()))
+
+
+def _count_processes(host: HostFacts, card: NpuInfo | None, device: int) -> int | OSError:
+    if card is None:
+        return OSError(host.npu_smi_error or f"npu-smi lists no device {device}")
+    try:
+        return count_card_processes(card)
+    except OSError as error:
+        return error
+
+
+def _read_unit(name: str) -> SystemdUnit | OSError:
+    try:
+        return read_unit(name)
+    except OSError as error:
+        return error
+
+
+def _read_service_user(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
+    try:
+        return current_user() if isinstance(unit, OSError) else service_user(unit)
+    except OSError as error:
+        return error
+
+
+def _can_share(selftest_findings: list[Finding]) -> bool | None:
+    """Whether a handle could be had, as far as that was tried."""
+    verdicts = {each.name: each.result for each in selftest_findings}
+    return {CheckResult.PASS: True, CheckResult.FAIL: False}.get(
+        verdicts.get(trial_checks.BUILD, CheckResult.NOT_TESTABLE)
+    )
+
+
+def _test_sharing(
+    options: argparse.Namespace, report: InterpreterReport, environment: Mapping[str, str]
+) -> list[Finding]:
+    if not options.model:
+        return trial_checks.not_requested()
+    # Whatever else is wrong, the worker's own words for it are worth more than a guess.
+    reason = "the library cannot be imported" if report.error("library") else _model_problem(options.model)
+    if reason:
+        return trial_checks.not_run(reason)
+    program = WorkerProgram(
+        options.python,
+        "mindspore_lite",
+        str(options.model.absolute()),
+        f"ascend:{options.device}",
+        sample=canary_config.inputs_path(options.canary),
+        tolerance=options.canary_tolerance,
+        environment=environment,
+    )
+    with TestProcesses(program, options.limit) as children:
+        selftest_report = share(children, SelfTestSpec.from_config(options.canary))
+    return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(
+        children.survivors
+    )
+
+
+def _model_problem(model: Path) -> str:
+    try:
+        model_files(model)
+    except ModelFileError as error:
+        return str(error)
+    return ""

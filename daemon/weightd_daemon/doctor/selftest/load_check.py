@@ -1,0 +1,94 @@
+"""`weightd check --load`: each model is loaded in processes as the daemon's, one after another, and let go again.
+
+A holder builds, runs the canary and exports, as at a start. On a card, where a worker may fail at what a holder can
+do, a worker attaches, too. On the CPU it could only do the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.doctor.selftest import weight_sharing
+from weightd_daemon.doctor.selftest.processes import ChildError, TestProcesses
+from weightd_daemon.generations.spec import SelfTestSpec
+from weightd_daemon.platform.memory import MIB
+from weightd_protocol.messages.worker import Attached, Built
+from weightd_common.devices import is_cpu
+
+_log = logging.getLogger("weightd")
+
+# On a disk by convention: a page store is as large as the model, and /tmp often lies in memory.
+_STORES_DIRECTORY = "/var/tmp"  # noqa: S108 - in a directory of its own
+
+
+def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """Load the models, on each of their devices; log how each went, and yield what failed: a text names the model.
+
+    What has been loaded is gone before the next one begins, and when the generator is closed.
+    """
+    models_without_ranks = {name: model for name, model in models.items() if model.ranks is None}
+    for name in models.keys() - models_without_ranks.keys():
+        _log.info("%s: its ranks are not loaded here; only a start does that", name)
+    loads = [
+        (name, model, device) for name, model in models_without_ranks.items() for device in model.devices_by_weight_copy
+    ]
+    for count, (name, model, device) in enumerate(loads, 1):
+        _log.info("%s on %s: loading, %d of %d", name, device, count, len(loads))
+        begin = time.monotonic()
+        failure, found = _load_model(model, device, is_shared=model.sharing != "off")
+        if failure and model.sharing == "auto" and not is_cpu(device):
+            unshared = failure
+            failure, found = _load_model(model, device, is_shared=False)
+            found = f"weights are not shared: {unshared}"
+        if failure:
+            yield f"models.{name}: does not load on {device}: {failure}"
+        else:
+            _log.info("%s on %s: loaded in %.1f s; %s", name, device, time.monotonic() - begin, found)
+
+
+def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
+    """Return why it failed, "" if it has not, and what was found."""
+    prefix = f"weightd-check-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES_DIRECTORY) as store:
+        program = WorkerProgram(
+            model.python,
+            model.engine,
+            model.path,
+            device,
+            threads=model.threads,
+            sharing=is_shared,
+            options=model.engine_options.to_json(),
+            sample=canary_config.inputs_path(model.selftest),
+            tolerance=model.selftest_tolerance,
+            cores=model.cores_of(device),
+        )
+        with TestProcesses(program, model.load_timeout, prefix, Path(store)) as children:
+            try:
+                built, attached = weight_sharing.load_model(
+                    children, SelfTestSpec.from_config(model.selftest), should_attach=not is_cpu(device)
+                )
+            except ChildError as error:
+                return str(error), ""
+        if children.survivors:
+            return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
+    return _evaluate(built, attached, must_share=is_shared and not is_cpu(device))
+
+
+def _evaluate(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
+    if must_share and not built.handle:
+        return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
+    if must_share and not built.selftest_digest:
+        return f"no canary: {built.selftest_note}; name an input with the key canary, or set sharing to off", ""
+    if attached is not None and attached.selftest_digest != built.selftest_digest:
+        return "a worker does not give the holder's answer", ""
+    shared_text = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
+    selftest_text = "" if built.selftest_digest else f"no canary: {built.selftest_note}"
+    return "", "; ".join(filter(None, (shared_text, built.note, selftest_text)))

@@ -1,0 +1,245 @@
+"""Real workers for a trial: started, ordered and heard one at a time, each wait with a limit; none is left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import shutil
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import zmq
+
+from weightd_daemon.processes import spec
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.processes.launchers.direct import DirectLauncher
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.platform import clock, processes
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.platform.resource_limits import with_limit_hint
+from weightd_daemon.platform.zmq_sockets import bind_router, peer_pid, receive_batch, send
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.worker import (
+    FROM_CHILD,
+    ChildMessage,
+    ChildOrder,
+    ContinueSelfTest,
+    Failed,
+    ProcessFailed,
+    TryingSelfTest,
+)
+
+MessageT = TypeVar("M", bound=ChildMessage)
+
+_log = logging.getLogger("weightd.doctor")
+
+# After SIGKILL: a process that needs longer waits in the kernel, and nobody can end it.
+_KILL_TIMEOUT_S = 10.0
+
+# A process has ended: its last message is in a buffer of the kernel, and needs a moment to come out of it.
+_LAST_MESSAGE_TIMEOUT_MS = 200
+
+
+class ChildError(Exception):
+    """A child did not do what it was told. The text says which, in which step, and why.
+
+    ChildError
+    ├── Refused     it said no, with a cause
+    ├── Died        it ended
+    ├── Hung        it did nothing within the limit
+    └── Confused    it said something else
+    """
+
+
+class ChildRejected(ChildError):
+    """The child said no."""
+
+
+class ChildExited(ChildError):
+    """The child has ended, or could not be started.
+
+    Args:
+        text: which, in which step, and why.
+        end: how it has ended.
+    """
+
+    def __init__(self, text: str, end: ExitCause | None = None) -> None:
+        super().__init__(text)
+        self.exit_cause = end or ExitCause(None)
+
+
+class ChildTimedOut(ChildError):
+    """The child did not answer within the limit."""
+
+
+class ProtocolViolation(ChildError):
+    """The child broke the protocol."""
+
+
+class ChildReply(NamedTuple):
+    """A message and the tensor frames behind it."""
+
+    message: ChildMessage
+    frames: Sequence[Any]
+
+
+class TestProcesses:
+    """The children of one trial, by name; all are killed and waited for at the end of the block.
+
+    Args:
+        program: what each of them is.
+        limit: seconds that each of their steps may take.
+        prefix: of the name of the directory for their socket.
+        directory: for their logs and the page store, which only the CPU has. Default: beside the socket.
+
+    Attributes:
+        address: where they connect, while the block lasts.
+        survivors: pids that did not end after SIGKILL; known after the block.
+    """
+
+    def __init__(
+        self,
+        program: WorkerProgram,
+        step_timeout_s: float,
+        prefix: str = "weightd-doctor-",
+        directory: Path | None = None,
+    ) -> None:
+        self._program = program
+        self._files_directory = directory
+        self._step_timeout_s = step_timeout_s
+        self._prefix = prefix
+        self._processes: dict[str, ChildProcess] = {}
+        self._received: defaultdict[str, deque[ChildReply]] = defaultdict(deque)
+        self.survivors: list[int] = []
+
+    def __enter__(self) -> TestProcesses:
+        # Not TMPDIR: the path of a socket has at most 107 bytes.
+        self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
+        self._files = GenerationFiles(self._files_directory or self._directory)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.address = f"ipc://{self._directory}/children.sock"
+        self._socket = bind_router(self._context, self.address)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            processes.kill(process)
+        for name in list(self._processes):
+            self._reap(name)
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def start(self, name: str) -> None:
+        """Start a child.
+
+        Raises:
+            ChildError: it cannot be started.
+        """
+        process_spec = spec.child_spec(self._program, name, Role.WORKER, self.address, self._files)
+        try:
+            self._processes[name] = DirectLauncher().start(process_spec)
+        except OSError as error:
+            cause = with_limit_hint(f"cannot start {self._program.python}: {error.strerror}")
+            raise ChildExited(f"{name}: {cause}") from None
+
+    def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
+        """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
+        send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
+
+    def wait_for(
+        self,
+        name: str,
+        message_type: type[MessageT],
+        step: str,
+        on_trying_selftest: Callable[[TryingSelfTest], None] | None = None,
+    ) -> tuple[MessageT, Sequence[Any]]:
+        """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
+
+        Raises:
+            ChildError: it says something else, or nothing; the text begins with the child and the step.
+        """
+        _log.info("%s: %s", name, step)
+        message, frames = self._next_message(name, step)
+        while isinstance(message, TryingSelfTest):
+            if on_trying_selftest is not None:
+                on_trying_selftest(message)
+            if message.cases:
+                self.send_order(name, ContinueSelfTest())
+            message, frames = self._next_message(name, step)
+        if isinstance(message, message_type):
+            return message, frames
+        if isinstance(message, ProcessFailed):
+            raise ChildRejected(f"{name}: {step}: {with_limit_hint(message.reason)}")
+        if isinstance(message, Failed):
+            raise ChildRejected(f"{name}: {step}: {message.error}")
+        raise ProtocolViolation(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
+
+    def kill(self, name: str) -> None:
+        """Kill a child that runs, and wait until it is gone; the kernel then has freed what it had."""
+        if name in self._processes:
+            processes.kill(self._processes[name])
+            self._reap(name)
+
+    def _next_message(self, name: str, step: str) -> ChildReply:
+        process = self._processes.get(name)
+        if process is None:
+            raise ChildExited(f"{name}: {step}: it has ended before")
+        deadline = clock.now() + self._step_timeout_s
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(process.pidfd, zmq.POLLIN)
+        while not self._received[name]:
+            events = dict(poller.poll(math.ceil(clock.clamp_wait(deadline - clock.now()) * 1000)))
+            if process.pidfd in events:
+                # What it said before it died counts, and may still be on its way through libzmq.
+                self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
+            self._receive_messages(step)
+            if not self._received[name] and process.pidfd in events:
+                words = processes.log_tail(process)
+                end = ExitCause(self._reap(name))
+                raise ChildExited(
+                    f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end
+                )
+            if not self._received[name] and clock.now() >= deadline:
+                words = processes.log_tail(process)
+                log = f"its log ends: {words}" if words else "its log is empty"
+                raise ChildTimedOut(f"{name}: {step}: no answer within {self._step_timeout_s:g} s; {log}")
+        return self._received[name].popleft()
+
+    def _receive_messages(self, step: str) -> None:
+        for received in receive_batch(self._socket):
+            name = received.peer.decode("utf-8", "replace")
+            process = self._processes.get(name)
+            pid = peer_pid(received.identity)
+            if process is None or pid not in (None, process.pid):
+                continue  # nobody of ours
+            try:
+                message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+            except RemoteProtocolError as error:
+                raise ProtocolViolation(f"{name}: {step}: it broke the protocol: {error}") from None
+            self._received[name].append(ChildReply(message, received.frames[limits.MAX_HEADER_FRAMES :]))
+
+    def _reap(self, name: str) -> int | None:
+        process = self._processes.pop(name)
+        exit_poll = select.poll()
+        exit_poll.register(process.pidfd, select.POLLIN)
+        if not clock.poll(exit_poll, _KILL_TIMEOUT_S):
+            self.survivors.append(process.pid)
+            with contextlib.suppress(OSError):
+                os.close(process.pidfd)
+            return 0
+        return processes.reap(process)

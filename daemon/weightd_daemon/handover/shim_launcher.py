@@ -1,0 +1,143 @@
+"""The keeper as a service has it: started once, found again by the next daemon, replaced where it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from weightd_daemon.processes.spec import ProcessSpec
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimClient, ShimLost
+from weightd_daemon.processes.launchers.launcher import SurvivingProcess
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.handover import state
+from weightd_daemon.handover.instance_lock import make_private_directory
+from weightd_daemon.handover.state import Handover, HandoverError
+from weightd_daemon.handover.systemd_manager import SHIM, ServiceManager
+from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.platform.resource_limits import with_limit_hint
+
+_log = logging.getLogger("weightd")
+
+# What the kernel takes to end the children of a keeper that is killed.
+_EXIT_TIMEOUT_S = 30.0
+
+
+class ShimLauncher:
+    """A `Launcher` that has holders and workers started by a keeper, which outlives this process.
+
+    Args:
+        manager: holds on to the keeper.
+        config: says what the keeper removes at its end.
+
+    Attributes:
+        inheritance: what the daemon before this one has left; None where every model has to be loaded.
+
+    Raises:
+        ClaimError: the private directory cannot be had.
+    """
+
+    def __init__(self, manager: ServiceManager, config: DaemonConfig) -> None:
+        self._manager = manager
+        self._directory = config.private_dir
+        self._extra_paths = [config.children_socket, config.channel_socket]
+        self.inherited_state: Handover | None = None
+        descriptors = manager.inherited.get(SHIM, [])
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        shim = self._inherit_shim(descriptors[0]) if descriptors else None
+        if shim is None:
+            make_private_directory(self._directory)
+            shim = self._start_shim()
+        self._shim = shim
+        self._is_lost = False
+
+    @property
+    def pid(self) -> int:
+        """The keeper's."""
+        return self._shim.pid
+
+    @property
+    def handover_path(self) -> Path:
+        """Where the next daemon looks for what this one leaves."""
+        return self._directory / "handover"
+
+    @property
+    def own_entries(self) -> Collection[str]:
+        """What of the private directory is its own."""
+        return {self.handover_path.name, client.LOG_NAME}
+
+    def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
+        if self._is_lost:
+            self._replace_shim()
+        try:
+            return self._shim.start(self._with_parent(process_spec))
+        except ShimLost as error:
+            # Its children have died with it, which their pidfds tell: only the next ones need another parent.
+            _log.error("%s: starting another one", error)
+            self._is_lost = True
+            self._shim.kill()
+            self._replace_shim()
+        return self._shim.start(self._with_parent(process_spec))
+
+    def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:  # noqa: D102
+        return self._shim.adopt(name, pid, log)
+
+    def surviving_processes(self) -> list[SurvivingProcess]:  # noqa: D102
+        return self._shim.surviving_processes()
+
+    def kill_orphans(self) -> None:  # noqa: D102
+        self._shim.kill_orphans()
+
+    def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:  # noqa: D102
+        self._shim.kill_orphans_of(parent)
+
+    def watch(self, survivor: SurvivingProcess) -> ChildProcess:  # noqa: D102
+        return self._shim.watch(survivor)
+
+    def close(self) -> None:
+        """Leave it alone: it ends everything now if the service manager does not hold on to it."""
+        if not self._is_lost:
+            self._shim.close()
+
+    def _with_parent(self, process_spec: ProcessSpec) -> ProcessSpec:
+        return process_spec.with_parent(self.pid)
+
+    def _inherit_shim(self, descriptor: int) -> ShimClient | None:
+        try:
+            shim = ShimClient(descriptor)
+        except ShimLost as error:
+            _log.warning("every model is loaded anew: %s", error)
+            # If it was only slow, that ends it.
+            self._manager.remove_descriptor(SHIM)
+            return None
+        try:
+            self.inherited_state = state.read(self.handover_path)
+        except HandoverError as error:
+            _log.warning("every model is loaded anew: %s", error)
+            self._manager.remove_descriptor(SHIM)
+            # At its end it removes what is its own, the socket too; in another directory than ours no lock tells when.
+            _log.info("waiting for the processes of the daemon before this one to end")
+            shim.stop(_EXIT_TIMEOUT_S)
+            return None
+        return shim
+
+    def _start_shim(self) -> ShimClient:
+        try:
+            shim = client.start_shim(self._directory, *self._extra_paths)
+        except OSError as error:
+            raise PathInUse(with_limit_hint(f"cannot start the keeper of the processes: {error}")) from None
+        self._manager.store_descriptor(SHIM, shim.descriptor)
+        return shim
+
+    def _replace_shim(self) -> None:
+        if not client.wait_until_exited(self._directory, _EXIT_TIMEOUT_S):
+            raise ShimLost("the keeper is lost, and its children do not end")
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._shim.pid, 0)
+        self._shim = self._start_shim()
+        self._is_lost = False

@@ -1,0 +1,101 @@
+"""What a daemon leaves to the next one of the same service, while a keeper holds its children.
+
+A file in the private directory, written anew after each change in the life of a generation. The next daemon believes it
+only as far as the keeper and the kernel confirm it: a process that is not the keeper's is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd_daemon.models.persisted import DeviceRecord, ModelRecord
+from weightd_protocol import limits
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION
+from weightd_protocol.schema import FieldError, decode, integer, list_of, plain, record, text
+from weightd_protocol.version import VERSION
+
+_log = logging.getLogger("weightd")
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+class HandoverError(WeightdError):
+    """There is nothing that can be gone on with; the text says why."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Everything. `protocol` is what the children speak; `devices` what the cards have said."""
+
+    version: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    protocol: int = field(metadata=_COUNT)
+    models: tuple[ModelRecord, ...] = field(metadata=list_of(record(ModelRecord), limits.MAX_MODELS))
+    devices: tuple[DeviceRecord, ...] = field(metadata=list_of(record(DeviceRecord), limits.MAX_DEVICES))
+
+
+def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRecord]) -> None:
+    """Replace what is at `path`. If that cannot be, nothing is left there: the next daemon will load anew."""
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(
+            json.dumps(plain(Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices)))), "utf-8"
+        )
+        new.replace(path)
+    except (OSError, FieldError) as error:
+        _log.warning("the next daemon will have to load every model: %s: %s", path, error)
+        for each in (new, path):
+            with contextlib.suppress(OSError):
+                each.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Handover:
+    """Return what the daemon before this one has left.
+
+    Raises:
+        HandoverError: there is nothing, or its children speak another protocol.
+    """
+    try:
+        values: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise HandoverError(f"{path}: {os.strerror(error.errno or 0)}") from None
+    except (ValueError, RecursionError) as error:
+        raise HandoverError(f"{path}: not JSON: {error}") from None
+    try:
+        _check_protocol(values)
+        found = decode(Handover, values)
+        for index, model in enumerate(found.models):
+            _check_sources(model, f".models[{index}]")
+        return found
+    except FieldError as error:
+        raise HandoverError(f"{path}: {error}") from None
+
+
+def _check_protocol(values: Any) -> None:
+    """Another version may have other fields: what they are is of no interest where the protocol is another one, too."""
+    fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
+    if fields.get("protocol") != CHILD_PROTOCOL_VERSION:
+        theirs, ours = (
+            f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}",
+            f"{VERSION} {CHILD_PROTOCOL_VERSION}",
+        )
+        raise HandoverError(f"{theirs} with its workers, {ours}")
+
+
+def _check_sources(model: ModelRecord, path: str) -> None:
+    known_numbers = {each.number for each in model.sources}
+    for what, number in [
+        ("source", model.source),
+        *(("generations.source", each.source) for each in model.generations),
+    ]:
+        if number not in known_numbers:
+            raise FieldError(f"expected the number of one of its sources, got {number}").at(f"{path}.{what}")
+    if len(model.last_ids) != 2:
+        raise FieldError(f"expected two numbers, got {len(model.last_ids)}").at(f"{path}.made")

@@ -1,0 +1,88 @@
+"""What may be done with the rows of requests where a generation serves them, and what is told of that."""
+
+from __future__ import annotations
+
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy, Dims
+from weightd_protocol.messages.worker import Built
+from weightd_protocol.messages.worker_common import RowSupport
+
+
+def batching_policy(config: ModelConfig, generation: GenerationBase) -> BatchingPolicy:
+    """Return what is configured, as far as the generation's holder has found it to be right."""
+    built = generation.built
+    row_support = None if built is None else built.row_support
+    if built is None or row_support is None or not row_support.inputs or not row_support.outputs:
+        return NO_BATCHING
+    batching, split = config.batching, config.split
+    can_share = (row_support.is_equal or not batching.exact) and not _inputs_without_rows(generation)
+    return BatchingPolicy(
+        source_number=generation.source.number,
+        inputs=frozenset(row_support.inputs),
+        outputs=frozenset(row_support.outputs),
+        max_rows=batching.max_rows if can_share else 1,
+        max_split_rows=split.part_rows if row_support.is_equal or not split.exact else 0,
+        sizes=batching.sizes,
+        is_exact=row_support.is_equal,
+        tested_dims=_tested_dims(built, row_support) if split.exact else None,
+        unmerged_parties=frozenset(generation.unmerged_parties),
+    )
+
+
+def max_rows(config: ModelConfig, generation: GenerationBase) -> int:
+    """Return how many rows of several requests share a predict; 0 where this is not configured, or not known yet."""
+    row_support = None if generation.built is None else generation.built.row_support
+    return 0 if row_support is None or config.batching.max_rows == 1 else batching_policy(config, generation).max_rows
+
+
+def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
+    """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
+    row_support = None if generation.built is None else generation.built.row_support
+    if row_support is None:
+        return ""
+    policy = batching_policy(config, generation)
+    texts: list[str] = []
+    if policy.can_merge:
+        texts.append(f"requests share a predict of up to {policy.max_rows} rows")
+    if policy.max_split_rows:
+        where = (
+            " of the canary's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
+        )
+        texts.append(f"requests of more than {policy.max_split_rows} rows{where} run in parts")
+    if texts:
+        texts.append("tested bit-equal" if row_support.is_equal else "not tested to be exact")
+    if config.batching.max_rows > 1:
+        texts += [
+            f"none share a predict: input {name} has no rows"
+            for name in _inputs_without_rows(generation)[:1]
+            if row_support.inputs
+        ]
+    if row_support.note:
+        texts.append(row_support.note)
+    if texts and generation.unmerged_parties:
+        names = sorted({each.name for each in generation.unmerged_parties.values()})
+        notes = ", ".join(dict.fromkeys(each.note for each in generation.unmerged_parties.values()))
+        texts.append(f"requests of {', '.join(names)} share no predict and run in one piece: {notes}")
+    return ", ".join(texts)
+
+
+def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
+    """The dimensions with which the holder has run rows together and alone: those of the canary."""
+    if not built.selftest_cases:
+        return None
+    shapes = built.selftest_cases[0].items()
+    return frozenset((name, tuple(shape[1:] if name in row_support.inputs else shape)) for name, shape in shapes)
+
+
+def _inputs_without_rows(generation: GenerationBase) -> list[str]:
+    """The inputs that have no rows: what one request gives there is not what another does."""
+    built = generation.built
+    if built is None or built.row_support is None:
+        return []
+    return [each.name for each in built.inputs if each.name not in built.row_support.inputs]
+
+
+def _has_other_free_dims(generation: GenerationBase) -> bool:
+    """Whether a request may have more free dimensions than its rows."""
+    return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)

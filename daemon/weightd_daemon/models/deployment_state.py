@@ -1,0 +1,201 @@
+"""How a deployment stands, and how far it has come: every legal change of that is listed, another one raises."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.states import Machine
+from weightd_daemon.models.placement import Placement
+
+
+class DeploymentState(enum.Enum):
+    """What becomes of a generation that fails depends on it."""
+
+    INITIAL = "first"  # nothing has served yet: what cannot be loaded is FAILED
+    ESTABLISHED = "keeping"  # something has served: what is lost is loaded again and again
+    UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
+    VACATED = "away"  # it has made room for another model of its name, and comes again if that cannot be loaded
+    FAILED = "failed"  # nothing is loaded before a retry or an update
+    REPAIRING = "repairing"  # an update is loaded where nothing has served
+    STOPPING = "stopping"  # everything winds down
+
+
+class DeploymentEvent(enum.Enum):
+    """What happens to a deployment."""
+
+    SERVE = "serve"
+    UPDATE = "update"
+    FINISH_UPDATE = "settle"
+    VACATE = "make way"
+    REINSTATE = "come again"
+    FAIL = "fail"
+    RETRY = "retry"
+    STOP = "stop"
+
+
+LOADING_STATES = frozenset(
+    {DeploymentState.INITIAL, DeploymentState.ESTABLISHED, DeploymentState.UPDATING, DeploymentState.REPAIRING}
+)
+
+DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], DeploymentState] = {
+    (DeploymentState.INITIAL, DeploymentEvent.SERVE): DeploymentState.ESTABLISHED,
+    (DeploymentState.INITIAL, DeploymentEvent.FAIL): DeploymentState.FAILED,
+    (DeploymentState.ESTABLISHED, DeploymentEvent.UPDATE): DeploymentState.UPDATING,
+    (DeploymentState.FAILED, DeploymentEvent.RETRY): DeploymentState.INITIAL,
+    (DeploymentState.FAILED, DeploymentEvent.UPDATE): DeploymentState.REPAIRING,
+    (DeploymentState.REPAIRING, DeploymentEvent.FINISH_UPDATE): DeploymentState.ESTABLISHED,
+    (DeploymentState.REPAIRING, DeploymentEvent.FAIL): DeploymentState.FAILED,
+    (DeploymentState.UPDATING, DeploymentEvent.FINISH_UPDATE): DeploymentState.ESTABLISHED,
+    (DeploymentState.ESTABLISHED, DeploymentEvent.VACATE): DeploymentState.VACATED,
+    (DeploymentState.VACATED, DeploymentEvent.REINSTATE): DeploymentState.ESTABLISHED,
+    (DeploymentState.VACATED, DeploymentEvent.STOP): DeploymentState.STOPPING,
+    **{(stage, DeploymentEvent.STOP): DeploymentState.STOPPING for stage in DeploymentState if stage in LOADING_STATES},
+}
+
+
+class ReplacedDeployment(NamedTuple):
+    """The deployment of another model of the name, in whose place this one may come.
+
+    Attributes:
+        labels: returns those of its generations.
+        make_way: has it leave, so that its room is free.
+    """
+
+    generation_labels: Callable[[], list[str]]
+    vacate: Callable[[float], object]
+
+
+@dataclass(frozen=True)
+class RolloutPolicy:
+    """What is configured of how one generation follows another.
+
+    Attributes:
+        policy: how one is replaced.
+        fall_back: whether a generation that cannot share its weights is followed by one that does not.
+        process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
+        buffer_bytes: what communication between ranks takes of each card.
+    """
+
+    policy: ReplacementPolicy
+    should_fall_back: bool = False
+    process_bytes: int = 0
+    buffer_bytes: int = 0
+
+
+class DeploymentView:
+    """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
+
+    Args:
+        device: where.
+        terms: of each generation.
+
+    Attributes:
+        serving: whose workers take requests; None while there is none.
+        coming: the one that loads.
+        leaving: those that wind down.
+        terms: of the next generation.
+        predecessor: whose place it may take where there is no room for both; None: nobody's.
+    """
+
+    def __init__(self, device: Placement, terms: GenerationSpec) -> None:
+        self.placement = device
+        self.spec = terms
+        self.serving: GenerationBase | None = None
+        self.loading: GenerationBase | None = None
+        self.draining: list[GenerationBase] = []
+        # The one that tells why there is none, or no better one.
+        self._failed_generation: GenerationBase | None = None
+        self._last_generation: GenerationBase | None = None
+        self._is_failing = False
+        # What the next generation loads, once there may be one.
+        self._wanted_source: ModelSource | None = None
+        self._machine = Machine(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {device.name}", {})
+        self.predecessor: ReplacedDeployment | None = None
+
+    @property
+    def _state(self) -> DeploymentState:
+        return self._machine.state
+
+    @property
+    def generations(self) -> list[GenerationBase]:
+        """Every generation of which something is left, the one that serves first."""
+        return [each for each in (self.serving, self.loading, *self.draining) if each is not None]
+
+    @property
+    def cause(self) -> str:
+        """Why there is no generation, or no better one; more of it may be known once its processes are gone."""
+        return self._failed_generation.cause if self._failed_generation is not None else ""
+
+    @property
+    def may_recover(self) -> bool:
+        """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
+        return (
+            self._failed_generation is None
+            or self._failed_generation.retry_hint is RetryHint.MAY_SUCCEED
+            or self._state is DeploymentState.STOPPING
+        )
+
+    @property
+    def main_generation(self) -> GenerationBase:
+        """The generation that tells how it stands."""
+        generation = self.serving or self.loading or self._last_generation
+        if generation is None:
+            raise RuntimeError("asked before the start")
+        return generation
+
+    @property
+    def is_update_ready(self) -> bool:
+        """Whether what `update` has loaded can take over."""
+        return (
+            self.is_updating and self.loading is not None and self.loading.is_complete and self.loading.has_all_workers
+        )
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether what `update` has loaded is still on its way."""
+        return self._state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing has served and nothing is loaded, until a retry or an update."""
+        return self._state is DeploymentState.FAILED
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has `failed`, and no attempt since has succeeded."""
+        return self._is_failing
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether it has failed of a cause that may go away by itself."""
+        return self.has_failed and self._failed_generation is not None and self._failed_generation.is_transient
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
+        is_reconnecting = self.loading is not None and self.loading.is_reconnecting
+        return self._state is DeploymentState.ESTABLISHED and self.serving is None and not is_reconnecting
+
+    @property
+    def is_being_replaced(self) -> bool:
+        """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
+        return (
+            self._state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
+        )
+
+    @property
+    def is_vacated(self) -> bool:
+        """Whether it has made room for another model of its name."""
+        return self._state is DeploymentState.VACATED
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation loads, or has to, or may have to again."""
+        return self.loading is not None or self._wanted_source is not None or self.is_vacated

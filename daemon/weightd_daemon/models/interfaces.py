@@ -1,0 +1,91 @@
+"""What a model wants of the outside: its children, and its clients. The server has the real ones, tests their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.processes.events import ProcessEventHandler
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.generations.persisted import SealRecord
+from weightd_daemon.models.rollout import UpdateSink
+from weightd_daemon.scheduling.dispatcher import ResponseSink
+from weightd_daemon.scheduling.tensor_location import SharedRegion
+from weightd_protocol.messages.worker import ChildOrder
+
+
+class ProcessManager(Protocol):
+    """What a model wants of its children. None of these calls the model back before it has returned."""
+
+    def take_snapshot(
+        self,
+        event_handler: ProcessEventHandler,
+        model: str,
+        config: ModelConfig,
+        source: ModelSource,
+        expected_sha256: str = "",
+    ) -> None:
+        """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`.
+
+        `expected`: the sha256 that it has to have, "" for any.
+        """
+
+    def remove_snapshot(self, model: str, source: ModelSource) -> None:
+        """Remove the snapshot, or stop taking it."""
+
+    def spawn(
+        self,
+        event_handler: ProcessEventHandler,
+        generation: GenerationBase,
+        program: WorkerProgram,
+        name: str,
+        role: Role,
+        template: str = "",
+    ) -> None:
+        """Start a child, forked of `template` if that is one; answer by `heard` and, in the end, `exited`."""
+
+    def resume(
+        self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None
+    ) -> bool:
+        """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
+
+        Return False if its page store is not what it was.
+        """
+        raise NotImplementedError
+
+    def mark_changed(self) -> None:
+        """Something has changed that the next daemon would have to know."""
+
+    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
+        """Return what the page store of the generation was when it was exported, if it has one."""
+        raise NotImplementedError
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether a child has not begun to exit: what it holds is there."""
+        raise NotImplementedError
+
+    def on_exported(self, generation: GenerationBase) -> None:
+        """Remember what the holder has left in the page store, if it has one."""
+
+    def is_store_intact(self, generation: GenerationBase) -> bool:
+        """Return whether the page store of the generation, if it has one, is still what it was then."""
+        raise NotImplementedError
+
+    def kill(self, name: str, *, abort: bool = False) -> None:
+        """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
+
+    def send_order(
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
+    ) -> None:
+        """Send an order to a child."""
+
+    def remove_files(self, generation: GenerationBase) -> None:
+        """Remove the files of a generation of which nothing is left."""
+
+
+class ClientNotifier(ResponseSink, UpdateSink, Protocol):
+    """What a model has to tell clients."""

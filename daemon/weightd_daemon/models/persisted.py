@@ -1,0 +1,124 @@
+"""What is written down of a model for the daemon that will take it over."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_daemon.processes.snapshots import snapshot_directory_name
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.generations.persisted import GenerationRecord
+from weightd_protocol import limits
+from weightd_protocol.schema import integer, list_of, record, text
+from weightd_common.safe_open import Grant
+
+_NAME = text(limits.MAX_PATH_BYTES)
+_PATH = text(limits.MAX_PATH_BYTES, empty=True)
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """What one rank loads; the fields are those of `SliceSnapshot`."""
+
+    path: str = field(metadata=_NAME)
+    sha256: str = field(metadata=_NAME)
+    nbytes: int = field(metadata=_COUNT)
+    identity: str = field(metadata=_PATH)
+    group_info: str = field(default="", metadata=_PATH)
+
+
+@dataclass(frozen=True)
+class GrantRecord:
+    """The right by which a path was named; the fields are those of `Grant`."""
+
+    uid: int | None = field(default=None, metadata=_COUNT)
+    gids: tuple[int, ...] = field(default=(), metadata=list_of(_COUNT, 1024))
+    directories: tuple[str, ...] = field(default=(), metadata=list_of(_NAME, 1024))
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A source, and its snapshot."""
+
+    number: int = field(metadata=_COUNT)
+    path: str = field(metadata=_NAME)
+    weights: str = field(metadata=_PATH)
+    snapshot_path: str = field(metadata=_NAME)
+    snapshot_weights: str = field(metadata=_PATH)
+    sha256: str = field(metadata=_NAME)
+    nbytes: int = field(metadata=_COUNT)
+    selftest_inputs: str = field(default="", metadata=_PATH)
+    identity: str = field(default="", metadata=_PATH)
+    slices: tuple[SliceRecord, ...] = field(default=(), metadata=list_of(record(SliceRecord), limits.MAX_DEVICES))
+    rank_tables: tuple[str, ...] = field(default=(), metadata=list_of(_NAME, limits.MAX_DEVICES))
+    grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
+    weights_grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
+
+    @classmethod
+    def from_source(cls, source: ModelSource, snapshot: Snapshot) -> SourceRecord:
+        """Return what is written down of this."""
+        there = snapshot
+        slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
+        fields = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
+        grants = GrantRecord(*source.grant), GrantRecord(*source.weights_grant)
+        return cls(source.number, source.path, source.weights, *fields, slices, there.rank_tables, *grants)
+
+    @property
+    def restored_source(self) -> ModelSource:
+        """The source."""
+        grants = (Grant(each.uid, each.gids, each.directories) for each in (self.grant, self.weights_grant))
+        return ModelSource(self.path, self.weights, self.number, *grants)
+
+    @property
+    def restored_snapshot(self) -> Snapshot:
+        """The snapshot."""
+        slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
+        fields = (
+            self.snapshot_path,
+            self.snapshot_weights,
+            self.sha256,
+            self.nbytes,
+            self.selftest_inputs,
+            self.identity,
+        )
+        return Snapshot(*fields, slices, self.rank_tables)
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model: how it was configured, what it serves and what it served before the last update.
+
+    `source` and `previous` are numbers of `sources`, 0 for none; `made` are the numbers that were given to the last
+    generation and to the last source.
+    """
+
+    name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    config: ModelConfig = field(metadata=record(ModelConfig))
+    source: int = field(metadata=_COUNT)
+    previous: int = field(metadata=_COUNT)
+    last_ids: tuple[int, ...] = field(metadata=list_of(_COUNT, 2))
+    sources: tuple[SourceRecord, ...] = field(metadata=list_of(record(SourceRecord), 2))
+    generations: tuple[GenerationRecord, ...] = field(metadata=list_of(record(GenerationRecord), limits.MAX_DEVICES))
+
+    @property
+    def children(self) -> list[str]:
+        """The names of its children."""
+        return [child.name for each in self.generations for child in each.children]
+
+    @property
+    def directories(self) -> list[str]:
+        """The names of the directories of its generations and snapshots."""
+        snapshots = [snapshot_directory_name(self.name, each.number) for each in self.sources]
+        return [*(f"{self.name}.{each.number}" for each in self.generations), *snapshots]
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What a card has said: bytes that were free before the first model, and after the last process; None: nothing."""
+
+    name: str = field(metadata=_NAME)
+    capacity_bytes: int | None = field(default=None, metadata=_COUNT)
+    free_bytes: int | None = field(default=None, metadata=_COUNT)

@@ -1,0 +1,228 @@
+"""What a card has room for: memory and processes, promised to generations before anything of them is started.
+
+The sums are an estimate made from the model's file and from what earlier processes were seen to take; the card has
+the last word. They are there to refuse at once what can never fit, with the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.platform.memory import MIB
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What a generation takes on its device.
+
+    Attributes:
+        weights: bytes of one copy.
+        copies: how many copies there are.
+        users: how many processes answer requests from them, spares too.
+        processes: holder, workers and spares, or the ranks.
+        process_bytes: what each of them takes beside the weights.
+        buffer_bytes: what communication between ranks takes of each card.
+        slices: the bytes of what each rank loads, where the weights are cut over several cards.
+    """
+
+    weight_bytes: int
+    copy_count: int
+    worker_count: int
+    process_count: int
+    process_bytes: int
+    buffer_bytes: int = 0
+    slice_bytes: tuple[int, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes altogether, of one card."""
+        return (
+            self.copy_count * card_bytes(self.weight_bytes)
+            + self.process_count * self.process_bytes
+            + self.buffer_bytes
+        )
+
+    def for_rank(self, rank: int) -> ResourceRequest:
+        """Return what that takes on the card of this rank."""
+        return ResourceRequest(self.slice_bytes[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
+
+
+class Placement(Protocol):
+    """Where a generation may find room: a device, or the cards of all ranks. The methods are those of `Device`."""
+
+    name: str
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """The labels of those that will not need it for long."""
+        raise NotImplementedError
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The labels of those that wait."""
+        raise NotImplementedError
+
+    def reserve(self, label: str, request: ResourceRequest) -> str:
+        """Promise `need` to a generation; return why that cannot be done, or ""."""
+        raise NotImplementedError
+
+    def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
+        """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
+        raise NotImplementedError
+
+    def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
+        """A generation is there, with that port: whether there is room for it is no question."""
+
+    def port(self, label: str) -> int:
+        """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
+        raise NotImplementedError
+
+    def mark_leaving(self, labels: Collection[str]) -> None:
+        """These generations will not need it for long."""
+
+    def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
+        """A generation waits for room: `tell` is called each time that something is released."""
+
+    def set_free_bytes(self, free_bytes: int, rank: int) -> None:
+        """The card has said what is free, after a process of that generation has loaded."""
+
+    def set_process_bytes(self, label: str, process_bytes: int) -> None:
+        """A process of a generation was seen to take so much beside the weights."""
+
+    def release(self, label: str) -> None:
+        """Take back what a generation was promised."""
+
+
+@dataclass
+class DeviceBudget:
+    """One device, and what has been promised of it.
+
+    Attributes:
+        capacity: bytes that weightd may use there; None where that is not known, or not limited.
+        max_processes: how many processes may use it; None where any number may.
+        said: bytes that the card itself said are there for weightd; None if it has not been asked, or has not said.
+        free: bytes that it said are free, last time.
+        promised: what each generation was promised, by its label.
+        leaving: the labels of those that will not need it for long.
+        waiting: whom to tell each time that something is released, by the label of the generation that waits for it.
+        ports: on which the communication of ranks listens, by the label of their generation.
+    """
+
+    name: str
+    capacity_bytes: int | None = None
+    max_processes: int | None = None
+    reported_bytes: int | None = None
+    free_bytes: int | None = None
+    reserved: dict[str, ResourceRequest] = field(default_factory=dict[str, ResourceRequest])
+    leaving: set[str] = field(default_factory=set[str])
+    waiting: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
+    ports: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Promised bytes."""
+        return sum(need.total_bytes for need in self.reserved.values())
+
+    @property
+    def process_count(self) -> int:
+        """Promised processes."""
+        return sum(need.process_count for need in self.reserved.values())
+
+    def reserve(self, label: str, request: ResourceRequest) -> str:
+        """Promise `need` to a generation; return why that cannot be done, or ""."""
+        reason = self.rejection_reason(label, request)
+        if not reason:
+            self.reserved[label] = request
+            self.waiting.pop(label, None)
+        return reason
+
+    def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
+        """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
+        other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
+        return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(
+            label, request, other_requests
+        )
+
+    def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
+        """A generation is there, with that port: whether there is room for it is no question."""
+        self.reserved[label] = request
+        if port:
+            self.ports[label] = port
+
+    def port(self, label: str) -> int:
+        """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
+        return self.ports.get(label, 0)
+
+    def mark_leaving(self, labels: Collection[str]) -> None:
+        """These generations will not need it for long."""
+        self.leaving |= {*labels}
+
+    def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
+        """A generation waits for room: `tell` is called each time that something is released."""
+        self.waiting[label] = on_release
+
+    def set_free_bytes(self, free: int, rank: int) -> None:
+        """The card has said what is free, after a process of that generation has loaded; `rank` is for several."""
+        self.free_bytes = free
+
+    def set_process_bytes(self, label: str, process_bytes: int) -> None:
+        """A process of a generation was seen to take so much beside the weights."""
+        request = self.reserved.get(label)
+        if request is not None and process_bytes > request.process_bytes:
+            self.reserved[label] = replace(request, process_bytes=process_bytes)
+
+    def release(self, label: str) -> None:
+        """Take back what a generation was promised: nothing is left of it. Whoever waits for room is told."""
+        self.reserved.pop(label, None)
+        self.leaving.discard(label)
+        self.waiting.pop(label, None)
+        self.ports.pop(label, None)
+        for tell in list(self.waiting.values()):
+            tell()
+
+    def _process_limit_reason(
+        self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]
+    ) -> str:
+        used = sum(had.process_count for had in other_requests.values())
+        if self.max_processes is None or used + request.process_count <= self.max_processes:
+            return ""
+        process_kinds = "its rank" if request.buffer_bytes else "holder, workers and spares"
+        reserved_by_label = {each: str(had.process_count) for each, had in other_requests.items()}
+        text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count} ({process_kinds})"
+        return f"{text}{_format_reservations(reserved_by_label)}"
+
+    def _memory_limit_reason(
+        self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]
+    ) -> str:
+        used = sum(had.total_bytes for had in other_requests.values())
+        if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
+            return ""
+        return (
+            f"{self.name} has no room: {label} needs {_format_mib(request.total_bytes)} ({_format_copies(request)} of "
+            f"{_format_mib(card_bytes(request.weight_bytes))} weights, {_format_processes(request)}), "
+            f"{_format_mib(max(0, self.capacity_bytes - used))} of {_format_mib(self.capacity_bytes)} are free"
+            f"{_format_reservations({each: _format_mib(had.total_bytes) for each, had in other_requests.items()})}"
+        )
+
+
+def _format_reservations(reservations: Mapping[str, str]) -> str:
+    return f"; {', '.join(f'{label} has {what}' for label, what in reservations.items())}" if reservations else ""
+
+
+def _format_copies(request: ResourceRequest) -> str:
+    return "one copy" if request.copy_count == 1 else f"{request.copy_count} copies"
+
+
+def _format_processes(request: ResourceRequest) -> str:
+    if request.buffer_bytes:
+        return (
+            f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
+        )
+    return f"{request.process_count} processes of {_format_mib(request.process_bytes)}"
+
+
+def _format_mib(size: int) -> str:
+    return f"{-(-size // MIB):,} MiB"

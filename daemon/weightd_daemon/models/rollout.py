@@ -1,0 +1,159 @@
+"""An update of a model, or the way back from one: who has asked for it, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RANK_PLACEHOLDER
+from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.versions import ModelVersions
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
+from weightd_protocol.messages.control import UpdateResponse
+from weightd_common.safe_open import Grant
+
+
+class UpdateSink(Protocol):
+    """What those have to be told who have asked for an update."""
+
+    def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
+        """Tell the client that an update has taken over."""
+
+    def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Tell the client that the update has failed."""
+
+
+class _Rollout(NamedTuple):
+    """An update under way, and who waits for its end."""
+
+    client: bytes
+    request_id: str
+    source: ModelSource
+
+
+class Rollouts:
+    """The updates of one model, of which one is under way at a time. All devices take over together, or none.
+
+    Args:
+        name: of the model.
+        config: of the model.
+        deployments: one for each device.
+        sources: of the model.
+        desk: where its requests are.
+        operators: are told.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        deployments: Sequence[Deployment],
+        versions: ModelVersions,
+        dispatcher: Dispatcher,
+        update_sink: UpdateSink,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._deployments = deployments
+        self._versions = versions
+        self._dispatcher = dispatcher
+        self._update_sink = update_sink
+        self._current: _Rollout | None = None
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether there is one."""
+        return self._current is not None
+
+    def start(  # noqa: PLR0913
+        self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
+    ) -> None:
+        """Load what is at `path` beside what serves, as `Model.update` says.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        if self._current is not None:
+            raise Unavailable(f"{self._name} is being updated already")
+        for each in self._deployments:
+            if not (each.has_failed or each.is_lost or each.is_being_replaced) and (
+                each.serving is None or each.is_busy
+            ):
+                raise Unavailable(f"{self._name} is loading on {each.placement.name}: try again once it serves")
+        if rollback:
+            source = self._rollback_target()
+        else:
+            self._check_file(path)
+            source = self._versions.create(path, weights, grant)
+        self._current = _Rollout(client, request_id, source)
+        for deployment in self._deployments:
+            deployment.update(source, now)
+
+    def reconcile(self, now: float) -> bool:
+        """See whether what is under way can take over, or has failed; return whether it has ended."""
+        rollout = self._current
+        if rollout is None:
+            return False
+        failed_deployment = next((each for each in self._deployments if not each.is_updating), None)
+        if failed_deployment is not None:
+            self._current = None
+            self._abort(rollout, failed_deployment, now)
+        elif all(each.is_update_ready for each in self._deployments):
+            self._current = None
+            self._take_over(rollout, now)
+        return self._current is None
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _abort(self, rollout: _Rollout, failed_deployment: Deployment, now: float) -> None:
+        cause = failed_deployment.cause or "weightd is stopping"
+        for deployment in self._deployments:
+            deployment.abandon(f"given up: {cause}", now)
+        self._versions.drop(rollout.source)
+        error_type = Unavailable if failed_deployment.may_recover else FailedPrecondition
+        self._update_sink.reply_failed(rollout.client, rollout.request_id, error_type(f"not updated: {cause}"))
+
+    def _take_over(self, rollout: _Rollout, now: float) -> None:
+        for deployment in self._deployments:
+            deployment.switch_to_loaded(now)
+        self._versions.on_take_over(rollout.source)
+        self._dispatcher.on_model_replaced(self._deployments[0].main_generation.built)
+        generation_numbers = tuple(each.main_generation.number for each in self._deployments)
+        current = self._versions.current
+        self._update_sink.reply_updated(
+            rollout.client,
+            UpdateResponse(
+                rollout.request_id,
+                self._name,
+                generation_numbers,
+                current.path,
+                current.weights,
+                configured_path=self._config.path,
+            ),
+        )
+
+    def _rollback_target(self) -> ModelSource:
+        """What a rollback goes back to: once. A second one would bring back what was found wanting."""
+        versions = self._versions
+        if versions.previous is not None:
+            return versions.previous
+        if versions.rolled_back is not None:
+            went = f"from {versions.rolled_back} to {versions.current}"
+            raise FailedPrecondition(f"{self._name} was rolled back already, {went}: update it to go forth again")
+        raise FailedPrecondition(
+            f"there is nothing to go back to: {self._name} serves {versions.current}, and nothing before it is kept"
+        )
+
+    def _check_file(self, path: str) -> None:
+        """By the suffix it is known which other files belong to a model: no other reader may find more."""
+        suffix = self._config.engine_spec.suffix
+        if path and Path(path).suffix != suffix:
+            raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")
+        if path and self._config.ranks is not None and RANK_PLACEHOLDER not in path:
+            raise InvalidArgument(
+                f"expected {RANK_PLACEHOLDER} in the path, for each rank has a file of its own, got {path!r}"
+            )

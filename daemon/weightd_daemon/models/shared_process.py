@@ -1,0 +1,373 @@
+"""Several models in one process on each of their devices: they come up together, and are lost together.
+
+A household owns the deployments, and so the units, of all its members. Each member is a model as any other to those who
+ask it; what it would do with generations of its own, it has the household do for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.config.group_membership import Membership
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec
+from weightd_daemon.generations.states import ACTIVE, advance
+from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.counters.model_counters import ProcessCounters
+from weightd_daemon.models import readiness
+from weightd_daemon.models.placement import DeviceBudget, Placement
+from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.shared_process_events import SharedProcessEvents
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
+from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.models.deployment_state import RolloutPolicy
+from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.long_batches import Users
+from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
+from weightd_protocol.errors import FailedPrecondition, Unavailable
+from weightd_protocol.messages.worker import Built
+from weightd_common.model_group import GroupMember as ToldMember
+from weightd_common.model_group import GroupMembers, joint_digest
+from weightd_common.safe_open import Grant
+
+
+class SharedProcessGroup:
+    """The process of several models on each of their devices.
+
+    Args:
+        config: of its first member.
+        devices: by name.
+        children: the processes.
+        numbers: of its generations.
+
+    Attributes:
+        members: in their order, as far as they have been made.
+        deployments: one for each device.
+        users: the tenants that use its processes.
+    """
+
+    def __init__(
+        self, config: ModelConfig, devices: Mapping[str, DeviceBudget], children: ProcessManager, ids: IdSequence
+    ) -> None:
+        if config.group is None:
+            raise ValueError("expected a model of a group")
+        self.group = config.group
+        self.members: list[GroupedModel] = []
+        self.process_manager = children
+        self._ids = ids
+        self._source = ModelSource(self.group.name, number=ids.next_source())
+        self._started_count = 0
+        self._is_reconciling = False
+        count = len(self.group.models)
+        self.deployments = [
+            Deployment(
+                devices[device],
+                _generation_spec(config, device, count),
+                RolloutPolicy(ReplacementPolicy(config.policy), process_bytes=config.process_mib * MIB),
+                make_generation=self._make_generation,
+                wake=self._wake,
+            )
+            for device in config.devices
+        ]
+        self.schedulers: dict[str, SharedProcessScheduler] = {}
+        self.users = Users()
+
+    @property
+    def dispatchers(self) -> Sequence[Dispatcher]:
+        """Where the requests of each member are."""
+        return [each.dispatcher for each in self.members]
+
+    def start(self, now: float) -> None:
+        """One more member is to be loaded: when all are, they begin."""
+        self._started_count += 1
+        if self._started_count == len(self.group.models):
+            for deployment in self.deployments:
+                deployment.start(self._source)
+        self.reconcile(now)
+
+    def report_snapshots(self, now: float) -> None:
+        """One more snapshot exists; when all do, the process may start."""
+        snapshots = self._snapshots()
+        if snapshots is not None:
+            nbytes = sum({each.path: each.nbytes for each in snapshots}.values())
+            joint_snapshot = Snapshot(snapshots[0].path, "", joint_digest([each.sha256 for each in snapshots]), nbytes)
+            for deployment in self.deployments:
+                deployment.on_snapshot_taken(self._source, joint_snapshot, now)
+
+    def on_snapshot_failed(self, cause: str, now: float, *, is_transient: bool) -> None:
+        """There is no snapshot of one member: nobody can be loaded."""
+        for deployment in self.deployments:
+            deployment.on_snapshot_failed(self._source, cause, now, is_transient=is_transient)
+        self.reconcile(now)
+
+    def retry(self, now: float) -> None:
+        """Load again what has failed."""
+        if all(each.has_failed for each in self.deployments):
+            self._source = ModelSource(self.group.name, number=self._ids.next_source())
+            for member in self.members:
+                member.renew_source()
+        for deployment in self.deployments:
+            if deployment.has_failed:
+                deployment.retry(self._source)
+        self.reconcile(now)
+
+    def mark_leaving(self) -> None:
+        """One more member will be drained: once all will, who needs the room may wait for that."""
+        if all(each.is_marked_leaving for each in self.members):
+            for deployment in self.deployments:
+                deployment.mark_leaving()
+
+    def drain(self, now: float, timeout_s: float) -> None:
+        """A member winds down; the process goes with the last one that is served."""
+        if all(each.is_draining for each in self.members):
+            for deployment in self.deployments:
+                deployment.drain(now, timeout_s=timeout_s)
+        self.reconcile(now)
+
+    def reconcile(self, now: float) -> None:
+        """After each event: do what is wanted, and let each member serve what that allows."""
+        if self._is_reconciling:
+            return
+        self._is_reconciling = True
+        self.process_manager.mark_changed()
+        self.report_snapshots(now)
+        while wanted := [(each, action) for each in self.deployments for action in each.take_actions()]:
+            for deployment, (generation, action) in wanted:
+                self.members[0].shared_process_events.perform(deployment, generation, action, now)
+            self.report_snapshots(now)
+        self._is_reconciling = False
+        for member in self.members:
+            member.on_reconciled(now)
+
+    def request_snapshots(self, now: float) -> None:
+        """A process is to be started."""
+        for member in self.members:
+            member.request_snapshot(now)
+
+    def on_snapshots_lost(self) -> None:
+        """The files of snapshots have vanished: all are taken anew."""
+        for member in self.members:
+            member.on_snapshot_lost()
+
+    def program(self, config: ModelConfig, device: str) -> WorkerProgram:
+        """Return what the process runs there: models of one file have one copy of it, and so may share its weights."""
+        snapshots = self._snapshots() or ()
+        first_by_path: dict[str, Snapshot] = {}
+        members: list[ToldMember] = []
+        for member, snapshot in zip(self.members, snapshots, strict=True):
+            copy = first_by_path.setdefault(member.config.path, snapshot)
+            pinned = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
+            options, tolerance = member.config.engine_options.to_json(), member.config.selftest_tolerance
+            members.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
+        return WorkerProgram(
+            config.python,
+            config.engine,
+            members[0].model,
+            device,
+            threads=config.threads,
+            sharing=False,
+            spawn_reason="what drives a card does not survive a fork",
+            members_json=GroupMembers(self.group.share, tuple(members)).json(),
+        )
+
+    def _snapshots(self) -> list[Snapshot] | None:
+        snapshots = [each.snapshot for each in self.members]
+        return None if None in snapshots else [each for each in snapshots if each is not None]
+
+    def _make_generation(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
+        number = self._ids.next_generation()
+        generation = RankGroup(f"{self.group.name}@group.{number}", spec, placement.name, source, number=number)
+        generation.counters = ProcessCounters(*(each.dispatcher.counters for each in self.members))
+        return generation
+
+    def _wake(self) -> None:
+        for member in self.members:
+            member.wake()
+
+
+class GroupedModel(ServedModel):
+    """A model whose process serves others, too.
+
+    Args:
+        household: all of them.
+        model: as those of `Model`.
+
+    Attributes:
+        is_leaving: it was removed, and will be drained.
+    """
+
+    def __init__(self, shared_process: SharedProcessGroup, *model: Any) -> None:
+        super().__init__(*model)
+        self._shared_process = shared_process
+        self._index = len(shared_process.members)
+        self.is_marked_leaving = False
+        self.deployments = shared_process.deployments
+        self.dispatcher.scheduler.users = shared_process.users
+        if shared_process.members:
+            self._shared_process_events = shared_process.members[0].shared_process_events
+        else:
+            event_arguments = self.config, shared_process.process_manager, self._versions.snapshots
+            self._shared_process_events = SharedProcessEvents(
+                shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile
+            )
+        self._process_events = self._shared_process_events
+        self.on_message, self.on_exit = self._shared_process_events.on_message, self._shared_process_events.on_exit
+        shared_process.members.append(self)
+
+    @property
+    def shared_process_events(self) -> SharedProcessEvents:
+        """The processes of all members."""
+        return self._shared_process_events
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The copy of what it loads, if that exists."""
+        return self._versions.snapshots.find(self._versions.current)
+
+    def update(  # noqa: PLR0913
+        self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
+    ) -> None:
+        """Refuse it: the process of all members would have to go.
+
+        Raises:
+            FailedPrecondition: always.
+        """
+        group = self._shared_process.group
+        other_models = ", ".join(each for each in group.models if each != self.name)
+        raise FailedPrecondition(
+            f"{self.name} is in one process with {other_models}, the group {group.name}: it cannot be updated alone; "
+            "change the configuration and reload"
+        )
+
+    def start(self, now: float) -> None:
+        """Begin to load, once all members do."""
+        self._shared_process.start(now)
+
+    def resume(self, record: ModelRecord, now: float) -> None:
+        """Load it: what a daemon before this one had loaded of a household, it does not hand over."""
+        self.start(now)
+
+    def record(self) -> ModelRecord | None:
+        """Return None: it is loaded anew."""
+        return None
+
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
+        """The snapshot of a source exists."""
+        self._versions.snapshots.on_taken(source, snapshot)
+        self._shared_process.reconcile(now)
+
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
+        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
+        self._versions.snapshots.on_failed(source)
+        self._shared_process.on_snapshot_failed(f"{self.name}: {cause}", now, is_transient=is_transient)
+
+    def retry(self, now: float) -> None:
+        """Load the group again, as far as it has failed."""
+        if self.may_retry:
+            self._shared_process.retry(now)
+
+    def mark_leaving(self) -> None:
+        """It is served no more; who waits for the room of the process waits for all members."""
+        self.is_marked_leaving = True
+        self._shared_process.mark_leaving()
+
+    def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
+        """Take no new work; the process goes when all members wind down."""
+        event = ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE
+        self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, event)
+        if not is_replaced:
+            self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
+        self._versions.snapshots.cancel_pending()
+        self._shared_process.drain(now, timeout_s)
+
+    def reconfigure(self, config: ModelConfig) -> bool:
+        """Return whether nothing has changed: another configuration is that of another household."""
+        return config == self.config
+
+    # --- from the household -------------------------------------------------------------------------------------
+
+    def request_snapshot(self, now: float) -> None:
+        """A process is to be started."""
+        self._versions.snapshots.request(self._versions.current, now + self.config.load_timeout)
+
+    def on_snapshot_lost(self) -> None:
+        """The files of its snapshot have vanished."""
+        self._versions.snapshots.on_lost(self._versions.current)
+
+    def renew_source(self) -> None:
+        """Read the model's files again."""
+        self._versions.renew_current()
+
+    def wake(self) -> None:
+        """A device has room again."""
+        self._wake()
+
+    def on_reconciled(self, now: float) -> None:
+        """Serve what a generation now allows."""
+        built = self._find_built()
+        if self.dispatcher.signature.built is None and built is not None:
+            self.dispatcher.on_built(built)
+        self._plan_retry(now)
+        self._unavailable = readiness.find_unavailable(self.name, self.deployments)
+        if self._unavailable is not None and self._phase is not ModelPhase.REPLACED:
+            self.dispatcher.close(self._unavailable.to_error())
+        self.dispatcher.dispatch(now)
+        self._update_next_tick()
+
+    def _reconcile(self, now: float) -> None:
+        self._shared_process.reconcile(now)
+
+    def _report_snapshots(self, now: float) -> None:
+        self._shared_process.report_snapshots(now)
+
+    def _find_built(self) -> Built | None:
+        """What the process has told of this model."""
+        active = (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
+        loaded = (each.models for each in active if isinstance(each, RankGroup) and each.models)
+        return next((models[self._index] for models in loaded), None)
+
+
+class ModelFactory:
+    """Makes models, those of a group as members of one household."""
+
+    def __init__(self) -> None:
+        self._incomplete: dict[Membership, SharedProcessGroup] = {}
+        self._id_sequences: dict[str, IdSequence] = {}
+
+    def make(
+        self,
+        name: str,
+        config: ModelConfig,
+        devices: Mapping[str, DeviceBudget],
+        process_manager: ProcessManager,
+        client_notifier: ClientNotifier,
+        ids: IdSequence,
+    ) -> ServedModel:
+        """Return a model that has not started; the arguments are those of `Model`."""
+        group = config.group
+        if group is None:
+            return ServedModel(name, config, devices, process_manager, client_notifier, ids)
+        shared_process = self._incomplete.pop(group, None)
+        if shared_process is None:
+            group_ids = self._id_sequences.setdefault(group.name, IdSequence())
+            shared_process = SharedProcessGroup(config, devices, process_manager, group_ids)
+        member = GroupedModel(shared_process, name, config, devices, process_manager, client_notifier, ids)
+        if len(shared_process.members) < len(group.models):
+            self._incomplete[group] = shared_process
+        return member
+
+
+def _generation_spec(config: ModelConfig, device: str, model_count: int) -> GenerationSpec:
+    ranks = RankGroupSpec(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=model_count)
+    return GenerationSpec(
+        1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks
+    )

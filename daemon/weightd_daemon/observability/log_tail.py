@@ -1,0 +1,123 @@
+"""The ends of what the processes of a model have written, of those that have ended, too, as long as their files are.
+
+A process of the daemon's user may have put anything in the place of its log: what is no file is passed over, and of
+what is one a bounded piece is read, one file at a time, so that the loop has its turns between two.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_protocol import limits
+from weightd_protocol.messages.events import Logs, LogsResponse, LogTail
+
+# Of all logs in an answer.
+_MAX_BYTES = 1024 * 1024
+
+# Of a directory in which workers die again and again.
+_MAX_ENTRIES = 2048
+
+_SUFFIX = ".log"
+
+
+class _Log(NamedTuple):
+    path: Path
+    generation: int
+
+
+class LogTailReader:
+    """Reads a log a step.
+
+    Args:
+        client: who asked.
+        question: what it asked.
+        generations: the files of those of the model, by their numbers.
+    """
+
+    def __init__(self, client: bytes, question: Logs, generations: Mapping[int, GenerationFiles]) -> None:
+        self.client = client
+        self.request = question
+        found = sorted(_find_logs(question.process, generations), key=lambda each: _modified_at(each.path))
+        self._remaining = found[-limits.MAX_LOGS :]
+        self._omitted = len(found) - len(self._remaining)
+        self._max_log_bytes = min(limits.MAX_LOG_BYTES, _MAX_BYTES // max(1, len(self._remaining)))
+        self._tails: list[LogTail] = []
+
+    def step(self) -> bool:
+        """Read a log; return whether it was the last."""
+        if self._remaining:
+            log = self._remaining.pop(0)
+            tail = _read_tail(log, self.request.lines, self._max_log_bytes)
+            self._tails += [] if tail is None else [tail]
+        return not self._remaining
+
+    @property
+    def response(self) -> LogsResponse:
+        """What was read."""
+        return LogsResponse(self.request.id, tuple(self._tails), self._omitted)
+
+
+def _find_logs(process: str, generations: Mapping[int, GenerationFiles]) -> Iterator[_Log]:
+    for number, files in generations.items():
+        for name in _log_names(process, files):
+            yield _Log(files.log(name), number)
+
+
+def _log_names(process: str, files: GenerationFiles) -> Iterable[str]:
+    """The processes that have, or may have, a log there."""
+    if process:
+        # It names a file in this directory, or none.
+        return [process] if "/" not in process and "\0" not in process else []
+    try:
+        with os.scandir(files.directory) as entries:
+            names = [entry.name for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False)]
+    except OSError:
+        return []
+    # No process has a name that is empty or no text: such a one could not be told.
+    return [
+        name.removesuffix(_SUFFIX)
+        for name in names
+        if name.endswith(_SUFFIX) and name != _SUFFIX and name.isprintable()
+    ]
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _read_tail(log: _Log, lines: int, max_bytes: int) -> LogTail | None:
+    """Return the end of a log; None where there is none, or something else."""
+    try:
+        descriptor = os.open(log.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            start = max(0, status.st_size - max_bytes)
+            content = os.pread(descriptor, max_bytes, start)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    name = log.path.name.removesuffix(_SUFFIX)
+    text = _last_lines(content, lines, max_bytes, is_cut=start > 0)
+    return LogTail(name, log.generation, status.st_size, max(0.0, status.st_mtime), text)
+
+
+def _last_lines(content: bytes, lines: int, max_bytes: int, *, is_cut: bool) -> str:
+    """Return the last lines, of the first of which the beginning may be missing."""
+    text = content.decode("utf-8", "replace")
+    kept: Sequence[str] = text.splitlines(keepends=True)
+    if is_cut and len(kept) > 1:
+        kept = kept[1:]
+    raw = "".join(kept[-lines:]).encode()
+    # What is no text takes three bytes for each of its own.
+    return raw[max(0, len(raw) - max_bytes) :].decode("utf-8", "ignore")

@@ -1,0 +1,169 @@
+"""The memory of all processes for the metrics: measured in a thread of its own, once a minute at most.
+
+The kernel takes milliseconds to count the pages of one process, and longer where that is short of memory: the loop is
+not to wait for it, and a scrape gets what was measured before. The thread only reads files below /proc and page stores,
+and holds nothing that a fork would miss; children are started by the loop's thread alone, with which they die.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.platform.memory import read_process_memory, resident_bytes
+from weightd_daemon.platform.resource_limits import with_limit_hint
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.observability.metrics import MemoryFootprint
+from weightd_common.devices import is_cpu
+
+_log = logging.getLogger("weightd")
+
+INTERVAL_S = 60.0
+
+
+class MeasuredProcess(Protocol):
+    """A child."""
+
+    @property
+    def pid(self) -> int:
+        """As the kernel numbers it."""
+        ...
+
+
+class MeasuredFiles(Protocol):
+    """The files of a generation."""
+
+    @property
+    def store(self) -> Path:
+        """Its pages."""
+        ...
+
+
+class MemorySubject(NamedTuple):
+    """What is to be measured of one generation.
+
+    Attributes:
+        pids: its processes.
+        shared: what its workers share, by their own word.
+        nbytes: what its copy of the weights takes, if that is known by the holder's word.
+        store: else the file that is looked at.
+    """
+
+    pids: tuple[int, ...]
+    shared_bytes: int
+    weight_bytes: int
+    store_path: Path | None
+
+
+MemorySubjects = Mapping[str, Sequence[MemorySubject]]
+
+
+class MemoryReport(NamedTuple):
+    """What was measured: of the daemon and what belongs to it, and of models by name."""
+
+    pss_bytes: int | None = None
+    footprints: Mapping[str, MemoryFootprint] = {}
+
+
+def memory_subjects(
+    models: Iterable[ServedModel], processes: Mapping[str, MeasuredProcess], files: Mapping[str, MeasuredFiles]
+) -> MemorySubjects:
+    """Return what is to be measured of models.
+
+    Args:
+        models: those that are served.
+        processes: of all of them, by name.
+        files: of each generation, by its label.
+    """
+    return {
+        model.name: [_memory_subject(each, processes, files.get(each.label)) for each in model.generations]
+        for model in models
+    }
+
+
+def _memory_subject(
+    generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None
+) -> MemorySubject:
+    children = [child for child in generation.alive() if child.name in processes]
+    built = generation.built
+    is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
+    return MemorySubject(
+        tuple(processes[child.name].pid for child in children),
+        sum(child.shared_bytes for child in children if child.role is Role.WORKER),
+        0 if is_file or built is None else built.shared_bytes,
+        files.store if is_file and files is not None else None,
+    )
+
+
+class MemorySampler:
+    """Knows what was measured last.
+
+    Args:
+        start: begins to do something that is not waited for.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Callable[[], None]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start = start or _start_thread
+        self._clock = clock
+        self._due_at = -float("inf")
+        self._is_measuring = False
+        # The thread puts all of it there at once.
+        self._report = MemoryReport()
+
+    def poll(self, daemon_pids: Sequence[int], make_subjects: Callable[[], MemorySubjects]) -> MemoryReport:
+        """Return what is known; measure again if it is time for that, for those who ask later."""
+        now = self._clock()
+        if now >= self._due_at and not self._is_measuring:
+            self._due_at, self._is_measuring = now + INTERVAL_S, True
+            subjects = make_subjects()
+            try:
+                self._start(lambda: self._measure(daemon_pids, subjects))
+            except RuntimeError as error:
+                self._is_measuring = False
+                _log.warning("the memory of the processes is not measured: %s", with_limit_hint(str(error)))
+        return self._report
+
+    def _measure(self, daemon_pids: Sequence[int], subjects: MemorySubjects) -> None:
+        try:
+            daemon_pss_bytes = [
+                found.pss_bytes for pid in daemon_pids if (found := read_process_memory(pid)) is not None
+            ]
+            footprints = {name: measure_footprint(each) for name, each in subjects.items()}
+            self._report = MemoryReport(sum(daemon_pss_bytes) if daemon_pss_bytes else None, footprints)
+        finally:
+            self._is_measuring = False
+
+
+def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
+    """Measure the memory of a model's generations."""
+    pss_bytes, shared_bytes, saved_bytes, copy_bytes = 0, 0, 0, 0
+    is_complete = True
+    for each in subjects:
+        pss_bytes += sum(found.pss_bytes for pid in each.pids if (found := read_process_memory(pid)) is not None)
+        nbytes = each.weight_bytes if each.store_path is None else resident_bytes(each.store_path)
+        shared_bytes += each.shared_bytes
+        if nbytes is None:
+            is_complete = False
+        else:
+            copy_bytes += nbytes
+            # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+            saved_bytes += max(0, each.shared_bytes - nbytes) if nbytes else 0
+    return MemoryFootprint(
+        pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None
+    )
+
+
+def _start_thread(target: Callable[[], None]) -> None:
+    # If the kernel does not come back from it, nobody waits at the end.
+    threading.Thread(target=target, name="memory", daemon=True).start()

@@ -1,0 +1,159 @@
+"""The accounts of tenants while the daemon runs: who has one, shares of late, and what the log tells of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from weightd_daemon.platform.timers import Timer
+from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
+from weightd_daemon.tenants.resolver import TenantResolver
+from weightd_protocol.schema import label
+
+# Shares are those of six of them.
+_SAMPLE_INTERVAL_S = 10.0
+
+# Of a line: those on which most seconds were spent.
+_MAX_MODELS = 8
+
+
+_log = logging.getLogger("weightd.accounts")
+
+
+class UsageReporter:
+    """Looks after the accounts, where there are tenants.
+
+    Args:
+        tenants: as they are now.
+        accounts: of all of them.
+        models: called when it is needed; returns the names of those that there are.
+
+    Attributes:
+        timers: call it when something is due.
+    """
+
+    def __init__(
+        self, tenants: TenantResolver, usage_table: UsageTable, model_names: Callable[[], Collection[str]]
+    ) -> None:
+        self._tenants = tenants
+        self._usage_table = usage_table
+        self._model_names = model_names
+        self._intervals = UsageIntervals(usage_table)
+        self._log_interval_s = 0.0
+        self._sample_timer = Timer(self._on_sample_timer)
+        self._log_timer = Timer(self._on_log_timer)
+        self.timers = (self._sample_timer, self._log_timer)
+
+    def configure(self, interval_s: float, now: float) -> None:
+        """Another configuration is in force; `interval`: the seconds between lines of the log, 0 for none."""
+        if not self._tenants.has_tenants:
+            # What a reload has taken away is forgotten all the same.
+            self._usage_table.keep_only(self._tenant_names(), self._model_names())
+            self._log_interval_s = 0.0
+            return
+        self._on_sample_timer(now)
+        if interval_s != self._log_interval_s:
+            self._log_interval_s = interval_s
+            self._intervals.start(self._tenant_names())
+            self._log_timer.set(now + interval_s)
+
+    def _tenant_names(self) -> list[str]:
+        return [tenant.name for tenant in self._tenants.all_tenants]
+
+    def _on_sample_timer(self, now: float) -> None:
+        if self._tenants.has_tenants:
+            self._usage_table.keep_only(self._tenant_names(), self._model_names())
+            self._usage_table.sample()
+            self._sample_timer.set(now + _SAMPLE_INTERVAL_S)
+
+    def _on_log_timer(self, now: float) -> None:
+        if self._log_interval_s:
+            for line in self._intervals.lines(self._tenant_names(), self._log_interval_s):
+                _log.info("%s", line)
+            self._log_timer.set(now + self._log_interval_s)
+
+
+class TenantTotals(NamedTuple):
+    """What a tenant has: the sum, which stays when a model goes, and the seconds of each model."""
+
+    total: Usage
+    seconds_by_model: Mapping[str, float]
+
+
+class UsageIntervals:
+    """Tells of each tenant what has been counted since it was told last.
+
+    Args:
+        accounts: of all tenants.
+    """
+
+    def __init__(self, usage_table: UsageTable) -> None:
+        self._usage_table = usage_table
+        self._last_totals: dict[str, TenantTotals] = {}
+
+    def start(self, tenants: Iterable[str]) -> None:
+        """What these have now is not told."""
+        self._last_totals = {name: self._totals_of(name) for name in tenants}
+
+    def lines(self, tenants: Iterable[str], seconds: float) -> Iterator[str]:
+        """Yield a line for each tenant that has asked anything, or been given seconds; since so many of them."""
+        previous, self._last_totals = self._last_totals, {name: self._totals_of(name) for name in tenants}
+        differences = {
+            name: _totals_since(previous.get(name, _NO_TOTALS), now) for name, now in self._last_totals.items()
+        }
+        all_seconds = sum(each.total.slot_seconds for each in differences.values())
+        for name, each in differences.items():
+            if not each.total.is_empty:
+                yield f"tenant {label(name)}: {_usage_text(each.total, seconds, all_seconds)}{_models_text(each.seconds_by_model)}"
+
+    def _totals_of(self, name: str) -> TenantTotals:
+        models = {model: each.slot_seconds for model, each in self._usage_table.items(name)}
+        return TenantTotals(self._usage_table.total(name), models)
+
+
+_NO_TOTALS = TenantTotals(Usage(), {})
+
+
+def _totals_since(before: TenantTotals, now: TenantTotals) -> TenantTotals:
+    """What has been counted since; all of it, where it has begun anew."""
+    if now.total.requests < before.total.requests:
+        return now
+    models = {
+        model: seconds - before.seconds_by_model.get(model, 0.0) for model, seconds in now.seconds_by_model.items()
+    }
+    return TenantTotals(_usage_difference(now.total, before.total), models)
+
+
+def _usage_difference(now: Usage, before: Usage) -> Usage:
+    since = Usage()
+    for field in ("requests", "served", "rows", "seat_seconds", "waited_seconds", "bytes_in", "bytes_out", "deaths"):
+        setattr(since, field, max(0, getattr(now, field) - getattr(before, field)))
+    refused = {reason: count - before.refused.get(reason, 0) for reason, count in now.refused.items()}
+    since.refused = {reason: count for reason, count in refused.items() if count > 0}
+    return since
+
+
+def _usage_text(usage: Usage, seconds: float, total_seconds: float) -> str:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(usage.refused.items()))
+    refused = f"{usage.refused_total} refused ({reasons})" if reasons else "none refused"
+    share = f" ({usage.slot_seconds / total_seconds:.0%} of all)" if total_seconds else ""
+    parts = [
+        f"{usage.requests} requests in {seconds:.0f} s",
+        f"{usage.served} served",
+        refused,
+        f"{usage.rows} rows",
+        f"{usage.slot_seconds:.3f} s of workers{share}",
+        f"{usage.queue_seconds:.3f} s waited",
+        f"{usage.bytes_in} bytes in",
+        f"{usage.bytes_out} bytes out",
+    ]
+    if usage.unexpected_exits:
+        parts.append(f"{usage.unexpected_exits} workers lost")
+    return ", ".join(parts)
+
+
+def _models_text(models: Mapping[str, float]) -> str:
+    used = [(seconds, model) for model, seconds in models.items() if model != OTHER_MODELS and seconds > 0]
+    largest = sorted(used, reverse=True)[:_MAX_MODELS]
+    return f"; {', '.join(f'{model} {seconds:.3f} s' for seconds, model in largest)}" if largest else ""

@@ -1,0 +1,74 @@
+"""Log lines about what clients do: limited for each client and in all.
+
+A client can cause the same event thousands of times a second. The log, the events that the daemon keeps, and the rate
+that the journal allows the service belong to all clients and to the daemon itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from weightd_daemon.platform import clock
+from weightd_daemon.platform.log_setup import client_extra
+
+WINDOW_S = 10.0
+"""The limits hold for periods of so many seconds."""
+
+# Lines about one user, host or tenant. There is one about each kind of event, with how many lines were left out.
+_MAX_LINES_PER_CLIENT = 8
+
+# Lines about all clients. journald by default drops what a service logs beyond 10,000 lines in 30 s.
+_MAX_LINES = 100
+
+# Kinds of events that are counted; those of further clients are counted together.
+_MAX_COUNTED_KINDS = 1024
+
+
+class ClientLog:
+    """Writes log lines about clients, and leaves out those beyond the limits.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = clock.now) -> None:
+        self._now = now
+        self._window_ends_at = -float("inf")
+        self._logged_kinds: set[tuple[str, str]] = set()
+        self._line_counts: Counter[str] = Counter()
+        self._suppressed_counts: Counter[tuple[str, str]] = Counter()
+
+    def log(self, log: logging.Logger, level: int, client: str, text: str, *args: object, kind: str = "") -> None:
+        """Write a line that a client has caused, unless there have been too many.
+
+        Args:
+            log: writes the line.
+            level: of the line.
+            client: who has caused the event: a user, a host or a tenant; "" if that is not known.
+            text: of the line, a format string.
+            args: of `text`.
+            kind: of the event. Default: `text`.
+        """
+        if not log.isEnabledFor(level):
+            return
+        now = self._now()
+        if now >= self._window_ends_at:
+            self._window_ends_at = now + WINDOW_S
+            self._logged_kinds.clear()
+            self._line_counts.clear()
+        key = client, kind or text
+        if (
+            key in self._logged_kinds
+            or self._line_counts[client] >= _MAX_LINES_PER_CLIENT
+            or self._line_counts.total() >= _MAX_LINES
+        ):
+            is_counted = key in self._suppressed_counts or len(self._suppressed_counts) < _MAX_COUNTED_KINDS
+            self._suppressed_counts[key if is_counted else ("", "")] += 1
+            return
+        self._logged_kinds.add(key)
+        self._line_counts[client] += 1
+        suppressed = self._suppressed_counts.pop(key, 0)
+        suffix = f" ({suppressed} more of {client or 'clients'} since the last such line)" if suppressed else ""
+        log.log(level, "%s%s", text % args, suffix, extra=client_extra(client))

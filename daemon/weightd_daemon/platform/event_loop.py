@@ -1,0 +1,224 @@
+"""One epoll over sockets, pidfds, the signal pipe and the clock. Who is ready, or due, has its handler called."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Callable, Generator
+
+from weightd_daemon.platform.clock import Clock, process_clock
+from weightd_daemon.platform.timers import Timer, Timers
+
+_MAX_WAIT_S = 3600.0
+
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+
+# What no event is: with this the one who was to be told is removed.
+_REMOVED = _OUT | 1 << 40
+
+# A descriptor of which nothing but its end is wanted reports the end once. Level-triggered, it would report the end in
+# each turn until it is closed, and each turn would cost time for each such descriptor.
+_HANGUP_ONLY = select.EPOLLET
+
+# Whatever else is told, a hangup or an error, the one who reads finds out.
+_READABLE = ~_OUT
+
+
+class EventLoop:
+    """Handlers by what they wait for: a file descriptor or a time.
+
+    All descriptors stand in one epoll, and all times in one heap: a hundred children, a thousand connections or a
+    thousand models cost a wake-up no more than one. A descriptor's handler is called again and again until nothing is
+    left to read, or room to write; so it need not do everything at once.
+
+    Timers go by a clock that stands still while this process does not run. If the time-out of a poll is over, the loop
+    polls once more without waiting before it runs timers: what has arrived while it was late is handled first.
+
+    Args:
+        clock: of the timers.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or process_clock()
+        # How much of it had been stopped when that was last looked at.
+        self._stopped_s = self._clock.stopped_s
+        self._on_suspended: Callable[[float], object] = lambda _: None
+        self._epoll = select.epoll()
+        self._timers = Timers()
+        # The soonest is the first. There always is one: nothing is waited for longer than the kernel can count.
+        self._timer_heap = self._timers.heap
+        self._max_wait_timer = Timer(self._reset_max_wait)
+        self._timers.add(self._max_wait_timer)
+        self._reset_max_wait(self._clock.now())
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
+        # What is waited for, by descriptor.
+        self._event_masks: dict[int, int] = {}
+        # What the present poll has told, by descriptor. Nothing of who was removed since: its number may have gone to
+        # another file already, to which no event belongs.
+        self._ready: dict[int, int] = {}
+        self._soon_handlers: dict[Callable[[], object], None] = {}
+        self._on_turn_end: Callable[[], object] | None = None
+        self._is_running = False
+
+    def add(self, descriptor: int, handler: Callable[[], object]) -> None:
+        """Call `handler` whenever `descriptor` is readable, or its peer has gone."""
+        self._epoll.register(descriptor, _IN)
+        self._event_masks[descriptor] = _IN
+        self._readers[descriptor] = handler
+
+    def remove(self, descriptor: int) -> None:
+        """Stop waiting for `descriptor`, in both directions; call it before that is closed."""
+        self._epoll.unregister(descriptor)
+        del self._event_masks[descriptor], self._readers[descriptor]
+        self._writers.pop(descriptor, None)
+        if descriptor in self._ready:
+            self._ready[descriptor] = _REMOVED
+
+    def watch_writes(self, descriptor: int, handler: Callable[[], object]) -> None:
+        """Call `handler` whenever `descriptor`, which was added, can be written to."""
+        self._writers[descriptor] = handler
+        self._set_mask(descriptor, self._event_masks[descriptor] | _OUT)
+
+    def unwatch_writes(self, descriptor: int) -> None:
+        """Do not call that handler any more; it is no matter whether there was one."""
+        if self._writers.pop(descriptor, None) is not None:
+            self._set_mask(descriptor, self._event_masks[descriptor] & ~_OUT)
+
+    def pause_reading(self, descriptor: int) -> None:
+        """Do not tell that `descriptor` is readable, only once that its peer has gone, until `resume`."""
+        self._set_mask(descriptor, self._event_masks[descriptor] & ~_IN)
+
+    def resume_reading(self, descriptor: int) -> None:
+        """Tell again that `descriptor` is readable."""
+        self._set_mask(descriptor, self._event_masks[descriptor] | _IN)
+
+    def add_timer(self, timer: Timer) -> None:
+        """Call the timer's handler whenever it is due."""
+        self._timers.add(timer)
+
+    def call_soon(self, handler: Callable[[], object]) -> None:
+        """Call `handler` once, after whoever is ready now, before anything is waited for.
+
+        Who is called so and asks for it again has to let others have their turn first. This may be called at any
+        moment, even from `__del__`.
+        """
+        self._soon_handlers[handler] = None
+
+    def on_turn_end(self, handler: Callable[[], object] | None) -> None:
+        """Call `handler` at the end of each turn from now on, whatever has happened in it, until there is another."""
+        self._on_turn_end = handler
+
+    def on_suspended(self, handler: Callable[[float], object]) -> None:
+        """Call `handler` with a number of seconds after the process did not run for so long.
+
+        What had arrived by then has been handled, as far as one poll tells; timers that are due have not been called.
+        """
+        self._on_suspended = handler
+
+    def run(self) -> None:
+        """Wait, and call handlers, until one of them has called `stop`."""
+        self._is_running = True
+        timer_heap, now = self._timer_heap, self._clock.now
+        now()
+        # What comes before the first turn does not hear and does not judge.
+        self._stopped_s = self._clock.stopped_s
+        while self._is_running:
+            self._run_turn(timer_heap[0][0] - now())
+
+    def stop(self) -> None:
+        """Let this turn be the last one of `run`."""
+        self._is_running = False
+
+    def run_once(self, seconds: float = _MAX_WAIT_S) -> None:
+        """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
+        self._run_turn(min(seconds, self._timer_heap[0][0] - self._clock.now()))
+
+    def close(self) -> None:
+        """Give the epoll descriptor back."""
+        self._epoll.close()
+
+    def _run_turn(self, seconds: float) -> None:
+        if self._soon_handlers or seconds < 0.0:
+            seconds = 0.0
+        self._call_ready(self._poll(seconds))
+        clock = self._clock
+        now = clock.now()
+        if clock.stopped_s != self._stopped_s:
+            self._report_suspension()
+        if self._timer_heap[0][0] <= now:
+            self._timers.run_due(now)
+        if self._on_turn_end is not None:
+            self._on_turn_end()
+
+    def _poll(self, seconds: float) -> list[tuple[int, int]]:
+        """Wait until something is ready, at most for so long, or until it shows that the process was stopped."""
+        epoll, clock = self._epoll, self._clock
+        deadline = clock.now() + seconds
+        while True:
+            # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
+            ready = epoll.poll(clock.clamp_wait(seconds))
+            seconds = deadline - clock.now()
+            if ready:
+                return ready
+            if seconds <= 0.0 or clock.stopped_s != self._stopped_s:
+                # If the time-out ended while the process was stopped, Python returns nothing, whatever is ready.
+                return epoll.poll(0.0)
+
+    def _call_ready(self, ready: list[tuple[int, int]]) -> None:
+        self._ready = dict(ready)
+        for descriptor, events in self._ready.items():
+            if events & _OUT:
+                self._on_writable(descriptor)
+            else:
+                self._readers[descriptor]()
+        if self._soon_handlers:
+            self._run_soon_handlers()
+
+    def _report_suspension(self) -> None:
+        seconds, self._stopped_s = self._clock.stopped_s - self._stopped_s, self._clock.stopped_s
+        self._on_suspended(seconds)
+
+    def _reset_max_wait(self, now: float) -> None:
+        self._max_wait_timer.set(now + _MAX_WAIT_S)
+
+    def _on_writable(self, descriptor: int) -> None:
+        """It can be written to, and perhaps it can be read, too; unless it was removed."""
+        events = self._ready[descriptor]
+        if events != _REMOVED and events & _READABLE:
+            self._readers[descriptor]()
+        if self._ready[descriptor] != _REMOVED and descriptor in self._writers:
+            self._writers[descriptor]()
+
+    def _run_soon_handlers(self) -> None:
+        handlers, self._soon_handlers = self._soon_handlers, {}
+        for handler in handlers:
+            handler()
+
+    def _set_mask(self, descriptor: int, mask: int) -> None:
+        if mask != self._event_masks[descriptor]:
+            self._event_masks[descriptor] = mask
+            self._epoll.modify(descriptor, mask or _HANGUP_ONLY)
+
+
+def _ignore_signal(number: int, frame: object) -> None:
+    """The interpreter has written the number to the pipe: that is all a signal does."""
+
+
+@contextlib.contextmanager
+def watch_signals(numbers: list[signal.Signals]) -> Generator[int, None, None]:
+    """Give a descriptor from which each signal's number can be read as a byte; nothing else happens on a signal."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    # The pipe is there before the handlers and after them: a signal between the two is not lost.
+    old_wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, _ignore_signal) for number in numbers}
+    try:
+        yield reader
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_wakeup_fd)
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,167 @@
+"""Sockets that listen, made by whoever: they are passed to the process that accepts from them, and to the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightd_daemon.platform.directories import PathInUse, make_directory
+from weightd_common import paths, tcp_addresses
+
+# Owner and group may connect: who is in the group is the operator's decision.
+_SOCKET_UMASK = 0o117
+
+_UNIX_SCHEMES = ("unix://", "ipc://")
+
+
+# --- what somebody else has opened --------------------------------------------------------------------------------
+
+
+def listen_addresses(descriptors: Sequence[int]) -> list[str]:
+    """Return where these listening sockets listen: ipc://PATH, unix://PATH where it has that suffix, tcp://HOST:PORT.
+
+    Raises:
+        ClaimError: one is of a kind that has no such address.
+    """
+    return [_listen_address(descriptor) for descriptor in descriptors]
+
+
+def _listen_address(descriptor: int) -> str:
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise PathInUse(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
+    try:
+        name: Any = listener.getsockname()
+        is_stream = listener.type == socket.SOCK_STREAM
+        if is_stream and listener.family == socket.AF_UNIX and isinstance(name, str) and name:
+            return f"{'unix' if name.endswith(paths.UNIX_SUFFIX) else 'ipc'}://{name}"
+        if is_stream and listener.family == socket.AF_INET:
+            return f"tcp://{name[0]}:{name[1]}"
+        if is_stream and listener.family == socket.AF_INET6:
+            return f"tcp://[{name[0]}]:{name[1]}"
+    finally:
+        listener.detach()
+    raise PathInUse(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
+
+
+# --- what is opened here ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listen_on(address: str) -> Generator[socket.socket, None, None]:
+    """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block, and leave no path behind.
+
+    Raises:
+        ClaimError: somebody listens there, or something else is there, or it cannot be had.
+    """
+    path = _unix_path(address)
+    with contextlib.ExitStack() as stack:
+        if path is None:
+            made = stack.enter_context(_bind_tcp(address))
+        else:
+            make_directory(path.parent.resolve(), mode=0o755)
+            stack.enter_context(reserve_socket_path(path))
+            made = stack.enter_context(bind_unix(path, address))
+        # As many wait to be accepted as the kernel allows, as on a socket of systemd's.
+        made.listen(socket.SOMAXCONN)
+        made.setblocking(False)
+        yield made
+
+
+@contextlib.contextmanager
+def reserve_socket_path(path: Path) -> Generator[None, None, None]:
+    """Have the path for a socket within the block; what a killed process left there, and what is there then, goes.
+
+    Raises:
+        ClaimError: somebody listens there, or it is no socket.
+    """
+    _check_no_listener(path)
+    _remove_socket(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(PathInUse):
+            _remove_socket(path)
+
+
+def is_loopback_listener(listener: socket.socket) -> bool:
+    """Return whether it listens over TCP where only programs of this host can connect."""
+    name: Any = listener.getsockname()
+    return listener.family != socket.AF_UNIX and ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
+
+
+def _unix_path(address: str) -> Path | None:
+    return next((Path(address.removeprefix(each)) for each in _UNIX_SCHEMES if address.startswith(each)), None)
+
+
+def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.socket:
+    """Return a socket that is bound to the path, which the address says to people.
+
+    Raises:
+        ClaimError: it cannot be had.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
+    old_umask = os.umask(umask)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise _listen_error(address, error) from None
+    finally:
+        os.umask(old_umask)
+    return listener
+
+
+def _bind_tcp(address: str) -> socket.socket:
+    host, port = tcp_addresses.split_address(address)
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # What the connections of an earlier daemon have left in the kernel is in nobody's way.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        name = None if host == "*" else host.strip("[]")
+        listener.bind(socket.getaddrinfo(name, port, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[0][4])
+    except OSError as error:
+        listener.close()
+        raise _listen_error(address, error) from None
+    return listener
+
+
+def _listen_error(address: str, error: OSError) -> PathInUse:
+    # What Python itself refuses, such as a path that is too long, has no number.
+    return PathInUse(f"cannot listen on {address}: {error.strerror or error}")
+
+
+def _check_no_listener(path: Path) -> None:
+    """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise PathInUse(f"{path}: {error.strerror or error}") from None
+    raise PathInUse(f"{path}: another program listens there")
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the socket; never anything else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise PathInUse(f"{path}: expected a socket or nothing there, and will not remove what is there")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise PathInUse(f"{path}: {error.strerror}") from None

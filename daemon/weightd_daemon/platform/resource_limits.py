@@ -1,0 +1,138 @@
+"""Names the limit of the system behind an error: what the kernel refuses, how much it allows, and what raises it.
+
+A process that cannot start a thread says so in its own words: Python's, libzmq's, an engine's. They name no limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import resource
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from weightd_daemon.platform import cgroup
+from weightd_daemon.platform.directories import PathInUse
+
+_EAGAIN_TEXT = "Resource temporarily unavailable"
+
+
+class ResourceShortage(enum.Enum):
+    """What a process could not get."""
+
+    TASKS = "a process or thread"
+    FILES = "an open file"
+    HOST_FILES = "an open file of the host"
+    MEMORY = "memory"
+
+
+# In this order: the text of the host's limit begins with that of the process's.
+_PATTERNS = {
+    ResourceShortage.TASKS: re.compile(
+        r"can't start new thread"
+        rf"|pthread_create\b[^|]{{0,200}}(?:fail|EAGAIN|{_EAGAIN_TEXT})"
+        rf"|{_EAGAIN_TEXT} \([\w/]*thread\.cpp"
+        r"|(?:\bfork\b|fork_exec|\bclone\b|posix_spawn|system_error|cannot (?:be )?(?:start|run)|cannot take a snap)"
+        rf".{{0,300}}{_EAGAIN_TEXT}",
+        re.DOTALL,
+    ),
+    ResourceShortage.HOST_FILES: re.compile("Too many open files in system"),
+    ResourceShortage.FILES: re.compile("Too many open files"),
+    ResourceShortage.MEMORY: re.compile(r"Cannot allocate memory|\bMemoryError\b|std::bad_alloc"),
+}
+
+
+def find_shortage(text: str) -> ResourceShortage | None:
+    """Return what is missing according to an error text or the end of a log; None if it is something else."""
+    return next((what for what, sign in _PATTERNS.items() if sign.search(text)), None)
+
+
+def with_limit_hint(text: str, proc: Path = Path("/proc/self")) -> str:
+    """Return an error text, after the limit of the system that is its cause, if it shows one.
+
+    Args:
+        text: the error, or the end of the log of a child.
+        proc: the directory in /proc of this process; a child has the same limits.
+    """
+    kind = find_shortage(text)
+    return text if kind is None else f"{_EXPLANATIONS[kind](proc)}; original error: {text}"
+
+
+def check_threads(count: int) -> None:
+    """Check that this process may have so many threads more. libzmq aborts the process if it cannot start its own.
+
+    Raises:
+        ClaimError: it may not; the text names the limit.
+    """
+    stop = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=stop.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise PathInUse(with_limit_hint(str(error))) from None
+    finally:
+        stop.set()
+        for thread in started:
+            thread.join()
+
+
+def _explain_tasks(proc: Path) -> str:
+    limits = _own_limit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "LimitNPROC= or ulimit -u")
+    group = cgroup.tasks(proc)
+    if group is not None:
+        limits[f"pids.max {group.limit} of {group.directory}{_used_suffix(group.used)}"] = (
+            "TasksMax= or the container's limit"
+        )
+    return _format_explanation(
+        "cannot start a process or thread: the limit of processes and threads is reached",
+        limits or {"kernel.threads-max or kernel.pid_max": "these settings of the host"},
+    )
+
+
+def _explain_files(_: Path) -> str:
+    limits = _own_limit("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "LimitNOFILE= or ulimit -n")
+    return _format_explanation("cannot open a file: the limit of open files is reached", limits)
+
+
+def _explain_host_files(_: Path) -> str:
+    limits = {"fs.file-max": "this setting of the host"}
+    return _format_explanation("cannot open a file: the limit of open files of the host is reached", limits)
+
+
+def _explain_memory(proc: Path) -> str:
+    limits = _own_limit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v")
+    group = cgroup.memory(proc)
+    if group is not None and group.limit_bytes is not None:
+        used = _used_suffix(group.usage_bytes)
+        limits[f"{group.limit_bytes} bytes for the control group{used}"] = "MemoryMax= or the container's limit"
+    return _format_explanation(
+        "cannot allocate memory: the limit of memory is reached",
+        limits or {"the memory of the host, vm.overcommit_memory or vm.max_map_count": "it, or load fewer workers"},
+    )
+
+
+_EXPLANATIONS = {
+    ResourceShortage.TASKS: _explain_tasks,
+    ResourceShortage.FILES: _explain_files,
+    ResourceShortage.HOST_FILES: _explain_host_files,
+    ResourceShortage.MEMORY: _explain_memory,
+}
+
+
+def _own_limit(name: str, number: int, remedy: str) -> dict[str, str]:
+    """Return the soft limit of this process, if it has one, and what raises it."""
+    soft, _ = resource.getrlimit(number)
+    return {} if soft == resource.RLIM_INFINITY else {f"{name} {soft}": remedy}
+
+
+def _used_suffix(used: int | None) -> str:
+    return "" if used is None else f", {used} in use"
+
+
+def _format_explanation(what: str, limits: Mapping[str, str]) -> str:
+    """Say what cannot be had; `limits` are those that may be the cause, each with what raises it."""
+    return f"{what} ({'; '.join(limits)}); raise {', '.join(limits.values())}"

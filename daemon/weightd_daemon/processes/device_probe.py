@@ -1,0 +1,88 @@
+"""What cards say of their memory, asked once before the first model is loaded there."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from weightd_daemon.processes import oneshot
+from weightd_daemon.processes.oneshot import OneshotResult
+from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.platform.memory import MIB
+from weightd_common.devices import is_cpu
+
+_log = logging.getLogger("weightd")
+
+
+class DeviceMemoryInfo(Protocol):
+    """A device.
+
+    Attributes:
+        name: of the device.
+        capacity: bytes that may be used there; None where that is not known.
+        said: bytes that the card itself has said are there; None if it has not.
+    """
+
+    name: str
+    capacity: int | None
+    reported_bytes: int | None
+
+
+class DeviceProbe:
+    """Asks cards, each in the interpreter of a model that uses it.
+
+    Args:
+        running: has the processes.
+        devices: by name.
+    """
+
+    def __init__(self, process_table: ProcessTable, devices: Mapping[str, DeviceMemoryInfo]) -> None:
+        self._process_table = process_table
+        self._devices = devices
+        # If in vain.
+        self._failed_devices: set[str] = set()
+
+    def probe(self, python: str, names: Iterable[str], log: Path, on_done: Callable[[], None]) -> None:
+        """Ask each of the cards of which nothing is known, one after another; then call `then`.
+
+        Args:
+            python: the interpreter that has the library of the cards.
+            names: of devices.
+            log: where the processes write.
+            then: is called at once where there is nobody to ask.
+        """
+        names = list(names)
+        device = next((self._devices[each] for each in names if self._is_unprobed(each)), None)
+        if device is None:
+            on_done()
+            return
+        self._failed_devices.add(device.name)
+        probe_next = functools.partial(self.probe, python, names, log, on_done)
+        argv = [python, "-m", "weightd_worker.probe", "--device", device.name, "--parent", str(os.getpid())]
+        try:
+            # Its place is beside the snapshot for which it is asked.
+            name = f"{log.parent.name}.{device.name}"
+            oneshot.run(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
+        except OSError as error:
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, error.strerror)
+            probe_next()
+
+    def _is_unprobed(self, name: str) -> bool:
+        return not is_cpu(name) and self._devices[name].capacity is None and name not in self._failed_devices
+
+    def _on_result(
+        self, device: DeviceMemoryInfo, probe_next: Callable[[], None], result: OneshotResult, exit_cause: ExitCause
+    ) -> None:
+        free = result.get("free_bytes")
+        if isinstance(free, int):
+            device.capacity = device.reported_bytes = free
+            _log.info("%s: %d MiB are free", device.name, free // MIB)
+        else:
+            why = result.get("error") or exit_cause.detail or exit_cause.description
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, why)
+        probe_next()

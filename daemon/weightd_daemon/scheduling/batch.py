@@ -1,0 +1,122 @@
+"""A job: what a seat runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightd_daemon.scheduling.batch_item import FIRST_SPLIT_NUMBER, BatchItem
+from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
+from weightd_daemon.scheduling.batching.policy import BatchKey
+from weightd_daemon.scheduling.fair_share import Charge
+
+_NOT_STARTED = float("inf")
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """One or more parts of requests; each is answered by itself.
+
+    What becomes of a job says something of its parts only if it has one. Where it has several, and its seat dies of
+    it, hangs in it or refuses it, each of them runs again alone.
+
+    Attributes:
+        number: by which its seat calls it: that of its first part.
+        parts: what has not been answered of it, by number.
+        count: how many parts it had.
+        form: of its rows, if it has some.
+        rows: how many they are.
+        bill: what it has been charged, where there are several tenants.
+        answered: its parts that were, but for the last.
+        is_settled: its seconds have been told.
+        is_long: it is expected to take longer than other tenants should wait.
+        began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
+    """
+
+    number: int
+    items: dict[int, BatchItem]
+    item_count: int = 1
+    batch_key: BatchKey | None = None
+    rows: int = 0
+    started_at: float = _NOT_STARTED
+    charge: Charge | None = None
+    answered_items: tuple[BatchItem, ...] = ()
+    is_time_recorded: bool = False
+    is_long: bool = False
+
+    @classmethod
+    def from_items(cls, items: Sequence[BatchItem], batch_key: BatchKey | None = None, rows: int = 0) -> Batch:
+        """Return a job of these parts."""
+        return cls(items[0].number, {item.number: item for item in items}, len(items), batch_key, rows)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it runs, as far as can be told from here."""
+        return self.started_at != _NOT_STARTED
+
+    def record_time(self, seconds: float, last: BatchItem | None = None) -> None:
+        """It has had its seat for so many seconds, and has it no more. Only the first word counts.
+
+        They go on the accounts of who has asked, by rows, whoever is to blame for the end. `last`: this part was
+        answered as the last, if all were.
+        """
+        if self.is_time_recorded:
+            return
+        self.is_time_recorded = True
+        if self.charge is not None:
+            self.charge.settle(seconds)
+        if last is not None and self.item_count == 1:
+            last.request.usage.add_run(seconds, last.rows)
+            return
+        executed = [*self.answered_items, *self.items.values()] if last is None else [*self.answered_items, last]
+        rows = sum([item.rows for item in executed]) if self.item_count > 1 else 0
+        for item in executed:
+            share = seconds * item.rows / rows if rows else seconds / len(executed)
+            item.request.usage.add_run(share, 0 if item.number in self.items else item.rows)
+
+    def isolate_requests(self) -> None:
+        """Whatever has to run again of it, does so alone."""
+        for request in self.requests:
+            request.require_isolation(Isolation.ALONE)
+
+    @property
+    def single_request(self) -> Request | None:
+        """The request that it is a part of, all alone; None if it has several parts."""
+        return next(iter(self.items.values())).request if self.item_count == 1 else None
+
+    def item_of(self, request: Request) -> BatchItem | None:
+        """Return its part of a request, which has not been answered; None if it has none."""
+        item = self.items.get(request.number)
+        if item is None and self.number >= FIRST_SPLIT_NUMBER:
+            # A job that has some rows of a request has nothing else.
+            item = next((each for each in self.items.values() if each.request is request), None)
+        return item
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that it has not answered."""
+        return [item.request for item in self.items.values()]
+
+    @property
+    def origins(self) -> set[ClientOrigin]:
+        """Who has asked."""
+        return {request.origin for request in self.requests}
+
+    @property
+    def awaited_items(self) -> list[BatchItem]:
+        """The parts of which the requests have not ended while it ran."""
+        return [item for item in self.items.values() if item.is_awaited]
+
+    @property
+    def isolation(self) -> Isolation:
+        """What else may run: as the narrowest of its parts bears."""
+        return max(request.isolation for request in self.requests)
+
+
+def record_death(batches: Sequence[Batch]) -> None:
+    """A seat was lost to these jobs: that goes on the account of who has asked, if all are one tenant's."""
+    usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
+    if len(usages) == 1:
+        # Of several nobody can tell whose fault it was.
+        [usage] = usages.values()
+        usage.unexpected_exits += 1

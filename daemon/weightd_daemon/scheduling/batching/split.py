@@ -1,0 +1,149 @@
+"""A request that is cut: its rows run in parts, each in a job of its own, and its answer is put together of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocation, TensorLocations
+from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.batching.partial_results import PartialResult, join_results
+from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
+from weightd_protocol import limits
+from weightd_protocol.errors import Internal, ResourceExhausted
+from weightd_protocol.messages.worker import Result
+from weightd_protocol.messages.inference import RequestDescription, TensorSpec
+
+
+class SplitRequest:
+    """The rows of one request: which of them are still to be given to a seat, and the answers that have come.
+
+    Attributes:
+        request: whose they are.
+        terms: of the seats that may run them.
+        form: of the request.
+        ended: nobody waits for any of it.
+    """
+
+    def __init__(self, request: Request, terms: BatchingPolicy, form: BatchKey) -> None:
+        self.request = request
+        self.policy = terms
+        self.batch_key = form
+        self.is_ended = False
+        # Each part writes its own rows, as long as that is nothing that another one has still to read.
+        self._output_locations = {
+            index: output_location
+            for index, output_location in request.locations.outputs.items()
+            if output_location.nbytes % form.rows == 0
+            and not any(map(output_location.overlaps, request.locations.inputs.values()))
+        }
+        # Pairs of the first row, and the one after the last, in ascending order.
+        self._pending_ranges = [(0, form.rows)]
+        # By the first row.
+        self._partial_results: dict[int, PartialResult] = {}
+        self._answered_rows = 0
+        self._nbytes = 0
+        self._descriptions: dict[int, RequestDescription] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether rows have still to be given to a seat."""
+        return bool(self._pending_ranges)
+
+    @property
+    def next_rows(self) -> int:
+        """How many rows `take` gives at most; there are some."""
+        first, end = self._pending_ranges[0]
+        return end - first
+
+    def take_rows(self, rows: int) -> tuple[int, int]:
+        """Return the first of the next rows, and how many of them there are: `rows` at most."""
+        first, end = self._pending_ranges.pop(0)
+        rows = min(rows, end - first)
+        if first + rows < end:
+            self._pending_ranges.insert(0, (first + rows, end))
+        return first, rows
+
+    def put_back(self, first: int, rows: int) -> None:
+        """These were taken, and nobody runs them any more."""
+        self._pending_ranges.append((first, first + rows))
+        self._pending_ranges.sort()
+
+    def description_of(self, rows: int) -> RequestDescription:
+        """Return what is asked with so many of the rows."""
+        description = self._descriptions.get(rows)
+        if description is None:
+            original = self.request.description
+            inputs = tuple(
+                dataclasses.replace(each, shape=(rows, *each.shape[1:])) if self._has_rows(each) else each
+                for each in original.inputs
+            )
+            description = self._descriptions[rows] = dataclasses.replace(original, inputs=inputs)
+        return description
+
+    def tensors_of(self, first: int, rows: int) -> tuple[list[Any], TensorLocations]:
+        """Return the tensors of these rows: the frames, and the places of those that have none, and of the outputs."""
+        locations = self.request.locations
+        remaining_frames = iter(self.request.frames)
+        frames: list[Any] = []
+        input_locations: dict[int, TensorLocation] = {}
+        for index, spec in enumerate(self.request.description.inputs):
+            row_bytes = spec.nbytes // self.batch_key.rows
+            location = locations.inputs.get(index)
+            if location is None:
+                frame = next(remaining_frames)
+                begin = first * row_bytes
+                frames.append(memoryview(frame)[begin : begin + rows * row_bytes] if self._has_rows(spec) else frame)
+            else:
+                input_locations[index] = (
+                    self._location_of_rows(location, first, rows) if self._has_rows(spec) else location
+                )
+        output_locations = {
+            index: self._location_of_rows(output_location, first, rows)
+            for index, output_location in self._output_locations.items()
+        }
+        return frames, TensorLocations(
+            input_locations, output_locations
+        ) if input_locations or output_locations else NO_LOCATIONS
+
+    def add_result(
+        self, first: int, rows: int, result: Result, frames: Sequence[Any]
+    ) -> tuple[Result, list[Any]] | None:
+        """Rows have been answered; return the answer to the request, with its frames, if those were the last.
+
+        Raises:
+            RequestError: the answers cannot be put together.
+        """
+        placed, remaining_frames = result.shared_outputs or (), iter(frames)
+        if not self._output_locations.keys() >= {*placed}:
+            raise Internal(f"outputs {list(placed)} of a part: expected frames where there was no room, got none")
+        # Frames may be views of what is received into next.
+        output_contents = [
+            self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes)
+            if index in placed
+            else bytes(next(remaining_frames))
+            for index, nbytes in enumerate(result.description.sizes)
+        ]
+        partial = PartialResult(rows, result.description, output_contents)
+        self._partial_results[first] = partial
+        self._answered_rows += rows
+        self._nbytes += sum(map(len, partial.frames))
+        if self._nbytes > limits.MAX_FRAME_BYTES:
+            raise ResourceExhausted(f"the answer has more than {limits.MAX_FRAME_BYTES} bytes")
+        if self._answered_rows < self.batch_key.rows:
+            return None
+        description, outputs = join_results(
+            [self._partial_results[each] for each in sorted(self._partial_results)], self.policy.outputs
+        )
+        shared_indices = tuple(index for index, each in enumerate(outputs) if isinstance(each, TensorLocation))
+        frames = [each for index, each in enumerate(outputs) if index not in shared_indices]
+        return Result(self.request.number, description, shared_indices or None), frames
+
+    def _location_of_rows(self, location: TensorLocation, first: int, rows: int) -> TensorLocation:
+        """Where these rows are of what has all of them."""
+        row_bytes = location.nbytes // self.batch_key.rows
+        return location.subrange(first * row_bytes, rows * row_bytes)
+
+    def _has_rows(self, spec: TensorSpec) -> bool:
+        return spec.name in self.policy.inputs

@@ -1,0 +1,200 @@
+"""Lock-step: the processes of a seat compute together, so each is given the same in the same order, and tells of each.
+
+The ranks of a model mix what they have in the middle of a predict, and nothing in them notices whether it is of the
+same request: one that has left something out, or runs it a second time, has all of them answer wrongly from then on,
+without an error. So what is said of one predict is taken only if all have said it of that one, and if it goes together;
+anything else says that they are not in step, and then none of them is believed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightd_protocol import limits
+from weightd_protocol.errors import Internal, RequestError, ResourceExhausted, request_error
+from weightd_protocol.messages.worker import Failed, Result
+from weightd_protocol.messages.inference import ResponseDescription, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResult:
+    """All have run it: the answer, as if one process had given it."""
+
+    result: Result
+    frames: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """It ends in this error, and the processes are in step all the same: all have run it, or none has begun."""
+
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfStep:
+    """The processes are not in step, for this reason: nothing that any of them says is worth anything any more."""
+
+    reason: str
+
+
+Outcome = InferenceResult | Rejected | OutOfStep
+
+_Report = InferenceResult | Failed | None
+"""What a process says of a part; None: it has run it, and has nothing to tell."""
+
+
+class _Reports(dict[str, _Report]):
+    """What was said of one part, by process; the answers that are kept have so many bytes."""
+
+    nbytes = 0
+
+
+class LockstepTracker:
+    """What the processes of one seat have said of the parts that they have been given.
+
+    Args:
+        processes: of the seat, in the order of their ranks.
+        reply: the process whose outputs are the answer; None: each has its share of all outputs, one behind the other
+            on their first axis.
+        step: the number of the last part that they were given.
+
+    Attributes:
+        processes: as above.
+        reply: as above.
+        step: as above; each part has the next one.
+    """
+
+    def __init__(self, processes: Sequence[str], reply: str | None, step: int = 0) -> None:
+        if reply is not None and reply not in processes:
+            raise ValueError(f"reply: expected one of {', '.join(processes)}, got {reply}")
+        self.reply_process = reply
+        self.step = step
+        self.processes = tuple(processes)
+        self._reports: dict[int, _Reports] = {}
+
+    def start(self, number: int) -> int:
+        """The processes are given the part of this number: return its step."""
+        self.step += 1
+        self._reports[number] = _Reports()
+        return self.step
+
+    def on_result(self, process: str, result: Result, frames: Sequence[Any]) -> Outcome | None:
+        """A process has run a part, and has outputs of it; return what comes of the part, None if others have to tell.
+
+        The frames may be views of memory that is written to again after this.
+        """
+        return self._add_report(process, result.request, InferenceResult(result, frames))
+
+    def on_done(self, process: str, number: int) -> Outcome | None:
+        """A process has run a part, of which another one has the outputs; return as `answered` does."""
+        return self._add_report(process, number, None)
+
+    def on_failed(self, process: str, failed: Failed) -> Outcome | None:
+        """A process has not begun with a part, for the error that it tells; return as `answered` does."""
+        return self._add_report(process, failed.request, failed)
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _add_report(self, process: str, number: int, report: _Report) -> Outcome | None:
+        reports = self._reports.get(number)
+        if reports is None or process not in self.processes:
+            return OutOfStep(
+                f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}"
+            )
+        problem = self._report_problem(process, report, reports)
+        if problem:
+            return OutOfStep(f"{process}: of {number} {problem}")
+        is_last = len(reports) + 1 == len(self.processes)
+        reports[process] = report if is_last else self._copy_report(reports, report)
+        failed = [name for name, each in reports.items() if isinstance(each, Failed)]
+        if failed and len(failed) < len(reports):
+            executed = ", ".join(name for name in reports if name not in failed)
+            return OutOfStep(f"{number} was refused by {', '.join(failed)} and run by {executed}")
+        if not is_last:
+            return None
+        del self._reports[number]
+        return self._combine_reports(number, reports)
+
+    def _report_problem(self, process: str, report: _Report, reports: _Reports) -> str:
+        """Return what was expected of the process instead of this report, and what came; "" if that is as it should."""
+        if process in reports:
+            return f"expected one report, got {_describe_report(report)} after {_describe_report(reports[process])}"
+        has_outputs = self.reply_process in (None, process)
+        if not isinstance(report, Failed) and (report is not None) != has_outputs:
+            return f"expected {'a result' if has_outputs else 'done'}, got {_describe_report(report)}"
+        if self.reply_process is None and isinstance(report, InferenceResult) and report.result.shared_outputs:
+            return "expected frames, got outputs where there was no room for them"
+        return ""
+
+    def _copy_report(self, reports: _Reports, report: _Report) -> _Report:
+        """What is kept of a report until the others have come."""
+        if not isinstance(report, InferenceResult):
+            return report
+        reports.nbytes += sum(map(len, report.frames))
+        # It is too much by now, whatever the others bring.
+        frames = [] if self._is_too_much(reports.nbytes) else [bytes(each) for each in report.frames]
+        return InferenceResult(report.result, frames)
+
+    def _combine_reports(self, number: int, reports: _Reports) -> Outcome:
+        """All have told of a part, and what they tell goes together."""
+        answers: list[InferenceResult] = []
+        for process in self.processes:
+            report = reports[process]
+            if isinstance(report, Failed):
+                return Rejected(request_error(report.code, report.error))
+            if report is not None:
+                answers.append(report)
+        if self.reply_process is not None:
+            return answers[0]
+        try:
+            if self._is_too_much(sum(sum(each.result.description.sizes) for each in answers)):
+                raise ResourceExhausted(f"the answer has more than {limits.MAX_FRAME_BYTES} bytes")
+            return InferenceResult(*_join_answers(number, answers))
+        except RequestError as error:
+            return Rejected(error)
+
+    def _is_too_much(self, nbytes: int) -> bool:
+        """Whether shares of outputs have too many bytes together. What one process sends has its bounds already."""
+        return self.reply_process is None and nbytes > limits.MAX_FRAME_BYTES
+
+
+def _describe_report(report: _Report) -> str:
+    if report is None:
+        return "done"
+    return report.code if isinstance(report, Failed) else "a result"
+
+
+def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Result, list[Any]]:
+    """Return the outputs of which each share has its part of the first axis.
+
+    Raises:
+        Internal: they do not fit together. The text names the output, what was expected and what came.
+    """
+    first = answers[0].result.description
+    outputs_by_rank = [each.result.description.outputs for each in answers]
+    max_outputs = max(map(len, outputs_by_rank))
+    if max_outputs > len(first.outputs):
+        raise Internal(f"outputs of a rank: expected {len(first.outputs)}, got {max_outputs}")
+    outputs: list[TensorSpec] = []
+    for index, spec in enumerate(first.outputs):
+        lengths = [_first_axis_length(spec, theirs[index : index + 1]) for theirs in outputs_by_rank]
+        outputs.append(dataclasses.replace(spec, shape=(sum(lengths), *spec.shape[1:])))
+    frames = [b"".join([share.frames[index] for share in answers]) for index in range(len(outputs))]
+    return Result(number, ResponseDescription(first.model_name, tuple(outputs))), frames
+
+
+def _first_axis_length(spec: TensorSpec, candidates: Collection[TensorSpec]) -> int:
+    """Return the length of the first axis of an output, which is otherwise as the first rank's."""
+    expected_text = (
+        f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
+    )
+    if not candidates:
+        raise Internal(f"{expected_text}, got none")
+    [each] = candidates
+    if not each.shape or (each.name, each.datatype, each.shape[1:]) != (spec.name, spec.datatype, spec.shape[1:]):
+        raise Internal(f"{expected_text}, got {each.name} {each.datatype} {list(each.shape)}")
+    return each.shape[0]

@@ -1,0 +1,111 @@
+"""An accepted request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocations
+from weightd_daemon.tenants.usage import Usage
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
+from weightd_protocol.messages.inference import RequestDescription
+
+# What a request takes beside its tensors, about: the header's objects.
+_OVERHEAD_BYTES = 2048
+
+
+class ClientOrigin(NamedTuple):
+    """Who is at the other end of a connection, as the kernel knows it: what a client says of itself proves nothing.
+
+    Attributes:
+        near: the process of a unix socket's peer; of TCP the connection.
+        far: all that a process may just be one of: the user, or the address; where there are tenants, that.
+        is_tenant: whether it is.
+    """
+
+    peer: str
+    party: str
+    is_tenant: bool = False
+
+
+UNKNOWN_ORIGIN = ClientOrigin("", "")
+
+
+class Isolation(enum.IntEnum):
+    """What else may run while a request does, each narrower than the one before."""
+
+    BATCHABLE = 0
+    ALONE = 1  # nothing is before it or behind it at its seat, or in its job: if the seat dies, then of this
+    CONFINED = 2  # nor does any other one that is confined run
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request under way. Times are monotonic seconds.
+
+    Attributes:
+        description: what is asked: the model, its inputs, the outputs that are wanted.
+        frames: the tensors' bytes; only `contents` looks at them.
+        places: of the tensors that have no frame.
+        origin: who has sent it, as far as the kernel tells.
+        tenant: on whose account it goes.
+        account: of the tenant, for the model.
+        level: how many levels of priority come before its own.
+        company: what else may run while it does.
+        deaths: seats that died of it, or so it seems.
+        begun: a seat was given it, or some of it.
+        losses: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
+        lost_at: when the last one did that counts.
+        digest: of its content, once that has been computed.
+        mark: likewise, see `blame.contents`.
+        ended: while a seat ran it: what that gives later is dropped.
+        written: the rows whose outputs a process may still write to memory of the client, of each process.
+        running: it has ended while there were any.
+        gathered: bytes of the answers to its parts that wait for those to others.
+    """
+
+    number: int
+    client: bytes
+    id: str
+    description: RequestDescription
+    frames: Sequence[Any]
+    arrived_at: float
+    deadline: float
+    nbytes: int
+    origin: ClientOrigin = UNKNOWN_ORIGIN
+    locations: TensorLocations = NO_LOCATIONS
+    tenant: Tenant = DEFAULT_TENANT
+    usage: Usage = field(default_factory=Usage)
+    priority_level: int = 0
+    isolation: Isolation = Isolation.BATCHABLE
+    deaths: int = 0
+    has_started: bool = False
+    lost_slots: int = 0
+    lost_at: float = -float("inf")
+    digest: bytes = b""
+    sample_digest: bytes = b""
+    is_ended: bool = False
+    pending_writes: tuple[range, ...] = ()
+    may_still_write: bool = False
+    partial_result_bytes: int = 0
+
+    def require_isolation(self, company: Isolation) -> None:
+        """From now on it bears no other company than this, or less."""
+        self.isolation = max(self.isolation, company)
+
+    @property
+    def content_bytes(self) -> int:
+        """The bytes of its tensors, wherever they are."""
+        return self.nbytes + sum(location.nbytes for location in self.locations.inputs.values())
+
+    @property
+    def is_mutable(self) -> bool:
+        """Whether its client can change the content at any time: an input is in memory of the client."""
+        return bool(self.locations.inputs)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """What the daemon keeps of it in memory until it has ended."""
+        return self.nbytes + self.partial_result_bytes + _OVERHEAD_BYTES

@@ -1,0 +1,374 @@
+"""What waits for the seats of one model, and whose turn it is.
+
+First come, first served, but for priorities. Requests of clients under suspicion (`suspects`) are confined: one of
+them, where there are several tenants one of each, is with a seat at a time. A request that runs in parts takes turns
+with what else waits: it does not hold all seats.
+
+All of this is so among the requests of one tenant. Where there are several it is first a tenant's turn: that of the
+one that has had least of the device whose seat is free (`shares`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from weightd_daemon.scheduling.tenant_queues import TenantQueues, make_queue
+from weightd_daemon.scheduling.batch_item import BatchItem
+from weightd_daemon.scheduling.active_tenants import ActiveTenants
+from weightd_daemon.scheduling.request import Isolation, Request
+from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.fair_share import FairClock
+from weightd_daemon.scheduling.queues import TenantQueue, sort_key
+from weightd_daemon.tenants.tenant import Tenant
+
+# Of what has begun so many are looked at.
+_MAX_SPLITTING = 16
+
+AnyQueue = TenantQueue | TenantQueues
+"""What waits, of one tenant or of each by itself."""
+
+_QueueT = TypeVar("_Q", TenantQueue, AnyQueue)
+
+
+class RequestQueue:
+    """The requests that wait; iterated in the order in which they run, then those that are confined or aside.
+
+    Args:
+        max_queue: requests that may wait.
+        max_queue_bytes: tensor bytes that may wait.
+        levels: of priority.
+        runs_confined: whether a seat has a request that is confined; of a tenant, if one is given.
+
+    Attributes:
+        normal: what waits for nothing but its turn and a seat, and has not begun.
+        long: requests that take too long for the last free seat, see `Scheduler`; while there are several tenants.
+        begun: what runs in parts, of which some have still to be given to seats: those of the first, then the next's.
+        cuts: the requests that run in parts and have not ended, by their numbers.
+        was_part: whether the last job was a part of a request.
+        shared: whether there are several tenants: then what waits of each is in queues of its own.
+        presence: of tenants, while it is shared.
+    """
+
+    def __init__(
+        self, max_queue: int, max_queue_bytes: int, levels: int, is_confined_running: Callable[[Tenant | None], bool]
+    ) -> None:
+        self._max_queue = max_queue
+        self._max_queue_bytes = max_queue_bytes
+        self._levels = levels
+        self._is_confined_running = is_confined_running
+        self.splits: dict[int, SplitRequest] = {}
+        self.was_split = False
+        self.is_multi_tenant = False
+        self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self._runnable_of(tenant)))
+        # Those whose last job was a part of a request.
+        self._tenants_last_split: set[Tenant] = set()
+        # The last is what is looked at before it may run.
+        self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
+
+    def _set_queues(
+        self, normal: AnyQueue, confined: AnyQueue, begun: AnyQueue, long: AnyQueue, unchecked: AnyQueue
+    ) -> None:
+        self.normal, self._confined, self.splitting, self.long, self._unchecked = (
+            normal,
+            confined,
+            begun,
+            long,
+            unchecked,
+        )
+        self._queues: Sequence[AnyQueue] = (normal, confined, begun, long, unchecked)
+
+    # --- who comes and goes -------------------------------------------------------------------------------------
+
+    def append(self, request: Request) -> None:
+        """It waits behind what is there."""
+        self._queue_for(request).append(request)
+
+    def put_back(self, items: Sequence[BatchItem]) -> None:
+        """What seats had of requests waits again, at the head."""
+        requeued: list[Request] = []
+        for item in items:
+            if item.split is not None:
+                item.split.put_back(item.first_row, item.rows)
+            if item.request not in requeued and not any(item.request in queue for queue in self._queues):
+                requeued.append(item.request)
+        self.put_first(requeued)
+
+    def put_first(self, requests: Sequence[Request]) -> None:
+        """They wait before what is there of their tenants, in their order."""
+        for queue in (self._confined, self.splitting, self.normal):
+            queue.put_back([request for request in requests if self._queue_for(request) is queue])
+
+    def add_unchecked(self, request: Request) -> None:
+        """It does not run before it is admitted."""
+        self._unchecked.append(request)
+
+    def move_to_unchecked(self, matches: Callable[[Request], bool]) -> list[Request]:
+        """Put what is `chosen` aside, and return it. What has begun goes on."""
+        queues = (self.normal, self._confined, self.long)
+        moved = [request for queue in queues for request in queue.take_matching(matches)]
+        for request in moved:
+            self._unchecked.append(request)
+        return moved
+
+    def admit(self, request: Request) -> None:
+        """What was put aside may run; one that has ended meanwhile stays ended."""
+        if request in self._unchecked:
+            self._unchecked.remove(request)
+            self.append(request)
+
+    def confine(self, matches: Callable[[Request], bool]) -> None:
+        """What is `chosen` waits among those of which one runs at a time."""
+        for queue in (self.normal, self.splitting, self.long):
+            for request in queue.take_matching(matches):
+                self._confined.append(request)
+
+    def remove_split(self, request: Request) -> SplitRequest | None:
+        """Nothing more of it runs, if it runs in parts; return it as it was, None if it does not."""
+        split = self.splits.pop(request.number, None)
+        if split is not None:
+            split.is_ended = True
+            self.remove(request)
+        return split
+
+    def remove(self, request: Request) -> bool:
+        """Take out a request, if it waits; return whether it did."""
+        found = [queue for queue in self._queues if request in queue]
+        for queue in found:
+            queue.remove(request)
+        return bool(found)
+
+    def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
+        """Take out all that are `unfit`, at the cost of a look at each."""
+        return [request for queue in self._queues for request in queue.take_matching(should_take)]
+
+    def take_of_client(self, client: bytes, request_id: str | None) -> list[Request]:
+        """Take out a client's requests, or those of its requests that have this id."""
+        return [request for queue in self._queues for request in queue.take_of_client(client, request_id)]
+
+    # --- tenants ------------------------------------------------------------------------------------------------
+
+    def start_multi_tenant(self) -> None:
+        """There are several tenants from now on; what waits is of one so far."""
+        self.is_multi_tenant = True
+        levels = (self._levels, 1, self._levels, self._levels, 1)
+        on_change = self.active_tenants.mark_changed
+        for request in itertools.islice(self, 1):
+            on_change(request.tenant)
+        pairs = zip(levels, self._queues, strict=True)
+        self._set_queues(
+            *(
+                old_queue if isinstance(old_queue, TenantQueues) else TenantQueues(each, old_queue, on_change)
+                for each, old_queue in pairs
+            )
+        )
+
+    def stop_multi_tenant(self) -> None:
+        """There is one tenant at most, and nothing of any other waits."""
+        self.is_multi_tenant = False
+        self.active_tenants.clear()
+        self._tenants_last_split.clear()
+        self.normal.put_back(self.long.take_matching(lambda _: True))
+        self._set_queues(
+            *(queue.single_queue() if isinstance(queue, TenantQueues) else queue for queue in self._queues)
+        )
+
+    @property
+    def tenants(self) -> set[Tenant]:
+        """Those of which anything waits, while it is shared."""
+        return {each for queue in self._tenant_queues for each in queue.tenants}
+
+    @property
+    def counts_by_tenant(self) -> dict[Tenant, int]:
+        """How many requests of each tenant wait, at the cost of a look at each tenant."""
+        if self.is_multi_tenant:
+            return {tenant: self._queued_amount(tenant, in_requests=True) for tenant in self.tenants}
+        # They are of one.
+        return {request.tenant: self.count for request in itertools.islice(self, 1)}
+
+    def has_splitting(self, tenant: Tenant) -> bool:
+        """Return whether anything of a tenant runs in parts, of which some have still to be given to seats."""
+        splitting = self.splitting
+        return (splitting.queue_of(tenant) if isinstance(splitting, TenantQueues) else splitting).count > 0
+
+    def on_batch_formed(self, tenant: Tenant, *, is_split: bool) -> None:
+        """While it is shared, a job has been made of what waited of a tenant: a part of a request, or not."""
+        (self._tenants_last_split.add if is_split else self._tenants_last_split.discard)(tenant)
+
+    def evict_for(self, request: Request) -> list[Request] | None:
+        """Return what has given way to a request that finds no room; None if it is the one that has to.
+
+        That is, one after another, the newest of the tenant that has most waiting by its weight: requests, or bytes,
+        whichever bound is in the way.
+        """
+        evicted: list[tuple[AnyQueue, Request]] = []
+        while self.full_reason(request, self.count):
+            newest = self._find_eviction(request, in_requests=self.count >= self._max_queue)
+            if newest is None:
+                for queue, each in reversed(evicted):
+                    queue.append(each)
+                return None
+            queue, each = newest
+            queue.remove(each)
+            evicted.append(newest)
+        return [each for _, each in evicted]
+
+    # --- whose turn it is ---------------------------------------------------------------------------------------
+
+    def candidates(self) -> Iterator[tuple[AnyQueue, Request]]:
+        """Yield the requests that may run next, each with its queue, in the order of their turns.
+
+        That is the one that has come first, and some of what has begun; these take turns, if both are of the same
+        priority. The first of the long ones is before or behind these, wherever its turn is.
+        """
+        return _with_long_request(self.next_unsplit_queue(), self.splitting, self.long, was_split=self.was_split)
+
+    def fair_candidates(
+        self, clock: FairClock, is_long: Callable[[Request], bool]
+    ) -> Iterator[tuple[AnyQueue, Request]]:
+        """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
+        for tenant in sorted(self.active_tenants.update(), key=clock.sort_key):
+            self._move_long_of(tenant, is_long)
+            normal, confined, splitting, long = self._runnable_of(tenant)
+            shared_queues = {id(confined): self._confined, id(splitting): self.splitting, id(long): self.long}
+            unsplit, was_split = self._next_unsplit(normal, confined, tenant), tenant in self._tenants_last_split
+            for queue, request in _with_long_request(unsplit, splitting, long, was_split=was_split):
+                yield shared_queues.get(id(queue), self.normal), request
+
+    def move_long(self, is_long: Callable[[Request], bool]) -> None:
+        """Have the requests at the head of `normal` that are long wait in `long`, while there are several tenants."""
+        for tenant in self.active_tenants.update():
+            self._move_long_of(tenant, is_long)
+
+    def fair_order(self, clock: FairClock, expected_s: float) -> Iterator[Request]:
+        """Yield what waits for nothing but its turn, as if each took so many seconds of the device with this clock."""
+        heads = [
+            (clock.sort_key(tenant), index, tenant, iter(self._runnable_of(tenant)[0]))
+            for index, tenant in enumerate(self.active_tenants.update())
+        ]
+        heapq.heapify(heads)
+        while heads:
+            (virtual_s, last), index, tenant, requests = heads[0]
+            request = next(requests, None)
+            if request is None:
+                heapq.heappop(heads)
+                continue
+            heapq.heapreplace(heads, ((virtual_s + expected_s / tenant.config.weight, last), index, tenant, requests))
+            yield request
+
+    def next_unsplit_queue(self) -> AnyQueue | None:
+        """Return the queue of which the first runs next, but for what has begun; None if nothing else may run."""
+        return self._next_unsplit(self.normal, self._confined)
+
+    # --- what it tells ------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain(*self._queues)
+
+    @property
+    def count(self) -> int:
+        """Requests that wait."""
+        return self.normal.count + self._confined.count + self.splitting.count + self.long.count + self._unchecked.count
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits that may run. Cheap: this is asked with every answer."""
+        return not (self.normal.count or self._confined.count or self.splitting.count or self.long.count)
+
+    @property
+    def next_unchecked(self) -> Request | None:
+        """The first of those that do not run before they are admitted."""
+        return self._unchecked.first if self._unchecked.count else None
+
+    def full_reason(self, request: Request, count: int) -> str:
+        """Return why there is no room for one more request beside so many, or ""."""
+        nbytes = sum(queue.nbytes for queue in self._queues)
+        if count >= self._max_queue:
+            return f"{count} requests wait already, the bound is {self._max_queue}"
+        if nbytes + request.nbytes > self._max_queue_bytes:
+            limit_text = f"the bound of {self._max_queue_bytes}"
+            return f"{nbytes} bytes wait already, {request.nbytes} more are over {limit_text}"
+        return ""
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    @property
+    def _tenant_queues(self) -> list[TenantQueues]:
+        return [queue for queue in self._queues if isinstance(queue, TenantQueues)]
+
+    def _runnable_of(self, tenant: Tenant) -> list[TenantQueue]:
+        """What waits of a tenant and may run, in the order of `_queues`."""
+        return [queue.queue_of(tenant) for queue in self._tenant_queues[:4]]
+
+    def _move_long_of(self, tenant: Tenant, is_long: Callable[[Request], bool]) -> None:
+        while (queues := self._runnable_of(tenant))[0].count and is_long(request := queues[0].first):
+            self.normal.remove(request)
+            long = queues[3]
+            if long.count and sort_key(request) < sort_key(long.first):
+                self.long.put_back([request])
+            else:
+                self.long.append(request)
+
+    def _queued_amount(self, tenant: Tenant, *, in_requests: bool) -> int:
+        queues = [queue.queue_of(tenant) for queue in self._tenant_queues]
+        return sum(queue.count if in_requests else queue.nbytes for queue in queues)
+
+    def _find_eviction(self, request: Request, *, in_requests: bool) -> tuple[AnyQueue, Request] | None:
+        amounts = {each: self._queued_amount(each, in_requests=in_requests) for each in self.tenants}
+        amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if in_requests else request.nbytes)
+        by_amount = sorted(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
+        for largest in reversed(by_amount):
+            if largest is request.tenant:
+                break
+            newest = [(queue, each) for queue in self._tenant_queues if (each := queue.last_of(largest)) is not None]
+            # Of what runs in parts some may have been done.
+            evictable = [(queue, each) for queue, each in newest if queue is not self.splitting or not each.has_started]
+            if evictable:
+                return max(evictable, key=lambda pair: pair[1].number)
+        return None
+
+    def _queue_for(self, request: Request) -> AnyQueue:
+        if request.isolation is Isolation.CONFINED:
+            return self._confined
+        return self.splitting if request.number in self.splits else self.normal
+
+    def _next_unsplit(self, normal: _QueueT, confined: _QueueT, tenant: Tenant | None = None) -> _QueueT | None:
+        if not confined.count or self._is_confined_running(tenant):
+            return normal if normal.count else None
+        return normal if normal.count and sort_key(normal.first) < sort_key(confined.first) else confined
+
+
+def _with_long_request(
+    unsplit: _QueueT | None, splitting: _QueueT, long: _QueueT, *, was_split: bool
+) -> Iterator[tuple[_QueueT, Request]]:
+    """Yield what `_turns` does, and the first of the long requests, wherever its turn is."""
+    if not long.count:
+        return _take_turns(unsplit, splitting, was_split=was_split)
+    if unsplit is None:
+        return _take_turns(long, splitting, was_split=was_split)
+    first, second = (long, unsplit) if sort_key(long.first) < sort_key(unsplit.first) else (unsplit, long)
+    return itertools.chain(_take_turns(first, splitting, was_split=was_split), [(second, second.first)])
+
+
+def _take_turns(unsplit: _QueueT | None, splitting: _QueueT, *, was_split: bool) -> Iterator[tuple[_QueueT, Request]]:
+    """Yield what runs next of the first of a queue, and of what has begun."""
+    started = ((splitting, request) for request in itertools.islice(splitting, _MAX_SPLITTING))
+    if unsplit is None:
+        yield from started
+    elif not splitting.count or _is_unsplit_next(splitting.first, unsplit.first, was_split=was_split):
+        yield unsplit, unsplit.first
+        yield from started
+    else:
+        yield from started
+        yield unsplit, unsplit.first
+
+
+def _is_unsplit_next(splitting: Request, request: Request, *, was_split: bool) -> bool:
+    return _has_higher_priority(request, splitting) or (was_split and not _has_higher_priority(splitting, request))
+
+
+def _has_higher_priority(one: Request, other: Request) -> bool:
+    """Whether one goes before another because of its priority."""
+    return one.priority_level < other.priority_level and sort_key(one) < sort_key(other)

@@ -1,0 +1,343 @@
+"""One client of a gate: its connection, the stream on which the daemon serves it, and what is between the two."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightd_daemon.zmq_proxy import zmtp
+from weightd_daemon.zmq_proxy.control import PeerIdentity
+from weightd_daemon.platform.peercred import peer_credentials, peer_groups
+from weightd_protocol.framing import LARGE_BYTES, FrameWriter
+from weightd_common.stream import Stream
+
+if TYPE_CHECKING:
+    from weightd_daemon.platform.fd_closer import DescriptorCloser
+    from weightd_daemon.platform.group_membership import Membership
+    from weightd_common.peers import Peers
+
+# What is read at once, unless a large frame is under way.
+_CHUNK_BYTES = 64 * 1024
+
+# Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
+_MAX_JOINED_BYTES = 16 * 1024
+
+# The kernel finds out within a minute that the host of a client is gone. On a Unix socket it knows at once.
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
+)
+
+# The kernel's buffers of one connection, and of all connections of a user, about. The kernel counts twice as much.
+_MAX_BUFFER_BYTES = 256 * 1024
+_MIN_BUFFER_BYTES = 8 * 1024
+_MAX_USER_BUFFER_BYTES = 32 * 1024 * 1024
+
+
+# Room for as many descriptors as one message can have. The kernel closes those for which a read has none before the
+# read returns, and such a close may take as long as the client likes (SO_LINGER).
+_ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
+
+
+# The user that this is, and root.
+_OPERATOR_UIDS = (0, os.getuid())
+
+
+class DescriptorsSent(Exception):
+    """A client has sent descriptors, which no message has."""
+
+
+class ClientSocket:
+    """One of the two sockets of a client.
+
+    Args:
+        client: whose it is.
+        descriptor: of the socket.
+        read: reads once, and passes on what has come; returns whether nothing more is there to be passed on.
+
+    Attributes:
+        holds: why nothing is read: some of the reasons below.
+        is_open: whether the socket is.
+    """
+
+    __slots__ = ("client", "fd", "is_open", "pause_reasons", "read_once")
+
+    # It waits for its turn; what was read has not left on the other side; it is encrypted or decrypted; the client is
+    # on its way out.
+    WAITS_FOR_TURN, WAITS_FOR_OTHER_SOCKET, WAITS_FOR_CRYPTO, DISCONNECTING = 1, 2, 4, 8
+
+    def __init__(self, client: ProxyClient, descriptor: int, read: Callable[[ProxyClient], bool]) -> None:
+        self.client = client
+        self.fd = descriptor
+        self.read_once = read
+        self.pause_reasons = 0
+        self.is_open = True
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether something was read that was not passed on."""
+        client = self.client
+        if self is client.client_socket:
+            return client.protocol.is_backlogged
+        return client.daemon_stream is not None and client.daemon_stream.frame_reader.is_backlogged
+
+    def has_peer_closed(self) -> bool:
+        """Return whether the other end is closed."""
+        poll = select.poll()
+        poll.register(self.fd, 0)
+        return bool(poll.poll(0))
+
+
+class ProxyClient:
+    """A client.
+
+    Args:
+        connection: to it; this object owns the socket.
+        user: on whose account it goes: a user, over TCP a host.
+        protocol: finds messages in what it sends.
+        since: when it connected.
+        read: see `Side`, for its connection.
+        closing: closes descriptors that it may send; None where it can send none.
+
+    Attributes:
+        near: its connection, as a side.
+        far: the stream to the daemon, as a side; None while there is none.
+        stream: this stream.
+        outgoing: what was not sent yet.
+        sealing: bytes of the answers that are being encrypted.
+        nbytes: that are kept here for it, as they were counted last.
+        has_spoken: whether a message of it has come.
+        requests: messages that were passed on to the daemon, less those that came back.
+        is_closed: whether it has gone.
+    """
+
+    __slots__ = (
+        "buffered_bytes",
+        "client_socket",
+        "connected_at",
+        "connection",
+        "daemon_socket",
+        "daemon_stream",
+        "encrypting_bytes",
+        "fd_closer",
+        "has_sent_message",
+        "is_closed",
+        "outgoing",
+        "pending_requests",
+        "protocol",
+        "user",
+    )
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        user: str,
+        protocol: zmtp.ZmtpConnection,
+        since: float,
+        read: Callable[[ProxyClient], bool],
+        closing: DescriptorCloser | None = None,
+    ) -> None:
+        self.connection = connection
+        self.fd_closer = closing
+        self.user = user
+        self.protocol = protocol
+        self.connected_at = since
+        self.client_socket = ClientSocket(self, connection.fileno(), read)
+        self.daemon_socket: ClientSocket | None = None
+        self.daemon_stream: Stream | None = None
+        self.outgoing = FrameWriter()
+        self.encrypting_bytes = self.buffered_bytes = self.pending_requests = 0
+        self.has_sent_message = self.is_closed = False
+
+    def identity(self) -> PeerIdentity:
+        """Return who it is, as the kernel and the handshake tell.
+
+        Raises:
+            OSError: it has gone.
+        """
+        key = self.protocol.mechanism.peer_key
+        if self.connection.family == socket.AF_UNIX:
+            pid, uid, gid = peer_credentials(self.connection)
+            return PeerIdentity(uid, pid, f"uid {uid}", (gid, *peer_groups(self.connection)), key)
+        return PeerIdentity(None, None, self.user, (), key)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the daemon has yet to answer some of what the client has sent, as far as a gate can tell."""
+        return self.pending_requests > 0
+
+    def receive(self) -> list[zmtp.MessageFrames]:
+        """Read once; return the messages that have come whole with that.
+
+        Raises:
+            DescriptorsError: it has sent descriptors.
+            OSError: it has gone, or there is no memory for what it sends.
+            MemoryError: likewise.
+        """
+        protocol, fd_closer = self.protocol, self.fd_closer
+        if protocol.is_backlogged:
+            return protocol.receive(b"")
+        try:
+            if protocol.missing_bytes >= LARGE_BYTES:
+                target = protocol.read_buffer()
+                count = (
+                    self.connection.recv_into(target) if fd_closer is None else self._receive_into(target, fd_closer)
+                )
+                if count:
+                    return protocol.on_filled(count)
+            else:
+                data = self.connection.recv(_CHUNK_BYTES) if fd_closer is None else self._receive_message(fd_closer)
+                if data:
+                    return protocol.receive(data)
+        except BlockingIOError:
+            return []
+        raise ConnectionResetError
+
+    def _receive_message(self, fd_closer: DescriptorCloser) -> bytes:
+        data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        self._reject_descriptors(ancillary, fd_closer)
+        return data
+
+    def _receive_into(self, target: memoryview, fd_closer: DescriptorCloser) -> int:
+        count, ancillary, _, _ = self.connection.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        self._reject_descriptors(ancillary, fd_closer)
+        return count
+
+    def _reject_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], fd_closer: DescriptorCloser) -> None:
+        received_fds = array.array("i")
+        for _, _, content in ancillary:
+            received_fds.frombytes(content[: len(content) - len(content) % received_fds.itemsize])
+        for each in received_fds:
+            fd_closer.close(self.user, each)
+        if received_fds:
+            raise DescriptorsSent
+
+    def send(self, chunks: Sequence[Any]) -> bool:
+        """Send bytes, or as much of them as goes now; return whether nothing is left.
+
+        Raises:
+            OSError: it has gone.
+        """
+        outgoing = self.outgoing
+        if outgoing.nbytes or sum(map(len, chunks)) > _MAX_JOINED_BYTES:
+            is_first = not outgoing.nbytes
+            outgoing.put(chunks)
+            return is_first and self.flush()
+        data = b"".join(chunks)
+        try:
+            sent = self.connection.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            outgoing.put([memoryview(data)[sent:]])
+        return sent == len(data)
+
+    def flush(self) -> bool:
+        """Send what is left; return whether nothing is left now.
+
+        Raises:
+            OSError: it has gone.
+        """
+        outgoing = self.outgoing
+        while outgoing.nbytes:
+            pieces, _ = outgoing.next_chunks()
+            try:
+                outgoing.on_written(self.connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL))
+            except BlockingIOError:
+                return False
+        return True
+
+    def count_buffered_bytes(self) -> int:
+        """Return how many bytes are kept for it now."""
+        count = self.protocol.held_bytes + self.outgoing.nbytes + self.encrypting_bytes
+        if self.daemon_stream is not None:
+            count += self.daemon_stream.unsent + self.daemon_stream.frame_reader.admitted_bytes
+        return count
+
+    def close(self) -> None:
+        """Close both sides."""
+        self.is_closed = True
+        self.client_socket.is_open = False
+        if self.fd_closer is None:
+            self.connection.close()
+        else:
+            self.fd_closer.close_socket(self.user, self.connection)
+        self.close_stream()
+
+    def close_stream(self) -> None:
+        """Close the stream to the daemon, if there is one."""
+        if self.daemon_socket is not None:
+            self.daemon_socket.is_open = False
+        if self.daemon_stream is not None:
+            self.daemon_stream.close()
+        self.daemon_stream = self.daemon_socket = None
+
+
+def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
+    """Return on whose account a new connection goes, and whether that is an operator.
+
+    Args:
+        connection: to the client.
+        peers: identifies the clients of a listener of TCP; None where it listens on a Unix socket.
+
+    Raises:
+        OSError: it has gone.
+    """
+    if peers is None:
+        uid = peer_credentials(connection).uid
+        return f"uid {uid}", uid in _OPERATOR_UIDS
+    peer = peers.identify(connection)
+    if not peer.is_known:
+        raise OSError("it has gone")
+    return peer.key, peer.is_operator
+
+
+def tenant_of(connection: socket.socket, key: str, membership: Membership) -> str | None:
+    """Return the name of the tenant of a connection, None if it belongs to none.
+
+    Args:
+        connection: to the client.
+        key: the public key that the client has shown; "" before that, or for none.
+        membership: who belongs to which tenant.
+
+    Raises:
+        OSError: it has gone.
+    """
+    if connection.family != socket.AF_UNIX:
+        return membership.tenant_of(None, (), key)
+    _, uid, gid = peer_credentials(connection)
+    return membership.tenant_of(uid, (gid, *peer_groups(connection)), key)
+
+
+def kernel_buffer_bytes(connection_count: int) -> int:
+    """Return how large a kernel buffer of one more connection of a user is to be who has so many."""
+    return min(max(_MAX_USER_BUFFER_BYTES // max(connection_count, 1), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
+
+
+def configure_socket(connection: socket.socket, connection_count: int) -> None:
+    """Set the options of a new connection of a user who has so many.
+
+    Raises:
+        OSError: it has gone.
+    """
+    connection.setblocking(False)
+    set_buffer_sizes(connection, connection_count)
+    if connection.family != socket.AF_UNIX:
+        for level, option, value in _TCP_OPTIONS:
+            connection.setsockopt(level, option, value)
+
+
+def set_buffer_sizes(connection: socket.socket, connection_count: int) -> None:
+    """Set how much the kernel keeps of what one end has sent and the other has not read."""
+    nbytes = kernel_buffer_bytes(connection_count)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)

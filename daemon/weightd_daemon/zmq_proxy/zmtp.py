@@ -1,0 +1,448 @@
+"""ZMTP 3.0 and 3.1 as the side that accepts speaks it, without I/O: https://rfc.zeromq.org/spec/23 and /37.
+
+A peer sends a greeting of 64 bytes, then frames. A frame is a byte of flags, its length in one byte or in eight, and
+its content; it is a command or a part of a message. The first commands are the handshake of a security mechanism:
+`Null` here, `weightd_daemon.zmq_proxy.curve.Curve` where clients have keys.
+
+Each bound is checked as soon as the length of a frame is known, before any of its content is kept.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES, allocate
+
+MORE, LONG, COMMAND = 1, 2, 4
+
+# A READY of libzmq has some 40 bytes, an INITIATE of CURVE some 300.
+MAX_COMMAND_BYTES = 4096
+
+# What `Connection.receive` takes apart at once; the rest waits as the bytes that it is.
+MAX_MESSAGES_PER_PARSE = 16
+MAX_FRAMES_PER_PARSE = 128
+
+# With CURVE a longer frame is encrypted and decrypted by `Connection.work` and `Sealing`, since that takes about a
+# millisecond for each MiB.
+CRYPTO_THREAD_BYTES = 512 * 1024
+
+# A frame of which less than this is announced waits for its end among the bytes that came with it.
+_LARGE_FRAME_BYTES = 8 * 1024
+
+_SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
+_MECHANISM_FIELD = slice(12, 32)
+
+_PING, _PONG = b"\4PING", b"\4PONG"
+_TTL_BYTES = 2
+_CONTEXT_BYTES = 16
+
+# What libzmq connects to a ROUTER socket, without REQ: weightd's messages have no delimiter.
+_SOCKET_TYPES = (b"DEALER", b"ROUTER")
+
+MessageFrames = list[Any]
+
+
+class ZmtpLimits(NamedTuple):
+    """The largest sizes that a peer may send, in bytes."""
+
+    max_frame_bytes: int
+    max_message_bytes: int
+
+
+class MechanismError(Exception):
+    """A peer does not follow the mechanism, or may not connect.
+
+    Args:
+        text: why.
+        status: what the peer is told in an ERROR command, "" for nothing.
+    """
+
+    def __init__(self, text: str, status: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Mechanism(Protocol):
+    """The security mechanism of one connection.
+
+    Attributes:
+        name: as it is in a greeting.
+        as_server: likewise.
+        key: the public key that the peer has proven to have, in Z85; "" before, or for none.
+        is_complete: whether the handshake is.
+        overhead: bytes by which the content of a frame grows; 0 if the mechanism leaves frames as they are.
+    """
+
+    name: bytes
+    as_server: bool
+    peer_key: str
+    is_complete: bool
+    overhead_bytes: int
+
+    def handle_handshake_command(self, command: bytes) -> bytes:
+        """Take the next command of the handshake; return the command to answer with.
+
+        Raises:
+            MechanismError: the connection has to end.
+        """
+        ...
+
+    def open(self, content: Any) -> tuple[int, Any]:
+        """Return the flags and the content of a frame from the content of the one that has come.
+
+        Raises:
+            MechanismError: it was not made by the peer, or was sent before.
+        """
+        ...
+
+    def seal(self, flags: int, content: Any) -> Any:
+        """Return the content of the frame to send for one with these flags and this content."""
+        ...
+
+
+class NullMechanism:
+    """The mechanism NULL: no security."""
+
+    name, as_server, peer_key, overhead_bytes = b"NULL", False, "", 0
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    def handle_handshake_command(self, command: bytes) -> bytes:
+        """See `Mechanism`."""
+        if not command.startswith(b"\5READY"):
+            raise MechanismError("expected a READY command")
+        check_metadata(command[6:])
+        self.is_complete = True
+        return b"\5READY" + SOCKET_METADATA
+
+    def open(self, content: Any) -> tuple[int, Any]:
+        """See `Mechanism`."""
+        return 0, content
+
+    def seal(self, flags: int, content: Any) -> Any:
+        """See `Mechanism`."""
+        return content
+
+
+class ZmtpConnection:
+    """What one peer sends.
+
+    Args:
+        mechanism: that the peer has to speak.
+        bounds: of what it may send.
+
+    Attributes:
+        mechanism: as given.
+        replies: bytes to be sent to the peer, in order; whoever sends them clears this.
+        pong: what answers the last PING, None for none; whoever sends it sets it to None.
+        error: why the connection has to end; "" if it need not. Nothing is read after that.
+        is_behind: whether `receive` of no bytes goes on with bytes that are here already.
+        missing: bytes of the large frame under way that have not come; 0 if there is none.
+        held: bytes that are kept of a message that is not complete, or were not taken apart yet.
+        work: what has to be called, in any thread, before `receive` goes on: its result goes to `worked`; None mostly.
+    """
+
+    __slots__ = (
+        "_has_greeting",
+        "_large_frame",
+        "_large_frame_flags",
+        "_limits",
+        "_message_bytes",
+        "_message_frames",
+        "_unparsed",
+        "error",
+        "held_bytes",
+        "is_backlogged",
+        "mechanism",
+        "missing_bytes",
+        "pending_pong",
+        "pending_work",
+        "replies",
+    )
+
+    def __init__(self, mechanism: Mechanism, limits: ZmtpLimits) -> None:
+        self.mechanism = mechanism
+        self.replies: list[bytes] = [_encode_greeting(mechanism)]
+        self.pending_pong: bytes | None = None
+        self.error = ""
+        self.is_backlogged = False
+        self.missing_bytes = self.held_bytes = 0
+        self.pending_work: Callable[[], tuple[int, Any] | str] | None = None
+        self._limits = limits
+        self._has_greeting = False
+        self._unparsed = b""
+        # The frames of the message under way, and how many bytes these are; then the frame under way.
+        self._message_frames: MessageFrames = []
+        self._message_bytes = 0
+        self._large_frame_flags = 0
+        self._large_frame: Any = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the handshake is complete."""
+        return self.mechanism.is_complete
+
+    def read_buffer(self) -> memoryview:
+        """Return where the next bytes are best read to, if LARGE_BYTES or more are `missing`: see `filled`."""
+        return memoryview(self._large_frame)[-self.missing_bytes :]
+
+    def on_filled(self, count: int) -> list[MessageFrames]:
+        """Take in bytes that were read to `target`; return the message that they complete, if they do."""
+        messages: list[MessageFrames] = []
+        self._fill_large_frame(count, messages)
+        self._update_held_bytes()
+        return messages
+
+    def receive(self, data: bytes) -> list[MessageFrames]:
+        """Take in the bytes that come next; return the messages that they complete."""
+        messages: list[MessageFrames] = []
+        if self.error:
+            return messages
+        if self.missing_bytes:
+            filled_bytes = min(self.missing_bytes, len(data))
+            self.read_buffer()[:filled_bytes] = memoryview(data)[:filled_bytes]
+            self._fill_large_frame(filled_bytes, messages)
+            data = data[filled_bytes:]
+        elif self._unparsed:
+            data = self._unparsed + data
+        position = 0 if self._is_waiting() else self._parse(data, messages)
+        self._unparsed = data[position:] if position else data
+        self._update_held_bytes()
+        return messages
+
+    def on_work_done(self, result: tuple[int, Any] | str) -> list[MessageFrames]:
+        """Take in what `work` has returned; return the message that this completes, if it does."""
+        self.pending_work = None
+        self.is_backlogged = True
+        messages: list[MessageFrames] = []
+        if isinstance(result, str):
+            self._fail(result)
+        else:
+            self._add_frame(*result, messages)
+        self._update_held_bytes()
+        return messages
+
+    def _is_waiting(self) -> bool:
+        """Return whether what comes next waits for the end of a large frame."""
+        return self.missing_bytes > 0 or self.pending_work is not None
+
+    def _update_held_bytes(self) -> None:
+        if self.error:
+            self._unparsed = b""
+        self.held_bytes = (
+            len(self._unparsed) + self._message_bytes + (0 if self._large_frame is None else len(self._large_frame))
+        )
+
+    def _parse(self, data: bytes, messages: list[MessageFrames]) -> int:
+        """Take apart what is whole, in some bounds; return the position after that."""
+        self.is_backlogged = False
+        position, size = 0, len(data)
+        if not self._has_greeting:
+            if not self._check_greeting(data):
+                return 0
+            position = _GREETING_BYTES
+        for _ in range(MAX_FRAMES_PER_PARSE):
+            if size - position < 2:
+                return position
+            flags = data[position]
+            if flags & LONG:
+                begin = position + 9
+                length = int.from_bytes(data[position + 1 : begin], "big")
+            else:
+                begin = position + 2
+                length = data[position + 1]
+            end = begin + length
+            if (
+                begin > size
+                or not self._check_frame_header(flags, length)
+                or (end > size and length < _LARGE_FRAME_BYTES)
+            ):
+                return position
+            if end > size:
+                self._begin_large_frame(flags, length, memoryview(data)[begin:])
+                return size
+            position = end
+            self._on_frame(flags, data[begin:end], messages)
+            if len(messages) == MAX_MESSAGES_PER_PARSE or self.pending_work is not None or self.error:
+                break
+        self.is_backlogged = position < size
+        return position
+
+    def _check_greeting(self, data: bytes) -> bool:
+        """Check as much of a greeting as has come; return whether all of it has."""
+        has_signature = data[:1] == b"\xff" and data[9:10] in (b"", b"\x7f")
+        if data and not has_signature:
+            self._fail("expected a greeting of ZMTP")
+        elif data[_SIGNATURE_BYTES : _SIGNATURE_BYTES + 1] and data[_SIGNATURE_BYTES] < 3:
+            self._fail(f"expected ZMTP 3.0 or later, got version {data[_SIGNATURE_BYTES]}")
+        elif len(data) >= _GREETING_BYTES:
+            name = data[_MECHANISM_FIELD].rstrip(b"\0")
+            if name == self.mechanism.name:
+                self._has_greeting = True
+                return True
+            self._fail(
+                f"expected the mechanism {self.mechanism.name.decode()}, got {name.decode('ascii', 'replace')!r}"
+            )
+        return False
+
+    def _check_frame_header(self, flags: int, length: int) -> bool:
+        """Return whether a frame may follow that was announced so."""
+        mechanism, limits = self.mechanism, self._limits
+        if flags & ~(MORE | LONG | COMMAND):
+            self._fail(f"expected a frame of ZMTP 3, got one with the flags {flags:#x}")
+        elif not mechanism.is_complete or (flags & COMMAND and not mechanism.overhead_bytes):
+            if length > MAX_COMMAND_BYTES:
+                self._fail(f"expected a command of at most {MAX_COMMAND_BYTES} bytes, got {length}")
+        elif length > limits.max_frame_bytes + mechanism.overhead_bytes:
+            self._fail(f"frames: expected at most {limits.max_frame_bytes} bytes in a frame, got {length}")
+        elif self._message_bytes + length > limits.max_message_bytes + mechanism.overhead_bytes:
+            text = f"frames: expected a message of at most {limits.max_message_bytes} bytes (max_memory_bytes)"
+            self._fail(f"{text}, got {self._message_bytes + length} or more")
+        elif len(self._message_frames) == MAX_FRAMES:
+            self._fail(f"frames: expected a message of at most {MAX_FRAMES} frames, got more")
+        return not self.error
+
+    def _on_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
+        """Take a frame that has come."""
+        mechanism = self.mechanism
+        if not mechanism.is_complete:
+            self._on_handshake_frame(flags, content)
+        elif not mechanism.overhead_bytes:
+            self._add_frame(flags, content, messages)
+        elif len(content) >= CRYPTO_THREAD_BYTES:
+            self.pending_work = lambda: _try_open(mechanism, content)
+        else:
+            opened = _try_open(mechanism, content)
+            if isinstance(opened, str):
+                self._fail(opened)
+            else:
+                self._add_frame(*opened, messages)
+
+    def _begin_large_frame(self, flags: int, length: int, begin: memoryview) -> None:
+        """Keep what has come of a large frame."""
+        self._large_frame_flags = flags
+        self._large_frame = allocate(length)
+        self.missing_bytes = length - len(begin)
+        memoryview(self._large_frame)[: len(begin)] = begin
+
+    def _fill_large_frame(self, count: int, messages: list[MessageFrames]) -> None:
+        """Take the large frame under way once it is complete."""
+        self.missing_bytes -= count
+        if self.missing_bytes:
+            return
+        content, self._large_frame = self._large_frame, None
+        is_small = len(content) < LARGE_BYTES
+        self._on_frame(self._large_frame_flags, bytes(content) if is_small else content, messages)
+
+    def _on_handshake_frame(self, flags: int, content: bytes) -> None:
+        if not flags & COMMAND:
+            self._fail("expected a command before the end of the handshake, got a message")
+            return
+        try:
+            reply = self.mechanism.handle_handshake_command(content)
+        except MechanismError as error:
+            if error.status:
+                self.replies.append(encode_command(b"\5ERROR" + bytes([len(error.status)]) + error.status.encode()))
+            self._fail(str(error))
+        else:
+            self.replies.append(encode_command(reply))
+
+    def _add_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
+        """Add a frame to the message under way, or take a command."""
+        if flags & COMMAND:
+            if content[:5] == _PING:
+                context = bytes(content[5 + _TTL_BYTES :][:_CONTEXT_BYTES])
+                self.pending_pong = _PONG + context
+            # Others are of no concern to a ROUTER socket.
+            return
+        self._message_frames.append(content)
+        if flags & MORE:
+            self._message_bytes += len(content)
+        else:
+            messages.append(self._message_frames)
+            self._message_frames, self._message_bytes = [], 0
+
+    def _fail(self, text: str) -> None:
+        self.error = text
+        self._message_frames, self._message_bytes, self._large_frame, self.missing_bytes = [], 0, None, 0
+
+
+def _try_open(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:
+    try:
+        return mechanism.open(content)
+    except MechanismError as error:
+        return str(error)
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def encode_message(mechanism: Mechanism, frames: Sequence[Any]) -> list[Any]:
+    """Return the pieces of a message as it is sent: the content of frames is not copied unless it is encrypted."""
+    chunks: list[Any] = []
+    last = len(frames) - 1
+    if mechanism.overhead_bytes:
+        frames = [mechanism.seal(MORE if index < last else 0, frame) for index, frame in enumerate(frames)]
+        last = 0
+    for index, frame in enumerate(frames):
+        chunks += (_frame_header(MORE if index < last else 0, len(frame)), frame)
+    return chunks
+
+
+def encode_pong(mechanism: Mechanism, content: bytes) -> bytes:
+    """Return a PONG as it is sent."""
+    if mechanism.overhead_bytes:
+        sealed = bytes(mechanism.seal(COMMAND, content))
+        return _frame_header(0, len(sealed)) + sealed
+    return encode_command(content)
+
+
+def encode_command(content: bytes) -> bytes:
+    """Return a command as it is sent."""
+    return _frame_header(COMMAND, len(content)) + content
+
+
+def _frame_header(flags: int, length: int) -> bytes:
+    return bytes((flags, length)) if length < 256 else struct.pack(">BQ", flags | LONG, length)
+
+
+def _encode_greeting(mechanism: Mechanism) -> bytes:
+    signature = b"\xff" + bytes(8) + b"\x7f"
+    return signature + b"\3\1" + mechanism.name.ljust(20, b"\0") + bytes([mechanism.as_server]) + bytes(31)
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def _encode_property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+
+
+SOCKET_METADATA = _encode_property(b"Socket-Type", b"ROUTER") + _encode_property(b"Identity", b"")
+"""The metadata of a ROUTER socket."""
+
+
+def check_metadata(data: bytes) -> None:
+    """Check the metadata of a peer.
+
+    Raises:
+        MechanismError: they are malformed, or its socket cannot speak with a gate.
+    """
+    properties: dict[bytes, bytes] = {}
+    position = 0
+    while position < len(data):
+        end = position + 1 + data[position]
+        value = end + 4
+        after = value + int.from_bytes(data[end:value], "big")
+        if value > len(data) or after > len(data):
+            raise MechanismError("expected metadata of ZMTP 3")
+        properties[data[position + 1 : end].lower()] = data[value:after]
+        position = after
+    socket_type = properties.get(b"socket-type", b"")
+    if socket_type not in _SOCKET_TYPES:
+        got = socket_type[:16].decode("ascii", "replace")
+        text = f"expected a socket of type DEALER, got {got!r}"
+        raise MechanismError(text, text)

@@ -1,0 +1,103 @@
+"""The command `weightd gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from weightd_gateway import heap_watch, logs
+from weightd_gateway.config import addresses
+from weightd_gateway.config.load import ConfigError, default_path, load
+from weightd_gateway.frontend import Frontend
+from weightd_gateway.context import Gateway
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.systemd import ServiceManager
+from weightd_gateway.system_shared_memory import RegisteredRegions
+from weightd_gateway.inflight_limit import AdmissionControl
+from weightd_gateway.server import GatewayServer
+from weightd_gateway.daemon_client import DaemonClient
+from weightd_common import gateway_command, signals
+from weightd_common.commandline import Parser
+from weightd_common.coredump import disable_core_dumps
+from weightd_common.init import serve_as_init
+
+OK = 0
+CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be had
+CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = parser().parse_args(arguments)
+    disable_core_dumps()
+    heap_watch.set_up()
+    logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
+    path = (Path(options.config) if options.config else default_path()).absolute()
+    manager = ServiceManager(os.environ)
+    try:
+        config, authenticator = load(path, [str(addresses.address_of(each)) for each in manager.sockets])
+    except ConfigError as error:
+        for problem in error.problems:
+            logs.print_error(problem)
+        return CONFIG
+    if options.check:
+        print(f"{path}: good")
+        return OK
+    settings = config.gateway
+    admission = AdmissionControl(settings.max_in_flight, settings.max_memory_bytes)
+    daemon_client = DaemonClient(settings.daemon or None, settings.timeout, admission)
+    gateway = Gateway(
+        settings,
+        authenticator,
+        daemon_client,
+        RegisteredRegions(enabled=settings.shared_memory),
+        Helpers(),
+        manager.sockets,
+    )
+    try:
+        frontends = _make_frontends(gateway)
+    except ImportError as error:
+        logs.print_error(f"{error}: the gateway needs `pip install 'weightd[gateway]'`")
+        return CONFIG
+    try:
+        asyncio.run(GatewayServer(path, config, gateway, frontends, manager).run())
+    except OSError as error:
+        logs.print_error(error.strerror or str(error))
+        return CANNOT_CREATE
+    return OK
+
+
+def _make_frontends(gateway: Gateway) -> list[Frontend]:
+    """Return the protocols that are spoken; what they need is loaded only then.
+
+    Raises:
+        ImportError: it is not there.
+    """
+    frontends: list[Frontend] = []
+    if gateway.config.http_addresses:
+        from weightd_gateway.http.server import HttpServer  # noqa: PLC0415 - it is 20 MB
+
+        frontends.append(HttpServer(gateway))
+    if gateway.config.grpc_addresses:
+        from weightd_gateway.grpc.server import GrpcServer  # noqa: PLC0415 - it is 20 MB
+
+        frontends.append(GrpcServer(gateway))
+    return frontends
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(prog="weightd gateway")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log each request")
+    gateway_command.add_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    signals.reset()
+    serve_as_init()
+    sys.exit(main())

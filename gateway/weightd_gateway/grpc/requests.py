@@ -1,0 +1,346 @@
+"""A `ModelInferRequest`, as the question that it asks; what is not exactly what it says is refused by its field."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleBuffer
+from typing import Any, NamedTuple
+
+from weightd_gateway import tensors
+from weightd_gateway.tensors import Array
+from weightd_gateway.auth import Caller
+from weightd_gateway.error_codes import TooLarge
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.oip_view import VERSION
+from weightd_gateway.inference import InferenceRequest
+from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
+from weightd_gateway.grpc import parameters
+from weightd_gateway.grpc.handlers import RpcContext, parse_message
+from weightd_gateway.grpc.fast_parse import fast_parse
+from weightd_gateway.grpc.field_limits import check_fields, layout_of
+from weightd_gateway.grpc.messages import INFERENCE
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument, NotFound
+from weightd_protocol.schema import describe_value, label
+
+# Where the values of a datatype are that are not in `raw_input_contents`.
+_CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+# What those fields hold.
+_SOURCE_DTYPES: Mapping[str, str] = {
+    "bool_contents": "?",
+    "int_contents": "<i4",
+    "int64_contents": "<i8",
+    "uint_contents": "<u4",
+    "uint64_contents": "<u8",
+    "fp32_contents": "<f4",
+    "fp64_contents": "<f8",
+}
+
+_NO_CONTENTS = INFERENCE["InferTensorContents"]()
+
+_Request = INFERENCE["ModelInferRequest"]
+_LAYOUT = layout_of(_Request.DESCRIPTOR)
+
+# Of a message but for its raw contents, as of JSON: it takes the loop a while, in which nobody else is served.
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+
+# Of one with more fields than requests have: two bytes of it may become a message of a hundred.
+MAX_UNUSUAL_BYTES = 1024 * 1024
+
+PARSER_PROCESS_BYTES = 16 * 1024
+"""A header that is longer is parsed by the helper process, as JSON is."""
+
+# Of a header that is remembered with what it means: a client sends the same again and again.
+_MAX_CACHED_BYTES = 2048
+_CACHE_SIZE = 1024
+
+
+class ShmResolver(NamedTuple):
+    """Where tensors may be that are not in the message.
+
+    Attributes:
+        regions: what callers have registered.
+        room: returns an array of so many bytes to read a tensor into.
+        helpers: the processes that parse many values.
+    """
+
+    regions: RegisteredRegions
+    allocate: Callable[[Caller, int], Any]
+    parsers: Helpers
+
+
+class OutputTarget(NamedTuple):
+    """Where an output is to be.
+
+    Attributes:
+        region: what the caller calls it.
+        place: the same.
+    """
+
+    region: str
+    shm_slice: ShmSlice
+
+
+class InferRequest(NamedTuple):
+    """A request.
+
+    Attributes:
+        question: what it asks.
+        targets: of outputs that are not to be in the answer, by their names.
+    """
+
+    request: InferenceRequest
+    targets: Mapping[str, OutputTarget]
+
+
+class InputTensor(NamedTuple):
+    """One input, and where it is: `values`, or in a region, or else among the raw contents."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    values: Array | None
+    region: Mapping[str, Any] | None
+
+
+class RequestTemplate(NamedTuple):
+    """What a request says, but for its tensors: the same for many.
+
+    Attributes:
+        regions: of outputs that are to be in one: its parameters, by their names.
+        contents, id: of a message that was not cut.
+    """
+
+    model: str
+    inputs: Sequence[InputTensor]
+    outputs: tuple[str, ...] | None
+    regions: Mapping[str, Mapping[str, Any]]
+    timeout: float | None
+    priority: int | None
+    contents: Sequence[bytes]
+    id: str
+
+
+async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: ShmResolver) -> InferRequest:
+    """Return what the bytes of a request ask.
+
+    Raises:
+        InvalidArgument: they are not what the protocol says; the text names the field.
+        NotFound: the version, or a region, is none.
+        TooLarge: what is no raw content is longer than it may be.
+        ResourceExhausted: there is no room for its tensors now.
+    """
+    if len(message) > PARSER_PROCESS_BYTES:
+        # A message that is refused for its fields costs less here than in pieces, and on its way to a helper process.
+        parse_message(message, _check_fields)
+    header, request_id, contents = fast_parse(message)
+    _check_header(len(header), MAX_UNUSUAL_BYTES if header is message else MAX_HEADER_BYTES)
+    if len(header) <= _MAX_CACHED_BYTES:
+        form = _parse_cached(header)
+    elif len(header) <= PARSER_PROCESS_BYTES:
+        form = _parse_template(header)
+    else:
+        # The copy on its way.
+        call.permit.reserve(len(header))
+        form = await shm_resolver.parsers.run(call.caller, len(header), _parse_template, PickleBuffer(header))
+    request = InferenceRequest(
+        form.model,
+        _make_inputs(form, contents or [memoryview(each) for each in form.contents], call, shm_resolver),
+        form.outputs,
+        parameters.earlier_timeout(form.timeout, call.time_left_s),
+        form.priority,
+        call.traceparent,
+        _parse_id(request_id) if request_id else form.id,
+    )
+    targets = {
+        name: OutputTarget(given[parameters.REGION], parameters.shm_slice_of(given, call, shm_resolver.regions))
+        for name, given in form.regions.items()
+    }
+    return InferRequest(request, targets)
+
+
+def _check_header(nbytes: int, max_bytes: int) -> None:
+    if nbytes > max_bytes:
+        text = f"expected at most {max_bytes} bytes beside raw_input_contents, got {nbytes}: send tensors there"
+        raise TooLarge(text)
+
+
+def _check_fields(message: bytes) -> None:
+    check_fields(message, _LAYOUT)
+
+
+def _parse(message: bytes) -> Any:
+    _check_fields(message)
+    return _Request.FromString(message)
+
+
+def _parse_template(header: bytes) -> RequestTemplate:
+    request = parse_message(header, _parse)
+    check_version(request.model_version)
+    values = parameters.parse_parameters("parameters", request.parameters)
+    parameters.check_parameters(values)
+    outputs, regions = _parse_outputs(request.outputs)
+    return RequestTemplate(
+        model_of(request.model_name),
+        _parse_inputs(request.inputs),
+        outputs,
+        regions,
+        parameters.timeout_of(values),
+        parameters.priority_of(values),
+        [*request.raw_input_contents],
+        _parse_id(request.id.encode()),
+    )
+
+
+_parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_template)
+
+
+def model_of(name: str) -> str:
+    """Return the name of a model.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    return _check_name("model_name", name)
+
+
+def check_version(version: str) -> None:
+    """Look at the version of a model that is asked for: there is one at a time.
+
+    Raises:
+        NotFound: it is another.
+    """
+    if version not in ("", VERSION):
+        raise NotFound(f"model_version: expected {VERSION!r} or none, got {describe_value(version)}")
+
+
+def _parse_id(content: bytes) -> str:
+    if len(content) > limits.MAX_ID_BYTES:
+        raise InvalidArgument(f"id: expected at most {limits.MAX_ID_BYTES} bytes, got {len(content)}")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("id: expected UTF-8") from None
+
+
+def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
+    _check_count("inputs", input_messages)
+    inputs: dict[str, InputTensor] = {}
+    values_left = tensors.MAX_VALUES
+    for index, tensor in enumerate(input_messages):
+        name = _check_name(f"inputs[{index}].name", tensor.name)
+        if name in inputs:
+            raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
+        datatype = tensors.check_datatype(name, tensor.datatype)
+        shape = tensors.check_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
+        given = parameters.parse_parameters(f"{label(name)}: parameters", tensor.parameters)
+        region = given if parameters.REGION in given else None
+        values = None
+        if tensor.HasField("contents"):
+            values = _parse_typed(name, datatype, shape, tensor.contents, values_left)
+            values_left -= values.size
+        if values is not None and region is not None:
+            raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
+        inputs[name] = InputTensor(name, datatype, shape, values, region)
+    return tuple(inputs.values())
+
+
+def _make_inputs(
+    template: RequestTemplate, contents: Sequence[memoryview], call: RpcContext, shm_resolver: ShmResolver
+) -> dict[str, Array]:
+    inputs: dict[str, Array] = {}
+    used_contents = 0
+    for each in template.inputs:
+        if each.region is not None:
+            inputs[each.name] = _read_shared(
+                each, parameters.shm_slice_of(each.region, call, shm_resolver.regions), call, shm_resolver
+            )
+        elif each.values is not None:
+            if contents:
+                raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
+            # A byte of the message may be a value of eight.
+            call.permit.reserve(each.values.nbytes)
+            inputs[each.name] = each.values
+        elif used_contents < len(contents):
+            inputs[each.name] = tensors.from_bytes(each.name, each.datatype, each.shape, contents[used_contents])
+            used_contents += 1
+        elif contents:
+            raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
+        else:
+            # One without elements is said so.
+            inputs[each.name] = _parse_typed(each.name, each.datatype, each.shape, _NO_CONTENTS, 0)
+    if used_contents != len(contents):
+        raise InvalidArgument(
+            f"raw_input_contents: expected {used_contents}, one for each input that is not in a region"
+        )
+    return inputs
+
+
+def _read_shared(input_tensor: InputTensor, shm_slice: ShmSlice, call: RpcContext, shm_resolver: ShmResolver) -> Array:
+    """Return a tensor that is in shared memory: a copy, that nobody else changes."""
+    name, datatype, shape, _, _ = input_tensor
+    expected = tensors.nbytes_of(name, datatype, shape)
+    if shm_slice.nbytes != expected:
+        raise InvalidArgument(
+            f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {shm_slice.nbytes}"
+        )
+    call.permit.reserve(expected)
+    content = memoryview(shm_resolver.allocate(call.caller, expected) if expected else b"")
+    shm_slice.region.read(shm_slice.offset, content)
+    return tensors.from_bytes(name, datatype, shape, content)
+
+
+def _parse_typed(name: str, datatype: str, shape: Sequence[int], contents: Any, max_values: int) -> Array:
+    """Return the tensor whose values are in the field for its datatype, and in no other one; so many at most."""
+    expected = _CONTENTS.get(datatype)
+    if expected is None:
+        raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes, in raw_input_contents")
+    for field, _ in contents.ListFields():
+        if field.name != expected:
+            raise InvalidArgument(f"{label(name)}: contents: expected {expected} for {datatype}, got {field.name}")
+    return tensors.from_typed(name, datatype, shape, getattr(contents, expected), _SOURCE_DTYPES[expected], max_values)
+
+
+def _parse_outputs(output_messages: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:
+    if not output_messages:
+        return None, {}
+    _check_count("outputs", output_messages)
+    names: list[str] = []
+    regions: dict[str, Mapping[str, Any]] = {}
+    for index, output in enumerate(output_messages):
+        name = _check_name(f"outputs[{index}].name", output.name)
+        if name in names:
+            raise InvalidArgument(f"outputs[{index}].name: {label(name)} is there already")
+        given = parameters.parse_parameters(f"{label(name)}: parameters", output.parameters)
+        if given.get("classification"):
+            raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
+        if parameters.REGION in given:
+            regions[name] = given
+        names.append(name)
+    return tuple(names), regions
+
+
+def _check_count(field: str, messages: Sequence[Any]) -> None:
+    if len(messages) > limits.MAX_TENSORS:
+        raise InvalidArgument(f"{field}: expected at most {limits.MAX_TENSORS}, got {len(messages)}")
+
+
+def _check_name(field: str, name: str) -> str:
+    size = len(name.encode())
+    if not 0 < size <= limits.MAX_NAME_BYTES:
+        raise InvalidArgument(f"{field}: expected 1 to {limits.MAX_NAME_BYTES} bytes, got {size}")
+    return name

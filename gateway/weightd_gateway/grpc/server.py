@@ -1,0 +1,191 @@
+"""gRPC, at all its addresses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from weightd_gateway import listening
+from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.config import addresses
+from weightd_gateway.config.addresses import ListenAddress
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.context import Gateway
+from weightd_gateway.listening import GatewayAcceptor
+from weightd_gateway.grpc import health, infer, reflection
+from weightd_gateway.grpc.handlers import MAX_PROBES, MAX_UNSENT_CALLS, Handler, RpcDispatcher
+from weightd_gateway.grpc.health import Health
+from weightd_gateway.grpc.infer import GrpcInference
+from weightd_gateway.grpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
+from weightd_gateway.grpc.model_api import ModelApi
+from weightd_gateway.grpc.reflection import Reflection
+from weightd_gateway.grpc.http2_filter import Http2Filter
+from weightd_gateway.grpc.requests import ShmResolver
+from weightd_gateway.grpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, WaitingCalls
+from weightd_common.peers import Peers
+
+# Calls of whoever asks.
+MAX_UNAUTHENTICATED = MAX_PROBES + MAX_WATCH_STREAMS + MAX_REFLECTION_STREAMS
+
+# Calls beyond those, and those that have a place, or are streams: such as are told that there is none.
+SPARE_CALLS = 256
+
+# Of one connection. HTTP/2 asks for no fewer than 100.
+MAX_CALLS_PER_CONNECTION = 256
+
+# A client that is stopped, or behind a net that is gone, answers no ping: after both it is hung up.
+KEEPALIVE_S = 60
+KEEPALIVE_TIMEOUT_S = 20
+
+# Clients that ping more often are hung up: the tenth of a minute is what cautious ones are set to.
+MIN_PING_INTERVAL_S = 5
+
+# A token, a context of a trace, and what libraries add; what is longer than the first is refused more and more often.
+_METADATA_BYTES = 8 * 1024
+MAX_METADATA_BYTES = 16 * 1024
+
+# Descriptors of one connection, beside those for everything else: the client's, and both ends to gRPC's library.
+_FDS_PER_CONNECTION = 4
+
+# gRPC's library has much to say of its peers, to stderr past every log, and to the log whenever one leaves while it is
+# answered. What goes wrong in handlers is told by themselves.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+logging.getLogger("grpc").setLevel(logging.CRITICAL)
+
+
+class GrpcServer:
+    """Speaks gRPC.
+
+    Args:
+        gateway: what it is made of.
+
+    Attributes:
+        relay: the connections, once it has started.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._streams = WaitingCalls()
+        self._watch_streams = WaitingCalls(MAX_WATCH_STREAMS)
+        self._reflection_streams = WaitingCalls(MAX_REFLECTION_STREAMS)
+        self._peers = Peers()
+        self._admission = PeerAdmission(_max_connections(gateway.config), gateway.config.max_connection_rate)
+        self._server: grpc.aio.Server | None = None
+        self._acceptors: list[GatewayAcceptor] = []
+        self._paths: list[Path] = []
+
+    async def start(self) -> Sequence[str]:
+        """Listen; return where, for people.
+
+        Raises:
+            OSError: an address cannot be had; the text names it.
+        """
+        config = self._gateway.config
+        max_calls = config.max_in_flight + MAX_UNSENT_CALLS + MAX_STREAMS + MAX_UNAUTHENTICATED + SPARE_CALLS
+        # Others may not enter it: the relay is the only client of gRPC's library.
+        self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
+        inner = Path(self._directory.name, "grpc")
+        self.http2_filter = Http2Filter(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
+        self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=max_calls)
+        for name, handlers in self._services().items():
+            self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
+        try:
+            self._server.add_insecure_port(f"unix:{inner}")
+        except RuntimeError:
+            raise OSError(f"gRPC's library cannot listen at {inner}: expected a short path (TMPDIR)") from None
+        tls = listening.tls_context(config)
+        if tls is not None:
+            tls.set_alpn_protocols(["h2"])
+        listeners = [self._bind(place) for place in config.grpc_addresses]
+        await self._server.start()
+        urls: list[str] = []
+        for listener in listeners:
+            used = None if listener.family == socket.AF_UNIX else tls
+            admit = partial(self.http2_filter.on_connection, tls=used)
+            self._acceptors.append(GatewayAcceptor(listener, self._admission, self._peers, admit))
+            urls.append(f"{'grpcs' if used else 'grpc'} {addresses.address_of(listener)}")
+        return urls
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        for accepting in self._acceptors:
+            accepting.close()
+        for each in (self._streams, self._watch_streams, self._reflection_streams):
+            each.stop()
+        if self._server is None:
+            return
+        end = time.monotonic() + grace_s
+        await self._server.stop(grace_s)
+        # Answers may still be on their way to the clients.
+        await self.http2_filter.drain(max(0.0, end - time.monotonic()))
+        self.http2_filter.abort()
+        self._peers.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        self._directory.cleanup()
+
+    def _bind(self, address: ListenAddress) -> socket.socket:
+        listener = listening.bind(address, "grpc")
+        if address.path:
+            self._paths.append(Path(address.path))
+        return listener
+
+    def _services(self) -> Mapping[str, dict[str, Handler]]:
+        gateway, config = self._gateway, self._gateway.config
+        daemon_client = gateway.daemon_client
+        calls = RpcDispatcher(
+            lambda: gateway.authenticator,
+            daemon_client.admission,
+            config.max_body_bytes,
+            config.receive_timeout,
+            self.http2_filter,
+        )
+        shm_resolver = ShmResolver(gateway.regions, daemon_client.allocate, gateway.parsers)
+        methods = ModelApi(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
+        described = (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA)
+        return {
+            infer.NAME: {
+                **methods.handlers(calls),
+                **GrpcInference(daemon_client, shm_resolver, self._streams).handlers(calls),
+            },
+            health.NAME: Health(daemon_client, ("", infer.NAME), self._watch_streams).handlers(calls),
+            reflection.NAME: Reflection(described, REFLECTION, self._reflection_streams).handlers(calls),
+            reflection.V1ALPHA_NAME: Reflection(described, REFLECTION_V1ALPHA, self._reflection_streams).handlers(
+                calls
+            ),
+        }
+
+
+def _max_connections(config: GatewayConfig) -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(config.max_connections, descriptors // _FDS_PER_CONNECTION))
+
+
+def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
+    return [
+        # Of a message, before and after it is decompressed: what is longer is refused by its announcement.
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+        ("grpc.max_connection_idle_ms", _ms(config.idle_timeout)),
+        ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
+        ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(MIN_PING_INTERVAL_S)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(1000 * seconds))

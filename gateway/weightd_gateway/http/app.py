@@ -1,0 +1,268 @@
+"""What is done for each request: who asks, what is asked, and the answer that comes of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from aiohttp import hdrs
+
+from weightd_gateway import oip_view
+from weightd_gateway.auth import Caller
+from weightd_gateway.error_codes import to_request_error
+from weightd_gateway.context import Gateway
+from weightd_gateway.page.files import FILES, STATUS_HEADERS
+from weightd_gateway.page.poller import StatusPoller
+from weightd_gateway.http import body, infer_json
+from weightd_gateway.http.auth import caller_of, check_host, traceparent_of
+from weightd_gateway.http.connection import ConnectionPhase
+from weightd_gateway.http.infer import HttpInference
+from weightd_gateway.http.responses import HttpError, HttpReply, error_reply, json_reply
+from weightd_gateway.http.request import HttpRequest, RequestConnection
+from weightd_gateway.http.routes import Operation, parse_route
+from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.tracing import TRACEPARENT
+from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
+from weightd_protocol.messages.metrics import MetricsResponse
+from weightd_protocol.schema import label
+from weightd_common.exposition import CONTENT_TYPE, exposition
+from weightd_common.rate_limited_log import RateLimitedLog
+
+_log = logging.getLogger("weightd_gateway.http")
+
+# What is not a tensor is short: the parameters of a region, or of an index.
+_MAX_PARAMETER_BYTES = 64 * 1024
+
+# What is asked of no model, and answered with no more than whether there is somebody: for probes, which have no token.
+# The files of the page are the same for everybody.
+_UNAUTHENTICATED = frozenset({Operation.LIVE, Operation.READY, Operation.PAGE})
+_PROBE = Caller(None, "probe")
+
+# Of those who wait for the daemon: should it hang, strangers do not have all connections.
+MAX_PROBES = 64
+
+_SERVER_ERROR = 500
+
+# Between two lines of the log about errors of one status to one caller: who asks again and again fills no log.
+_LOG_INTERVAL_S = 10.0
+
+# What Triton would say that traces nothing.
+_TRACE_SETTINGS: Mapping[str, Any] = {
+    "trace_level": ["OFF"],
+    "trace_rate": "0",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_file": "",
+    "trace_mode": "triton",
+}
+_LOG_SETTINGS: Mapping[str, Any] = {
+    "log_file": "",
+    "log_info": True,
+    "log_warning": True,
+    "log_error": True,
+    "log_verbose_level": 0,
+    "log_format": "default",
+}
+
+Handler = Callable[[HttpRequest, Caller, str], Awaitable[HttpReply]]
+
+
+class HttpApi:
+    """Answers requests.
+
+    Args:
+        gateway: what all protocols share.
+        hosts: names under which callers may know this host.
+    """
+
+    def __init__(self, gateway: Gateway, hosts: frozenset[str]) -> None:
+        self._gateway = gateway
+        self._daemon_client = gateway.daemon_client
+        self._hosts = hosts
+        self._error_log = RateLimitedLog(_LOG_INTERVAL_S)
+        self._status_poller = StatusPoller(gateway.daemon_client)
+        self._expositions: dict[str | None, tuple[MetricsResponse, bytes]] = {}
+        self._probe_limit = FairLimit(MAX_PROBES)
+        self._handlers: dict[Operation, Handler] = {
+            Operation.LIVE: self._live,
+            Operation.READY: self._ready,
+            Operation.SERVER: self._server,
+            Operation.MODEL: self._model,
+            Operation.MODEL_READY: self._model_ready,
+            Operation.CONFIG: self._config,
+            Operation.STATISTICS: self._statistics,
+            Operation.INFER: HttpInference(gateway).infer,
+            Operation.INDEX: self._index,
+            Operation.LOAD: self._load,
+            Operation.REGIONS: self._regions,
+            Operation.REGISTER: self._register,
+            Operation.UNREGISTER: self._unregister,
+            Operation.CUDA_REGIONS: self._no_cuda_regions,
+            Operation.CUDA_REGISTER: self._register_cuda,
+            Operation.CUDA_UNREGISTER: self._no_cuda_regions,
+            Operation.TRACE: self._trace,
+            Operation.LOGGING: self._logging,
+            Operation.CHANGE_SETTING: self._change_setting,
+            Operation.METRICS: self._metrics,
+            Operation.PAGE: self._page,
+            Operation.STATUS_JSON: self._status_json,
+        }
+
+    async def handle(self, request: HttpRequest) -> HttpReply:
+        """Return the answer to a request, whatever comes of it."""
+        connection = cast(RequestConnection, request.protocol)
+        connection.set_phase(ConnectionPhase.ANSWER)
+        started_at, traceparent = time.monotonic(), traceparent_of(request)
+        caller = _PROBE
+        try:
+            check_host(request, self._hosts)
+            methods, name = parse_route(request.raw_path.partition("?")[0])
+            operation = methods.get("GET" if request.method == "HEAD" else request.method)
+            if operation is None:
+                allowed = ", ".join(methods)
+                raise HttpError(405, f"expected method {allowed}, got {label(request.method)}", allowed)
+            if operation not in _UNAUTHENTICATED:
+                caller = caller_of(request, self._gateway.authenticator)
+            reply = await self._handlers[operation](request, caller, name)
+        except WeightdError as error:
+            reply = error_reply(to_request_error(error))
+        except HttpError as refused:
+            reply = refused.reply()
+        if traceparent:
+            reply.headers[TRACEPARENT] = traceparent
+        self._log(request, reply, caller, time.monotonic() - started_at, traceparent)
+        return reply
+
+    def _log(self, request: HttpRequest, reply: HttpReply, caller: Caller, seconds: float, traceparent: str) -> None:
+        more = ""
+        level = logging.DEBUG
+        if reply.status >= _SERVER_ERROR:
+            suppressed_count = self._error_log.record(f"{caller.name} {reply.status}", time.monotonic())
+            if suppressed_count is not None:
+                level, more = (
+                    logging.WARNING,
+                    f", and {suppressed_count} more since the last line of this" if suppressed_count else "",
+                )
+        if _log.isEnabledFor(level):
+            what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
+            _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
+
+    # --- health, metadata --------------------------------------------------------------------------------------
+
+    async def _live(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply({"live": True})
+
+    async def _ready(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        if not self._probe_limit.take(None):
+            raise ResourceExhausted(f"{MAX_PROBES} who ask this wait for the daemon already")
+        try:
+            ready = (await self._daemon_client.ready(caller)).ready
+        finally:
+            self._probe_limit.release(None)
+        return json_reply({"ready": ready}, 200 if ready else 503)
+
+    async def _model_ready(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        answer = await self._daemon_client.ready(caller, name)
+        content = {"name": name, "ready": answer.ready}
+        return json_reply(
+            content if answer.ready else {**content, "error": answer.reason}, 200 if answer.ready else 503
+        )
+
+    async def _server(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        shared_memory = self._gateway.config.shared_memory
+        return json_reply(
+            oip_view.server_metadata(await self._daemon_client.server(caller), shared_memory=shared_memory)
+        )
+
+    async def _model(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply(oip_view.model_metadata(await self._daemon_client.metadata(caller, name)))
+
+    async def _config(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply(oip_view.model_config(await self._daemon_client.metadata(caller, name)))
+
+    async def _statistics(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply(oip_view.statistics(await self._daemon_client.metrics(caller), name))
+
+    async def _index(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        ready = (await self._read_parameters(request, caller)).get("ready", False)
+        return json_reply(
+            oip_view.repository_index(await self._daemon_client.metrics(caller), only_ready=ready is True)
+        )
+
+    async def _metrics(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        metrics = await self._daemon_client.metrics(caller)
+        # The same for everybody who asks within a second, as the service returns the same metrics.
+        latest = self._expositions.get(caller.tenant)
+        if latest is None or latest[0] is not metrics:
+            latest = self._expositions[caller.tenant] = metrics, exposition(metrics).encode()
+        return HttpReply([latest[1]], CONTENT_TYPE)
+
+    # --- the page ----------------------------------------------------------------------------------------------
+
+    async def _page(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        self._check_page()
+        file = FILES[name]
+        if request.headers.get(hdrs.IF_NONE_MATCH) == file.etag:
+            reply = HttpReply([], file.content_type, 304, file.headers)
+            reply.body_length = len(file.body)  # that of what the browser has
+            return reply
+        return HttpReply([file.body], file.content_type, headers=file.headers)
+
+    async def _status_json(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        self._check_page()
+        return HttpReply([await self._status_poller.status_json(caller)], headers=STATUS_HEADERS)
+
+    def _check_page(self) -> None:
+        if not self._gateway.config.page:
+            raise NotFound("there is no page: so says the gateway's configuration (page)")
+
+    # --- what Triton has and weightd does otherwise ------------------------------------------------------------
+
+    async def _load(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
+
+    async def _trace(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply(_TRACE_SETTINGS)
+
+    async def _logging(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply(_LOG_SETTINGS)
+
+    async def _change_setting(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        if await self._read_parameters(request, caller):
+            raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
+        return await (self._logging if request.path.startswith("/v2/logging") else self._trace)(request, caller, name)
+
+    # --- shared memory -----------------------------------------------------------------------------------------
+
+    async def _regions(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        return json_reply(self._gateway.regions.status(caller, name))
+
+    async def _register(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        parameters = await self._read_parameters(request, caller)
+        location = parameters.get("key"), parameters.get("offset", 0), parameters.get("byte_size")
+        self._gateway.regions.register(caller, name, *location)
+        return json_reply({})
+
+    async def _unregister(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        self._gateway.regions.unregister(caller, name)
+        return json_reply({})
+
+    async def _register_cuda(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        raise InvalidArgument("weightd has no memory of CUDA devices")
+
+    async def _no_cuda_regions(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        """There is none of it, and so it is when it is gone."""
+        return json_reply([] if request.method == "GET" else {})
+
+    # --- within ------------------------------------------------------------------------------------------------
+
+    async def _read_parameters(self, request: HttpRequest, caller: Caller) -> dict[str, Any]:
+        """Return the map that a request has, which may be empty."""
+        connection = cast(RequestConnection, request.protocol)
+        with self._daemon_client.admission.admit(caller) as seat:
+            connection.begin_body(request.content)
+            content = await body.read_body(request, seat, _MAX_PARAMETER_BYTES, bytearray)
+            connection.set_phase(ConnectionPhase.ANSWER)
+            return infer_json.parse_map(bytes(content)) if content else {}

@@ -1,0 +1,175 @@
+"""POST …/infer: the path that is to be fast, so it is flat."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any, cast
+
+from weightd_gateway import tensors
+from weightd_gateway.auth import Caller
+from weightd_gateway.context import Gateway
+from weightd_gateway.inference import InferenceRequest
+from weightd_gateway.http import infer_response, body, infer_json
+from weightd_gateway.http.auth import traceparent_of
+from weightd_gateway.http.connection import ConnectionPhase
+from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJson
+from weightd_gateway.http.responses import BINARY, JSON, HttpReply
+from weightd_gateway.http.request import HttpRequest, RequestConnection
+from weightd_gateway.inflight_limit import Permit
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.schema import describe_value
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+Array = tensors.Array
+
+PARSER_PROCESS_BYTES = 16 * 1024
+"""JSON that is longer is parsed by a helper process: the loop would be held up for half a millisecond and more."""
+
+PARSER_PROCESS_VALUES = 4 * 1024
+"""An output with more values than this is rendered by a helper process, for the same reason."""
+
+# Of a value in JSON, with its comma.
+_RENDERED_VALUE_BYTES = 16
+
+
+class HttpInference:
+    """Asks models.
+
+    Args:
+        gateway: what all protocols share.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._daemon_client = gateway.daemon_client
+        self._regions = gateway.regions
+        self._parsers = gateway.parsers
+        self._max_bytes = gateway.config.max_body_bytes
+
+    async def infer(self, request: HttpRequest, caller: Caller, model: str) -> HttpReply:
+        """Return what a model answers.
+
+        Raises:
+            RequestError: that is what comes of it.
+        """
+        connection = cast(RequestConnection, request.protocol)
+        with self._daemon_client.admission.admit(caller) as seat:
+            length = _header_length(request)
+            connection.begin_body(request.content)
+            # Memory that the workers see is kept for the next request: only tensors are worth it.
+            allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
+            content = await body.read_body(request, seat, self._max_bytes, allocate, header_bytes=length or 0)
+            connection.set_phase(ConnectionPhase.ANSWER)
+            header, binary = _split_body(content, length)
+            parsed = await self._read_json(caller, header, model, seat)
+            inputs = self._make_inputs(caller, parsed, binary, seat)
+            write_output = self._output_writer(caller, parsed)
+            # The lists of values are many times as large as the tensors that they have become.
+            parsed = dataclasses.replace(parsed, inputs=())
+            result = await self._daemon_client.infer(
+                caller,
+                InferenceRequest(
+                    model,
+                    inputs,
+                    parsed.output_names,
+                    parsed.timeout,
+                    parsed.priority,
+                    traceparent_of(request),
+                    parsed.id,
+                ),
+            )
+            summary = infer_response.summarize(model, parsed, result, write_output)
+            buffers = summary.content
+            text = await self._render(caller, summary)
+        # Whoever does not read keeps no more than there may be of all.
+        permit = self._daemon_client.admission.reserve_response(caller, len(text) + sum(map(len, buffers)))
+        if not buffers:
+            return HttpReply([text], JSON, permit=permit)
+        return HttpReply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
+
+    async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Permit) -> InferRequestJson:
+        """Return what the JSON of a request says; a long one is parsed by a helper process."""
+        if len(header) <= PARSER_PROCESS_BYTES:
+            return infer_json.read(header, model)
+        # The copy on its way.
+        permit.reserve(len(header))
+        return await self._parsers.run(caller, len(header), infer_json.read_values, PickleBuffer(header), model)
+
+    async def _render(self, caller: Caller, summary: infer_response.ResponseSummary) -> bytes:
+        """Return the JSON of an answer; many values are rendered by a helper process."""
+        if summary.value_count <= PARSER_PROCESS_VALUES:
+            return infer_response.render(summary.header)
+        nbytes = summary.value_count * _RENDERED_VALUE_BYTES
+        return await self._parsers.run(caller, nbytes, infer_response.render, summary.header)
+
+    def _make_inputs(
+        self, caller: Caller, parsed: InferRequestJson, binary: memoryview, permit: Permit
+    ) -> dict[str, Array]:
+        parts = infer_json.split_binary(parsed, binary)
+        inputs: dict[str, Array] = {}
+        for each in parsed.inputs:
+            if each.nbytes is not None:
+                inputs[each.name] = tensors.from_bytes(each.name, each.datatype, each.shape, parts[each.name])
+            elif each.region is not None:
+                inputs[each.name] = self._read_shared(caller, each, each.region, permit)
+            else:
+                inputs[each.name] = infer_json.array_of(each)
+                permit.reserve(each.expected_bytes)
+        return inputs
+
+    def _read_shared(self, caller: Caller, input_json: InputJson, parameters: Any, permit: Permit) -> Array:
+        shm_slice = self._regions.resolve(caller, *_region_parameters(parameters))
+        if shm_slice.nbytes != input_json.expected_bytes:
+            text = f"{input_json.name}: shared_memory_byte_size: expected {input_json.expected_bytes}, for {input_json.datatype} {list(input_json.shape)}"
+            raise InvalidArgument(f"{text}, got {shm_slice.nbytes}")
+        permit.reserve(input_json.expected_bytes)
+        content = memoryview(
+            self._daemon_client.allocate(caller, input_json.expected_bytes) if input_json.expected_bytes else b""
+        )
+        shm_slice.region.read(shm_slice.offset, content)
+        return tensors.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
+
+    def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> infer_response.WriteOutput:
+        """Return what puts outputs where they are wanted; that there is room is known before it runs."""
+        slices = {
+            each.name: self._regions.resolve(caller, *_region_parameters(each.region))
+            for each in parsed.outputs or ()
+            if each.region is not None
+        }
+
+        def put(how: OutputJson, content: memoryview) -> None:
+            place = slices[how.name]
+            if len(content) > place.nbytes:
+                text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {place.nbytes}"
+                raise InvalidArgument(text)
+            place.region.write(place.offset, content)
+
+        return put
+
+
+def _region_parameters(parameters: Any) -> tuple[object, object, object]:
+    return (
+        parameters["shared_memory_region"],
+        parameters.get("shared_memory_offset", 0),
+        parameters.get("shared_memory_byte_size"),
+    )
+
+
+def _header_length(request: HttpRequest) -> int | None:
+    """Return how many bytes of the body are JSON, once it is decompressed; None: all of them."""
+    values = request.headers.getall(HEADER_LENGTH, None)
+    if values is None:
+        return None
+    if len(values) > 1 or not (values[0].isascii() and values[0].isdecimal()) or len(values[0]) > 12:
+        raise InvalidArgument(f"{HEADER_LENGTH}: expected one number of bytes, got {describe_value(', '.join(values))}")
+    return int(values[0])
+
+
+def _split_body(content: memoryview, length: int | None) -> tuple[memoryview, memoryview]:
+    if length is None:
+        return content, content[:0]
+    if length > len(content):
+        raise InvalidArgument(f"{HEADER_LENGTH}: expected at most {len(content)}, the bytes of the body, got {length}")
+    return content[:length], content[length:]

@@ -1,0 +1,309 @@
+"""An inference request as JSON describes it, and the tensors that are cut from what follows; without I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeGuard, cast
+
+import numpy as np
+
+from weightd_gateway import tensors as arrays
+from weightd_gateway.error_codes import TooLarge
+from weightd_gateway.oip_view import VERSION
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.schema import describe_value, label
+
+# Of the JSON of a request, of which a value may have many digits. Binary data has no such bound.
+MAX_JSON_BYTES = 16 * 1024 * 1024
+
+# Of all maps: a request has some for each tensor, and others take the loop longer than as many values.
+MAX_KEYS = 16 * 1024
+
+# Of a header that is remembered with what it means: a client sends the same again and again.
+_MAX_CACHED_BYTES = 2048
+
+_FIELDS = frozenset({"id", "parameters", "inputs", "outputs", "model_name", "model_version"})
+
+# What only makes sense if requests know of each other.
+_SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
+
+_REGION_PARAMETER = "shared_memory_region"
+
+
+@dataclass(frozen=True)
+class InputJson:
+    """One input, and where it is: `values`, or `nbytes` of binary data, or a region."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    expected_bytes: int
+    values: object = None
+    nbytes: int | None = None
+    region: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class OutputJson:
+    """One output that is wanted, and in which form: binary data, in a region, or else values."""
+
+    name: str
+    is_binary: bool = False
+    region: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class InferRequestJson:
+    """What the JSON of a request says.
+
+    Attributes:
+        outputs: those that are wanted; None: all, as binary data or as values, as `binary` says.
+    """
+
+    inputs: Sequence[InputJson]
+    outputs: Sequence[OutputJson] | None
+    is_binary: bool
+    id: str = ""
+    timeout: float | None = None
+    priority: int | None = None
+
+    @property
+    def output_names(self) -> Sequence[str] | None:
+        """The names of the outputs that are wanted; None: all."""
+        return None if self.outputs is None else [each.name for each in self.outputs]
+
+
+def read(header: memoryview, model: str) -> InferRequestJson:
+    """Return what the JSON of a request says.
+
+    Raises:
+        InvalidArgument: it is no request; the text names the field.
+        TooLarge: it is longer than JSON may be.
+    """
+    if len(header) <= _MAX_CACHED_BYTES:
+        return _read_cached(bytes(header), model)
+    if len(header) > MAX_JSON_BYTES:
+        raise TooLarge(
+            f"expected at most {MAX_JSON_BYTES} bytes of JSON, got {len(header)}: send tensors as binary data"
+        )
+    text = bytes(header)
+    # Each value but the first of a list or a map has a comma before it.
+    if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MAX_VALUES:
+        raise TooLarge(f"expected at most {arrays.MAX_VALUES} values in JSON: send tensors as binary data")
+    if text.count(b":") > MAX_KEYS:
+        raise TooLarge(f"expected at most {MAX_KEYS} keys in JSON")
+    # A million lists would be looked through for circles again and again, which JSON cannot have.
+    gc.disable()
+    try:
+        return _read(text, model)
+    finally:
+        gc.enable()
+
+
+def read_values(header: bytes, model: str) -> InferRequestJson:
+    """Return what the JSON of a request says, with an array as the values of each input that has values.
+
+    Raises:
+        InvalidArgument: as `read`, and `arrays.from_values`.
+        TooLarge: as `read`.
+    """
+    form = read(memoryview(header), model)
+    return dataclasses.replace(form, inputs=[_with_array(each) for each in form.inputs])
+
+
+def _with_array(input_json: InputJson) -> InputJson:
+    return (
+        input_json
+        if input_json.nbytes is not None or input_json.region is not None
+        else dataclasses.replace(input_json, values=array_of(input_json))
+    )
+
+
+def array_of(input_json: InputJson) -> arrays.Array:
+    """Return the tensor of an input that has values.
+
+    Raises:
+        InvalidArgument: its datatype or shape cannot hold them.
+    """
+    values = input_json.values
+    if _is_array(values):
+        return values
+    return arrays.from_values(input_json.name, input_json.datatype, input_json.shape, values)
+
+
+def _is_array(values: object) -> TypeGuard[arrays.Array]:
+    return isinstance(values, np.ndarray)
+
+
+def _read(header: bytes, model: str) -> InferRequestJson:
+    return _parse_request(parse_map(header), model)
+
+
+_read_cached = functools.lru_cache(maxsize=1024)(_read)
+
+
+def parse_map(text: bytes) -> dict[str, Any]:
+    """Return a map of JSON.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        content = json.loads(text.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"expected a map in JSON: {error}") from None
+    return _check_map("", content)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}: send it as binary data")
+
+
+def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
+    content = _without_nulls(json_map)
+    unknown = content.keys() - _FIELDS
+    if unknown:
+        raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
+    for field, expected in (("model_name", model), ("model_version", VERSION)):
+        if content.get(field, expected) not in (expected, ""):
+            raise InvalidArgument(
+                f"{field}: expected {expected!r}, as in the path, got {describe_value(content[field])}"
+            )
+    parameters = _without_nulls(_check_map("parameters", content.get("parameters", {})))
+    for key in _SEQUENCE_PARAMETERS:
+        if parameters.get(key):
+            raise InvalidArgument(f"parameters.{key}: weightd has no sequences of requests")
+    is_binary = _check_boolean("parameters.binary_data_output", parameters.get("binary_data_output", False))
+    request_id = content.get("id", "")
+    if type(request_id) is not str or len(request_id.encode("utf-8", "surrogatepass")) > limits.MAX_ID_BYTES:
+        raise InvalidArgument(
+            f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {describe_value(request_id)}"
+        )
+    requested = content.get("outputs")
+    return InferRequestJson(
+        _parse_inputs(content.get("inputs")),
+        None if requested is None or requested == [] else _parse_outputs(requested, is_binary_default=is_binary),
+        is_binary,
+        request_id,
+        _parse_timeout(parameters.get("timeout", 0)),
+        _parse_priority(parameters.get("priority", 0)),
+    )
+
+
+def _without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is null: many clients write so what they do not say."""
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def _parse_timeout(microseconds: object) -> float | None:
+    if type(microseconds) is not int or not 0 <= microseconds <= limits.MAX_TIMEOUT_US:
+        expected = f"expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds"
+        raise InvalidArgument(f"parameters.timeout: {expected}, got {describe_value(microseconds)}")
+    return microseconds / 1e6 if microseconds else None
+
+
+def _parse_priority(priority: object) -> int | None:
+    if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
+        raise InvalidArgument(
+            f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
+        )
+    return priority or None
+
+
+def _parse_inputs(content: object) -> list[InputJson]:
+    inputs = [_parse_input(each) for each in _check_tensor_maps("inputs", content)]
+    if len({each.name for each in inputs}) < len(inputs):
+        raise InvalidArgument("inputs: expected each name once")
+    return inputs
+
+
+def _parse_input(content: Mapping[str, Any]) -> InputJson:
+    name = _check_name("inputs", content.get("name"))
+    datatype = arrays.check_datatype(name, content.get("datatype"))
+    shape = arrays.check_shape(name, content.get("shape"))
+    expected_bytes = arrays.nbytes_of(name, datatype, shape)
+    parameters = _without_nulls(_check_map(f"{label(name)}: parameters", content.get("parameters", {})))
+    nbytes = parameters.get("binary_data_size")
+    region = parameters if _REGION_PARAMETER in parameters else None
+    sources = (
+        ("data", "data" in content),
+        ("binary_data_size", nbytes is not None),
+        (_REGION_PARAMETER, region is not None),
+    )
+    present = [way for way, is_there in sources if is_there]
+    if len(present) != 1:
+        expected = "expected data, or binary_data_size or shared_memory_region among its parameters"
+        raise InvalidArgument(f"{label(name)}: {expected}, got {' and '.join(present) or 'none of them'}")
+    if nbytes is not None and (type(nbytes) is not int or nbytes != expected_bytes):
+        raise InvalidArgument(
+            f"{label(name)}: binary_data_size: expected {expected_bytes}, for {datatype} {list(shape)}, got {describe_value(nbytes)}"
+        )
+    return InputJson(name, datatype, shape, expected_bytes, content.get("data"), nbytes, region)
+
+
+def _parse_outputs(content: object, *, is_binary_default: bool) -> list[OutputJson]:
+    outputs: list[OutputJson] = []
+    for each in _check_tensor_maps("outputs", content):
+        name = _check_name("outputs", each.get("name"))
+        parameters = _without_nulls(_check_map(f"{label(name)}: parameters", each.get("parameters", {})))
+        if parameters.get("classification"):
+            raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
+        is_binary = _check_boolean(f"{label(name)}: binary_data", parameters.get("binary_data", is_binary_default))
+        outputs.append(OutputJson(name, is_binary, parameters if _REGION_PARAMETER in parameters else None))
+    if len({each.name for each in outputs}) < len(outputs):
+        raise InvalidArgument("outputs: expected each name once")
+    return outputs
+
+
+def _check_tensor_maps(what: str, content: object) -> list[Mapping[str, Any]]:
+    tensors = _as_list(content)
+    if tensors is None or len(tensors) > limits.MAX_TENSORS:
+        raise InvalidArgument(
+            f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {describe_value(content)}"
+        )
+    return [_without_nulls(_check_map(f"{what}[{index}]", each)) for index, each in enumerate(tensors)]
+
+
+def _as_list(content: object) -> list[object] | None:
+    return cast("list[object]", content) if isinstance(content, list) else None
+
+
+def _check_map(what: str, content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{what}{': ' if what else ''}expected a map, got {describe_value(content)}")
+    return cast("dict[str, Any]", content)
+
+
+def _check_name(what: str, name: object) -> str:
+    if type(name) is not str or not name:
+        raise InvalidArgument(f"{what}: expected each with its name, got {describe_value(name)}")
+    return name
+
+
+def _check_boolean(what: str, value: object) -> bool:
+    if type(value) is not bool:
+        raise InvalidArgument(f"{what}: expected a boolean, got {describe_value(value)}")
+    return value
+
+
+def split_binary(form: InferRequestJson, content: memoryview) -> dict[str, memoryview]:
+    """Return the bytes of each input that has binary data, in the order in which they follow.
+
+    Raises:
+        InvalidArgument: there are more or fewer than were announced.
+    """
+    parts: dict[str, memoryview] = {}
+    begin = 0
+    for each in form.inputs:
+        if each.nbytes is not None:
+            parts[each.name] = content[begin : begin + each.nbytes]
+            begin += each.nbytes
+    if begin != len(content):
+        raise InvalidArgument(f"binary data: expected {begin} bytes after the JSON, got {len(content)}")
+    return parts

@@ -1,0 +1,188 @@
+"""The front that speaks HTTP: its sockets, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from aiohttp import web
+
+from weightd_gateway import tls_handshakes, listening
+from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.tensors import to_json
+from weightd_gateway.config import addresses
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.context import Gateway
+from weightd_gateway.listening import GatewayAcceptor
+from weightd_gateway.http.app import HttpApi
+from weightd_gateway.http.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
+from weightd_gateway.http.responses import JSON
+from weightd_gateway.fair_queue import FairRunner
+from weightd_common.peers import Peer, Peers
+
+# Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
+_RESERVED_FDS = 128
+
+# Of headers, together with the request line: eight times what ordinary clients send.
+_MAX_HEADER_BYTES = 8190
+_MAX_HEADERS = 64
+
+# What follows a request that was refused is read and dropped for so long, so that its sender reads why.
+_LINGERING_S = 5.0
+
+# When aiohttp would end a silent connection: that is the crowd's to do.
+_NEVER_S = 1e8
+
+
+class HttpServer:
+    """Speaks HTTP.
+
+    Args:
+        gateway: what all protocols share.
+
+    Attributes:
+        crowd: the connections there are.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.connections = _make_connections(gateway.config)
+        self._api = HttpApi(gateway, _allowed_hosts(gateway.config))
+        self._managers: list[web.Server] = []
+        self._peers = Peers()
+        # How many connections a peer may have is for the crowd to decide, which closes idle ones.
+        self._admission = PeerAdmission(sys.maxsize, gateway.config.max_connection_rate)
+        self._acceptors: list[GatewayAcceptor] = []
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._paths: list[Path] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Sequence[str]:
+        """Listen; return where, for people.
+
+        Raises:
+            OSError: an address cannot be had.
+        """
+        config, loop = self._gateway.config, asyncio.get_running_loop()
+        # It wants to be made in the loop.
+        manager = web.Server(self._api.handle, handler_cancellation=True)  # type: ignore[arg-type]
+        self._managers.append(manager)
+        self._tasks.append(asyncio.create_task(self._sweep()))
+        fair_runner = FairRunner(loop.call_soon, time.thread_time)
+        context = listening.tls_context(config)
+        urls: list[str] = []
+        for listener in self._bind_listeners():
+            tls = None if listener.family == socket.AF_UNIX else context
+            admit = partial(self._on_connection, manager=manager, fair_runner=fair_runner, tls=tls)
+            self._acceptors.append(
+                GatewayAcceptor(listener, self._admission, self._peers, admit, None if tls else _refusal_response)
+            )
+            urls.append(f"{'https' if tls else 'http'} {addresses.address_of(listener)}")
+        return urls
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        for accepting in self._acceptors:
+            accepting.close()
+        for task in [*self._handshakes]:
+            task.cancel()
+        for manager in self._managers:
+            manager.pre_shutdown()
+            await manager.shutdown(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        self._peers.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _on_connection(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        *,
+        manager: web.Server,
+        fair_runner: FairRunner,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, fair_runner, tls))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _connect(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        manager: web.Server,
+        fair_runner: FairRunner,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._admission.remove_connection(peer)
+        protocol_factory = partial(self._make_connection, manager, fair_runner, peer)
+        try:
+            if tls is None:
+                await asyncio.get_running_loop().connect_accepted_socket(protocol_factory, connection)
+            else:
+                patience = self._gateway.config.receive_timeout
+                await self._gateway.handshakes.complete(connection, peer, tls, patience, protocol_factory)
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            connection.close()
+
+    def _make_connection(self, manager: web.Server, fair_runner: FairRunner, peer: Peer) -> HttpConnection:
+        return HttpConnection(
+            self.connections,
+            fair_runner,
+            peer,
+            manager,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=_NEVER_S,
+            access_log=None,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,
+        )
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.connections.sweep()
+
+    def _bind_listeners(self) -> list[socket.socket]:
+        if self._gateway.sockets:
+            return [*self._gateway.sockets]
+        listen_addresses = self._gateway.config.http_addresses
+        self._paths += [Path(place.path) for place in listen_addresses if place.path]
+        return [listening.bind(place, "http") for place in listen_addresses]
+
+
+def _refusal_response(reason: str) -> bytes:
+    """Return the response to a client whose connection is refused before it has sent a request."""
+    body = to_json({"error": reason}).encode()
+    head = f"HTTP/1.1 429 Too Many Requests\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def _allowed_hosts(config: GatewayConfig) -> frozenset[str]:
+    """Return what requests may be for: what is configured, and the addresses themselves."""
+    own_hosts = {str(place).rpartition(":")[0] for place in config.http_addresses if place.host}
+    return frozenset(each.lower() for each in {*config.hosts, *own_hosts})
+
+
+def _make_connections(config: GatewayConfig) -> HttpConnections:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reserved_fds = _RESERVED_FDS + (tls_handshakes.MAX_HANDSHAKES if config.tls_cert else 0)
+    max_connections = max(1, min(config.max_connections, descriptors - reserved_fds))
+    phase_timeouts = dict.fromkeys(
+        (ConnectionPhase.HEADER, ConnectionPhase.BODY, ConnectionPhase.READING), config.receive_timeout
+    )
+    return HttpConnections(
+        max_connections, {**phase_timeouts, ConnectionPhase.IDLE: config.idle_timeout}, time.monotonic
+    )

@@ -1,0 +1,84 @@
+"""Looks at the daemon for whoever has the page open, and at no other time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Protocol
+
+from weightd_gateway.auth import Caller
+from weightd_gateway.page.api import status_json
+from weightd_protocol.errors import DeadlineExceeded, Unavailable
+from weightd_protocol.messages.metrics import MetricsResponse
+from weightd_protocol.messages.status import StatusResponse
+from weightd_common.dashboard.history import History
+from weightd_common.dashboard.rows import Overview
+
+# A page asks each second; if nobody has for so long, nobody has it open.
+_MAX_GAP_S = 10.0
+
+
+class StatusSource(Protocol):
+    """The daemon, as a caller sees it."""
+
+    def metrics(self, caller: Caller) -> Awaitable[MetricsResponse]:
+        """Return what it has counted."""
+        ...
+
+    def status(self, caller: Caller) -> Awaitable[StatusResponse]:
+        """Return what it is doing."""
+        ...
+
+
+class StatusPoller:
+    """What the page is told, by the tenant for whom it is asked: all who look for one see the same.
+
+    Args:
+        daemon: is asked.
+    """
+
+    def __init__(self, daemon: StatusSource) -> None:
+        self._daemon = daemon
+        self._by_tenant: dict[str | None, _TenantOverview] = {}
+
+    async def status_json(self, caller: Caller) -> bytes:
+        """Return the answer to a page.
+
+        Raises:
+            RequestError: the caller may not look; a daemon that is away is no error, but told.
+        """
+        if caller.tenant not in self._by_tenant:
+            self._by_tenant[caller.tenant] = _TenantOverview()
+        return await self._by_tenant[caller.tenant].status_json(self._daemon, caller)
+
+
+class _TenantOverview:
+    """The last picture for a tenant."""
+
+    def __init__(self) -> None:
+        self._history = History(_MAX_GAP_S)
+        self._overview: Overview | None = None
+        self._polled_at = time.monotonic()
+        self._lock = asyncio.Lock()
+
+    async def status_json(self, daemon: StatusSource, caller: Caller) -> bytes:
+        async with self._lock:
+            try:
+                await self._poll(daemon, caller)
+            except (Unavailable, DeadlineExceeded) as error:
+                return status_json(self._overview, time.monotonic() - self._polled_at, _ERROR_TEXTS[error.code])
+            return status_json(self._overview)
+
+    async def _poll(self, daemon: StatusSource, caller: Caller) -> None:
+        self._history.on_metrics(await daemon.metrics(caller))
+        if self._history.should_request_status(time.monotonic()):
+            self._history.on_status(await daemon.status(caller))
+        self._overview, self._polled_at = self._history.overview(), time.monotonic()
+
+
+# The code alone is told: the daemon's text names paths of this host.
+_ERROR_TEXTS = {
+    Unavailable.code: "The daemon cannot be reached: it is stopped, or restarts.",
+    DeadlineExceeded.code: "The daemon does not answer.",
+}

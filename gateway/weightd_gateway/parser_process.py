@@ -1,0 +1,235 @@
+"""Child processes for work that would hold up the event loop: parsing and rendering of many values.
+
+One child does the small jobs, and another one the large jobs, so that a small job waits for no large one. A child
+starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while. Each child
+divides its seconds among the callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from weightd_gateway.auth import Caller
+from weightd_gateway.parse_queue import FairQueue
+from weightd_protocol.errors import RequestError, Unavailable
+
+_log = logging.getLogger("weightd_gateway")
+
+T = TypeVar("T")
+
+# Seconds without a job after which the child exits.
+IDLE_S = 30.0
+
+JOB_TIMEOUT_S = 10.0
+"""Seconds after which a job is stopped with its child. The largest one takes less than a second of a free core."""
+
+SMALL_BYTES = 128 * 1024
+"""Bytes of JSON or protobuf up to which a job is small: the most expensive ones take some ten milliseconds."""
+
+# The kernel gives less time to children with a higher number, and less to all of them than to the event loop.
+_NICE_SMALL, _NICE_LARGE = 5, 10
+
+# Before a message: the number of buffers beside the pickle; then the length of the pickle, and of each of them.
+COUNT = struct.Struct("=I")
+LENGTH = struct.Struct("=Q")
+
+
+class JobFailure(NamedTuple):
+    """The result of a job that raised an error."""
+
+    error: RequestError
+
+
+class _Job(NamedTuple):
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: asyncio.Future[Any]
+
+
+class Helpers:
+    """Runs functions in two child processes: one for small jobs, one for large jobs.
+
+    Functions are found in the child by their name; arguments and results are pickled. A `pickle.PickleBuffer` among the
+    arguments is not copied on its way, and arrives as something with the buffer protocol.
+    """
+
+    def __init__(self) -> None:
+        self.small = ParserProcess(_NICE_SMALL)
+        self.large = ParserProcess(_NICE_LARGE)
+
+    async def run(self, caller: Caller, nbytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what the function returns.
+
+        Args:
+            caller: whose job it is.
+            nbytes: size of the text that the function parses or renders.
+            function: what to run.
+            arguments: of the function.
+
+        Raises:
+            RequestError: the function raised it.
+            Unavailable: the child died, the job took too long, or the gateway stops.
+        """
+        helper = self.small if nbytes <= SMALL_BYTES else self.large
+        return await helper.run(caller, function, *arguments)
+
+    async def close(self) -> None:
+        """End the children; jobs end in `Unavailable`."""
+        await asyncio.gather(self.small.close(), self.large.close())
+
+
+class ParserProcess:
+    """Runs functions in one child process, one at a time.
+
+    Args:
+        nice: niceness of the child.
+    """
+
+    def __init__(self, nice: int) -> None:
+        self._nice = nice
+        self._jobs: FairQueue[_Job] = FairQueue()
+        self._job_task: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def run(self, caller: Caller, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what the function returns.
+
+        Raises:
+            RequestError: the function raised it.
+            Unavailable: the child died, the job took too long, or the gateway stops.
+        """
+        if self._is_closed:
+            raise Unavailable("the gateway stops")
+        loop = asyncio.get_running_loop()
+        job = _Job(function, arguments, loop.create_future())
+        self._jobs.put(caller.tenant or caller, job)
+        if self._job_task is None:
+            self._job_task = loop.create_task(self._run_jobs())
+        result = await job.result
+        if isinstance(result, JobFailure):
+            try:
+                raise result.error
+            finally:
+                # The error refers to this frame, and to those of its callers, which have the body of a request.
+                del result, job
+        return result  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """End the child; jobs end in `Unavailable`."""
+        self._is_closed = True
+        if self._job_task is not None:
+            self._job_task.cancel()
+            await asyncio.wait([self._job_task])
+        for job in self._jobs.clear():
+            if not job.result.done():
+                job.result.set_result(JobFailure(Unavailable("the gateway stops")))
+        self._kill_child()
+
+    async def _run_jobs(self) -> None:
+        try:
+            while self._jobs:
+                user, job = self._jobs.get()
+                if not job.result.done():
+                    self._jobs.charge(user, await self._run_job(job))
+        finally:
+            self._job_task = None
+        self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
+
+    async def _run_job(self, job: _Job) -> float:
+        """Run a job and return the seconds that it took, without those in which the child started."""
+        started_at, timeout_s = time.monotonic(), JOB_TIMEOUT_S
+        seconds: float | None = None
+        result: Any
+        try:
+            seconds, result = await asyncio.wait_for(self._call_child(job), timeout_s)
+        except asyncio.TimeoutError:
+            _log.warning("a job of the helper process took longer than %g s; killing the process", timeout_s)
+            self._kill_child()
+            result = JobFailure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
+        except (OSError, EOFError) as error:
+            _log.warning("the helper process died: %s", str(error) or "it closed its connection")
+            self._kill_child()
+            result = JobFailure(Unavailable("the gateway's helper process died during this request"))
+        except asyncio.CancelledError:
+            if not job.result.done():
+                job.result.set_result(JobFailure(Unavailable("the gateway stops")))
+            raise
+        if not job.result.done():
+            job.result.set_result(result)
+        return time.monotonic() - started_at if seconds is None else seconds
+
+    async def _call_child(self, job: _Job) -> tuple[float, Any]:
+        loop = asyncio.get_running_loop()
+        channel = self._ensure_started()
+        for part in encode_message((job.function, job.arguments)):
+            await loop.sock_sendall(channel, part)
+        count = COUNT.unpack(await _receive(channel, COUNT.size))[0]
+        lengths = [LENGTH.unpack(await _receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
+        content, *buffers = [await _receive(channel, each) for each in lengths]
+        # The child is this process's own, and runs no code but that of this package.
+        return pickle.loads(content, buffers=buffers)  # type: ignore[no-any-return] # noqa: S301
+
+    def _ensure_started(self) -> socket.socket:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        if self._channel is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-m", "weightd_gateway.helper_child", str(theirs.fileno()), str(self._nice)]
+                try:
+                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+                except OSError:
+                    ours.close()
+                    raise
+            ours.setblocking(False)
+            self._channel = ours
+        return self._channel
+
+    def _kill_child(self) -> None:
+        self._idle_timer = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def encode_message(content: object) -> Sequence[bytes | memoryview]:
+    """Return the parts of a message."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    views = [each.raw() for each in buffers]
+    lengths = [LENGTH.pack(each) for each in (len(pickled), *map(len, views))]
+    return [b"".join((COUNT.pack(len(views)), *lengths, pickled)), *views]
+
+
+async def _receive(channel: socket.socket, size: int) -> bytearray:
+    loop = asyncio.get_running_loop()
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        count = await loop.sock_recv_into(channel, view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return content

@@ -1,0 +1,191 @@
+"""System shared memory, as Triton's clients have it: files of /dev/shm that a caller names, for tensors not sent.
+
+Whoever may ask can name any such file of the gateway's own user, and none of another's: so it is off by default, and
+only for callers on this host. Nothing is mapped: who cuts a file short kills nobody, and gets an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weightd_gateway.auth import Caller
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
+from weightd_protocol.schema import describe_value, label
+
+DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open(3) has its files
+
+# Each is a descriptor: of one caller, and of all.
+MAX_REGIONS_PER_CALLER = 64
+MAX_REGIONS = 1024
+
+# As shm_open(3) has them, but only what is harmless in a path and a log.
+_KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.+-]{0,254})")
+
+# Of a process's semaphores, sem_open(3): nobody has tensors there.
+_SEMAPHORE_PREFIX = "sem."
+
+_DISABLED = "shared memory is off at this gateway (shared_memory)"
+
+
+class RegisteredRegion:
+    """A part of a file that a caller has registered."""
+
+    def __init__(self, key: str, descriptor: int, offset: int, nbytes: int) -> None:
+        self.key = key
+        self.offset = offset
+        self.nbytes = nbytes
+        self._descriptor = descriptor
+        # Whoever has it may use it to the end, though its name is gone.
+        weakref.finalize(self, os.close, descriptor)
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill `into` with what is there now.
+
+        Raises:
+            InvalidArgument: the file has become shorter.
+        """
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], self.offset + offset + done)
+            if not count:
+                raise InvalidArgument("the region is shorter than it was when it was registered")
+            done += count
+
+    def write(self, offset: int, content: memoryview) -> None:
+        """Write there.
+
+        Raises:
+            InvalidArgument: the file has become shorter.
+        """
+        if os.fstat(self._descriptor).st_size < self.offset + offset + len(content):
+            raise InvalidArgument("the region is shorter than it was when it was registered")
+        done = 0
+        while done < len(content):
+            done += os.pwrite(self._descriptor, content[done:], self.offset + offset + done)
+
+
+class ShmSlice(NamedTuple):
+    """Where a tensor is to be, within a region."""
+
+    region: RegisteredRegion
+    offset: int
+    nbytes: int
+
+
+class RegisteredRegions:
+    """What callers have registered: each finds its own, and no other's.
+
+    Args:
+        enabled: whether there is such a thing here.
+        directory: where the files are.
+    """
+
+    def __init__(self, *, enabled: bool, directory: Path = DIRECTORY) -> None:
+        self._enabled = enabled
+        self._directory = directory
+        self._by_caller: dict[Caller, dict[str, RegisteredRegion]] = {}
+
+    def register(self, caller: Caller, name: str, key: object, offset: object, byte_size: object) -> None:
+        """Have a part of a file called `name` from now on.
+
+        Raises:
+            InvalidArgument: it cannot be had, or the caller has something of that name.
+            ResourceExhausted: the caller, or all of them, have as many as they may.
+        """
+        own = self._regions_of(caller)
+        if not 0 < len(name.encode("utf-8", "surrogatepass")) <= limits.MAX_NAME_BYTES:
+            raise InvalidArgument(f"region: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes")
+        if name in own:
+            raise InvalidArgument(f"region {label(name)} is registered already")
+        if len(own) >= MAX_REGIONS_PER_CALLER or sum(map(len, self._by_caller.values())) >= MAX_REGIONS:
+            raise ResourceExhausted(
+                f"at most {MAX_REGIONS_PER_CALLER} regions of a caller, and {MAX_REGIONS} of all, are registered"
+            )
+        first, size = _check_integer("offset", offset), _check_integer("byte_size", byte_size)
+        own[name] = self._open_region(key, first, size)
+
+    def unregister(self, caller: Caller, name: str = "") -> None:
+        """Forget a region of the caller's, or all of them; one that there is not is forgotten already."""
+        own = self._regions_of(caller)
+        if name:
+            own.pop(name, None)
+        if not (name and own):
+            self._by_caller.pop(caller, None)
+
+    def status(self, caller: Caller, name: str = "") -> list[dict[str, Any]]:
+        """Return what the caller has registered.
+
+        Raises:
+            NotFound: nothing of that name.
+        """
+        own = self._regions_of(caller)
+        chosen = {name: self._find_region(caller, name)} if name else own
+        return [
+            {"name": each, "key": region.key, "offset": region.offset, "byte_size": region.nbytes}
+            for each, region in chosen.items()
+        ]
+
+    def resolve(self, caller: Caller, name: object, offset: object, byte_size: object) -> ShmSlice:
+        """Return where a tensor of so many bytes is.
+
+        Raises:
+            InvalidArgument: it is not within the region.
+            NotFound: the caller has no such region.
+        """
+        region = self._find_region(caller, name)
+        first, size = (
+            _check_integer("shared_memory_offset", offset),
+            _check_integer("shared_memory_byte_size", byte_size),
+        )
+        if first + size > region.nbytes:
+            raise InvalidArgument(
+                f"region {label(name)}: expected at most {region.nbytes} bytes, its size, got {first} + {size}"
+            )
+        return ShmSlice(region, first, size)
+
+    def _regions_of(self, caller: Caller) -> dict[str, RegisteredRegion]:
+        if not self._enabled:
+            raise InvalidArgument(_DISABLED)
+        return self._by_caller.setdefault(caller, {})
+
+    def _find_region(self, caller: Caller, name: object) -> RegisteredRegion:
+        region = self._regions_of(caller).get(name) if type(name) is str else None
+        if region is None:
+            raise NotFound(f"no region {label(name)} is registered by this caller")
+        return region
+
+    def _open_region(self, key: object, offset: int, nbytes: int) -> RegisteredRegion:
+        match = _KEY.fullmatch(key) if type(key) is str else None
+        if match is None or match.group(1).startswith(_SEMAPHORE_PREFIX):
+            raise InvalidArgument(f"key: expected the name of a file of {self._directory}, got {describe_value(key)}")
+        path = self._directory / match.group(1)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            # The same for a file that there is not and for another's.
+            raise InvalidArgument(
+                f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
+            ) from None
+        region = RegisteredRegion(str(key), descriptor, offset, nbytes)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise InvalidArgument(
+                f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
+            )
+        if not nbytes or offset + nbytes > found.st_size:
+            raise InvalidArgument(
+                f"byte_size: expected 1 to {max(0, found.st_size - offset)} from {offset} on, got {nbytes}"
+            )
+        return region
+
+
+def _check_integer(what: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value <= limits.MAX_COUNT:
+        raise InvalidArgument(f"{what}: expected integer, 0 to {limits.MAX_COUNT}, got {describe_value(value)}")
+    return value

@@ -1,0 +1,244 @@
+"""Tensors as the Open Inference Protocol has them, bytes or lists of values, to numpy arrays and back; without I/O.
+
+What is not exactly what it says is refused, with the name of the tensor: nothing is cut, rounded or guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightd_gateway.error_codes import TooLarge
+from weightd_protocol import limits
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.schema import describe_value, label
+from weightd_protocol.tensors import NUMPY_DTYPE
+
+Array = NDArray[Any]
+
+DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in NUMPY_DTYPE.items()}
+_DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# What a value in JSON, or of a typed list, may be, by the kind of numpy's dtype. A boolean is an int for Python.
+_ALLOWED_TYPES: Mapping[str, frozenset[type]] = {
+    "b": frozenset({bool}),
+    # JSON has one kind of number: many clients write 1 as 1.0.
+    "i": frozenset({int, float}),
+    "u": frozenset({int, float}),
+    "f": frozenset({int, float}),
+}
+_KIND_NAMES: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
+
+# What could not be described is refused even if a dimension is 0: offsets into it would not fit in 64 bits.
+_MAX_ELEMENTS = 2**59
+
+# Of a request, or of an answer, that are not in their bytes: each is an object of Python, and so many take the loop a
+# third of a second, in which nobody else is served.
+MAX_VALUES = 1024 * 1024
+
+# Made once: `json.dumps` makes one each time that it is asked for anything out of the ordinary.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+# They have no form but their bytes.
+_RAW_ONLY = frozenset({"FP16"})
+
+
+def datatype_of(array: Array) -> str:
+    """Return the datatype of an answer of the daemon."""
+    return _DATATYPES[array.dtype]
+
+
+def nbytes_of(name: str, datatype: object, shape: object) -> int:
+    """Return how many bytes a tensor has.
+
+    Raises:
+        InvalidArgument: weightd has no such datatype, or there is no such shape.
+    """
+    count = math.prod(check_shape(name, shape))
+    return count * ITEM_BYTES[check_datatype(name, datatype)]
+
+
+def check_datatype(name: str, datatype: object) -> str:
+    """Return the datatype of a tensor.
+
+    Raises:
+        InvalidArgument: weightd has no such one.
+    """
+    if type(datatype) is not str or datatype not in ITEM_BYTES:
+        raise InvalidArgument(
+            f"{label(name)}: datatype: expected one of {', '.join(ITEM_BYTES)}, got {describe_value(datatype)}"
+        )
+    return datatype
+
+
+def check_shape(name: str, shape: object) -> Sequence[int]:
+    """Return the shape of a tensor.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    dims = _as_sequence(shape)
+    if dims is None or len(dims) > limits.MAX_RANK:
+        raise InvalidArgument(
+            f"{label(name)}: shape: expected a list of at most {limits.MAX_RANK} integers, got {describe_value(shape)}"
+        )
+    checked: list[int] = []
+    for dim in dims:
+        if type(dim) is not int or not 0 <= dim <= limits.MAX_DIM:
+            raise InvalidArgument(
+                f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {describe_value(dim)}"
+            )
+        checked.append(dim)
+    if math.prod(dim for dim in checked if dim) > _MAX_ELEMENTS:
+        raise InvalidArgument(f"{label(name)}: shape: expected at most {_MAX_ELEMENTS} elements, got {checked}")
+    return checked
+
+
+def _as_sequence(value: object) -> Sequence[object] | None:
+    return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryview) -> Array:
+    """Return the tensor that is in `content`: a view. Datatype and shape have been checked.
+
+    Raises:
+        InvalidArgument: there are more or fewer bytes than the shape has.
+    """
+    dtype = DTYPES[datatype]
+    expected = math.prod(shape) * dtype.itemsize
+    if len(content) != expected:
+        raise InvalidArgument(
+            f"{label(name)}: expected {expected} bytes for {datatype} {list(shape)}, got {len(content)}"
+        )
+    array: Array = np.ndarray(shape, dtype, content)
+    return _check_bool(name, array) if dtype.kind == "b" else array
+
+
+def _check_bool(name: str, array: Array) -> Array:
+    """The daemon looks at no tensor, and engines compute nonsense with a byte that is neither."""
+    if array.size and array.view(np.uint8).max() > 1:
+        raise InvalidArgument(f"{label(name)}: expected 0 or 1 in each byte of a BOOL")
+    return array
+
+
+def from_values(name: str, datatype: str, shape: Sequence[int], values: object) -> Array:
+    """Return the tensor of a list of values, flat in C order or nested as its shape is, each of which it can hold.
+
+    Raises:
+        InvalidArgument: it cannot, or they are more or fewer.
+    """
+    if datatype in _RAW_ONLY:
+        raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
+    if type(values) is not list:
+        raise InvalidArgument(f"{label(name)}: data: expected a list, got {describe_value(values)}")
+    items: Sequence[Any] = cast("list[object]", values)
+    flat = _flatten(name, shape, items) if items and type(items[0]) is list else items
+    if len(flat) != math.prod(shape):
+        raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(flat)}")
+    return _make_array(name, datatype, flat).reshape(shape)
+
+
+def from_typed(
+    name: str,
+    datatype: str,
+    shape: Sequence[int],
+    values: Sequence[Any],
+    source_dtype: str,
+    max_values: int = MAX_VALUES,
+) -> Array:
+    """Return the tensor of a list of values that are all of one type, numpy's `wide`, and no more than others leave.
+
+    Raises:
+        InvalidArgument: it cannot hold one of them, or they are more or fewer.
+        TooLarge: they are too many.
+    """
+    if len(values) > max_values:
+        text = f"expected at most {MAX_VALUES} values in a request, got {len(values)} with {max_values} left"
+        raise TooLarge(f"{label(name)}: data: {text}: send raw contents")
+    if len(values) != math.prod(shape):
+        raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(values)}")
+    source = np.fromiter(values, source_dtype, len(values))
+    array: Array = source.astype(DTYPES[datatype], copy=False)
+    if array.dtype.kind in "iu" and not np.array_equal(array, source):
+        raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
+    return array.reshape(shape)
+
+
+def _flatten(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+    for depth in range(len(shape)):
+        if depth:
+            values = list(itertools.chain.from_iterable(_check_lists(name, shape, values)))
+        expected = math.prod(shape[: depth + 1])
+        if len(values) != expected:
+            text = f"expected lists nested as the shape {list(shape)}, got {len(values)} items at depth {depth}"
+            raise InvalidArgument(f"{label(name)}: data: {text}, not {expected}")
+    return values
+
+
+def _check_lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[list[Any]]:
+    for each in values:
+        if type(each) is not list:
+            raise InvalidArgument(
+                f"{label(name)}: data: expected lists nested as the shape {list(shape)}, got {describe_value(each)}"
+            )
+        yield each
+
+
+def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
+    dtype = DTYPES[datatype]
+    kinds = {*map(type, flat)}
+    wrong = kinds - _ALLOWED_TYPES[dtype.kind]
+    has_fractions = dtype.kind in "iu" and float in kinds and not all(map(_is_whole, flat))
+    if wrong or has_fractions:
+        first = next(each for each in flat if type(each) in wrong or (has_fractions and not _is_whole(each)))
+        raise InvalidArgument(
+            f"{label(name)}: data: expected {_KIND_NAMES[dtype.kind]} for {datatype}, got {describe_value(first)}"
+        )
+    try:
+        with np.errstate(over="ignore"):
+            # Of a float numpy would not tell that it is too large.
+            array = np.array([*map(int, flat)] if dtype.kind in "iu" else flat, dtype)
+    except OverflowError:
+        array = None
+    # What is too large has become infinity, which JSON has not: for Python, 1e999 is.
+    if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
+        raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
+    return array
+
+
+def _is_whole(value: object) -> bool:
+    return not isinstance(value, float) or value.is_integer()
+
+
+def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
+    """Check that the values of an output are no more than the others leave.
+
+    Raises:
+        TooLarge: they are too many.
+    """
+    if array.size > max_values:
+        raise TooLarge(
+            f"output {label(name)}: expected at most {MAX_VALUES} values in JSON, of which {max_values} are left, "
+            f"got {array.size}: ask for binary data"
+        )
+
+
+def to_values(name: str, array: Array) -> list[Any]:
+    """Return the values of an output, flat in C order, as JSON has them.
+
+    Raises:
+        InvalidArgument: JSON does not have them.
+    """
+    if datatype_of(array) in _RAW_ONLY:
+        raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidArgument(f"output {label(name)}: JSON has neither NaN nor infinity: ask for binary data")
+    values: list[Any] = array.ravel().tolist()
+    return values

@@ -1,0 +1,326 @@
+"""TLS handshakes of all protocols: in turns between peers, within a share of the event loop's time.
+
+A client that replays one ClientHello pays nothing, and the gateway has to sign its answer to each one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from weightd_gateway.parse_queue import FairQueue
+from weightd_gateway.fair_limit import FairLimit
+from weightd_common.peers import Peer
+from weightd_common.rate_limited_log import RateLimitedLog
+
+_log = logging.getLogger("weightd_gateway")
+
+Work = Callable[[], None]
+
+LOOP_SHARE = 0.25
+"""Part of the event loop's time that handshakes may take."""
+
+MAX_HANDSHAKES = 1024
+"""Connections whose handshake is not complete. A peer may have at most three times as many as it leaves to others."""
+
+MAX_STARTED = 64
+"""Those whose handshake has begun, which takes about 300 KB; the others wait. A peer's part of them is as above."""
+
+STARTED_TIMEOUT_S = 10.0
+"""Seconds in which a handshake that has begun has to be complete."""
+
+# Between two lines of the log about refused handshakes of one peer.
+_LOG_INTERVAL_S = 10.0
+
+
+class FairThrottle:
+    """Runs pieces of work one by one, with pauses that keep them to a share of the time. Pure: no I/O.
+
+    The next piece is one of the peer that has used the fewest seconds.
+
+    Args:
+        share: part of the time that the pieces may take.
+        later: calls a function after so many seconds.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(self, share: float, call_later: Callable[[float, Work], object], clock: Callable[[], float]) -> None:
+        self._pause_factor = 1.0 / share - 1.0
+        self._call_later = call_later
+        self._clock = clock
+        self._waiting: FairQueue[Work] = FairQueue()
+        self._is_pausing = False
+
+    def run(self, key: str, work: Work) -> None:
+        """Run a piece of work of a peer now, or when it is the turn of the peer."""
+        self._waiting.put(key, work)
+        if not self._is_pausing:
+            self._run_next()
+
+    def _run_next(self) -> None:
+        self._is_pausing = False
+        if not self._waiting:
+            return
+        self._is_pausing = True
+        key, work = self._waiting.get()
+        begun = self._clock()
+        try:
+            work()
+        finally:
+            seconds = self._clock() - begun
+            self._waiting.charge(key, seconds)
+            self._call_later(self._pause_factor * seconds, self._run_next)
+
+
+class HandshakeSlots:
+    """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
+
+    Args:
+        most: places; how many each peer may have of that is for `Shares` to say.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = FairLimit(limit)
+        self._waiting: dict[str | None, deque[Work]] = {}
+
+    def take(self, key: str | None, begin: Work) -> None:
+        """Call a function when there is a place: now, or within `give` for another one."""
+        if key not in self._waiting and self._limit.take(key):
+            begin()
+        else:
+            self._waiting.setdefault(key, deque()).append(begin)
+
+    def release(self, key: str | None, begin: Work) -> None:
+        """Free the place of a user, or have it wait no more."""
+        if begin in self._waiting.get(key, ()):
+            self._waiting[key].remove(begin)
+            if not self._waiting[key]:
+                del self._waiting[key]
+            return
+        self._limit.release(key)
+        for each in [*self._waiting]:
+            if self._limit.take(each):
+                # The peer's next turn comes after those of all others.
+                queue = self._waiting.pop(each)
+                following = queue.popleft()
+                if queue:
+                    self._waiting[each] = queue
+                following()
+
+
+class Handshakes:
+    """The TLS handshakes of all connections of this process.
+
+    Args:
+        most: connections whose handshake is not complete.
+        most_begun: of them, those whose handshake has begun.
+    """
+
+    def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
+        self._max_handshakes = max_handshakes
+        self._limit = FairLimit(max_handshakes)
+        self._started = HandshakeSlots(max_started)
+        self._runner = FairThrottle(LOOP_SHARE, _call_later, time.perf_counter)
+        self._refusal_log = RateLimitedLog(_LOG_INTERVAL_S)
+
+    @property
+    def in_progress(self) -> int:
+        """How many connections there are whose handshake is not complete."""
+        return self._limit.in_use
+
+    async def complete(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        context: ssl.SSLContext,
+        timeout_s: float,
+        protocol_factory: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """Complete the handshake of a connection and attach a protocol to it.
+
+        Args:
+            connection: a connected socket. It is closed where the handshake fails.
+            peer: the other end.
+            context: of the server.
+            patience: seconds until the handshake has to be complete.
+            make: returns the protocol; called after the handshake.
+
+        Raises:
+            OSError: the handshake fails, or the peer has as many under way as it may have.
+            asyncio.TimeoutError: other handshakes took all the time.
+        """
+        key = None if peer.is_operator else peer.key
+        if not self._limit.take(key):
+            connection.close()
+            reason = f"{peer.key} has its share of {self._max_handshakes} TLS handshakes under way"
+            suppressed_count = self._refusal_log.record(peer.key, time.monotonic())
+            if suppressed_count is not None:
+                more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
+                _log.warning("new connection refused: %s%s", reason, more)
+            raise ConnectionAbortedError(reason)
+        admitted = asyncio.get_running_loop().create_future()
+
+        def begin() -> None:
+            if not admitted.done():
+                admitted.set_result(None)
+
+        self._started.take(key, begin)
+        try:
+            try:
+                await asyncio.wait_for(admitted, timeout_s)
+            except BaseException:
+                connection.close()
+                raise
+            await self._complete(connection, peer, context, min(timeout_s, STARTED_TIMEOUT_S), protocol_factory)
+        finally:
+            self._started.release(key, begin)
+            self._limit.release(key)
+
+    async def _complete(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        context: ssl.SSLContext,
+        timeout_s: float,
+        protocol_factory: Callable[[], asyncio.Protocol],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        raw, _ = await loop.connect_accepted_socket(_Paused, connection)
+        early = _EarlyData()
+        upgrade = loop.create_task(
+            loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=timeout_s)
+        )
+        try:
+            # The task has set asyncio's protocol for TLS by then, which has received nothing yet.
+            await asyncio.sleep(0)
+            inner = raw.get_protocol()
+            raw.set_protocol(_ThrottledProtocol(raw, inner, connection, partial(self._runner.run, peer.key)))
+            transport = await upgrade
+        except BaseException:
+            upgrade.cancel()
+            raw.abort()
+            raise
+        if transport is None or raw.is_closing():
+            raw.abort()
+            raise ConnectionResetError("the client has left after the handshake")
+        raw.set_protocol(inner)
+        early.hand_over(transport, protocol_factory())
+
+
+def _call_later(seconds: float, work: Work) -> object:
+    return asyncio.get_running_loop().call_later(seconds, work)
+
+
+class _Paused(asyncio.Protocol):
+    """Reads nothing until the handshake begins."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).pause_reading()
+
+
+class _ThrottledProtocol(asyncio.Protocol):
+    """Passes on what has been received to asyncio's TLS protocol when it is the peer's turn, and reads no more before.
+
+    Args:
+        raw: the transport of the socket.
+        inner: asyncio's protocol for TLS.
+        connection: the socket.
+        run: runs work when it is the peer's turn.
+    """
+
+    def __init__(
+        self,
+        raw: asyncio.Transport,
+        inner: asyncio.BaseProtocol,
+        connection: socket.socket,
+        run_fairly: Callable[[Work], None],
+    ) -> None:
+        self._raw = raw
+        self._inner = inner
+        self._connection = connection
+        self._run_fairly = run_fairly
+
+    def data_received(self, data: bytes) -> None:
+        self._raw.pause_reading()
+        self._run_fairly(partial(self._pass_on, data))
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._raw.is_closing():
+            return
+        if _has_ended(self._connection):
+            self._raw.abort()
+            return
+        _feed(self._inner, data)
+        self._raw.resume_reading()
+
+    def eof_received(self) -> bool | None:
+        return cast(asyncio.Protocol, self._inner).eof_received()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._inner.connection_lost(cast("Exception | None", exc))
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+class _EarlyData(asyncio.Protocol):
+    """Keeps what comes between the handshake and `hand_over`."""
+
+    def __init__(self) -> None:
+        self._protocol: asyncio.Protocol | None = None
+        self._received = b""
+        self._has_ended = False
+
+    def hand_over(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+        """Attach the protocol that has the connection from now on."""
+        self._protocol = protocol
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if self._received:
+            protocol.data_received(self._received)
+        if self._has_ended and not protocol.eof_received():
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+
+    def eof_received(self) -> bool:
+        self._has_ended = True
+        return True
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        # asyncio may have scheduled this call before `hand_over`.
+        if self._protocol is not None:
+            self._protocol.connection_lost(cast("Exception | None", exc))
+
+
+def _feed(protocol: asyncio.BaseProtocol, data: bytes) -> None:
+    if not isinstance(protocol, asyncio.BufferedProtocol):
+        cast(asyncio.Protocol, protocol).data_received(data)
+        return
+    while data:
+        buffer = memoryview(protocol.get_buffer(len(data)))
+        count = min(len(buffer), len(data))
+        buffer[:count] = data[:count]
+        protocol.buffer_updated(count)
+        data = data[count:]
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the client has closed its end, which nobody does before the handshake is complete."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True

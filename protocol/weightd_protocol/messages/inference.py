@@ -1,0 +1,198 @@
+"""Inference: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Callable, Generic, Optional, Tuple, TypeVar
+
+from weightd_protocol import limits
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import ERRORS
+from weightd_protocol.messages.regions import POSITIONS, Regions
+from weightd_protocol.schema import boolean, in_own_frame, integer, list_of, nullable, one_of, record, text
+from weightd_protocol.frozen import dataclass
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a request or an answer: its bytes are in the frame of the same position.
+
+    `shape` is the size of each dimension; [] is a scalar. The frame holds the elements in C order,
+    little-endian, without padding: its length is the product of the dimensions times the element's size.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    datatype: str = field(metadata=one_of(ITEM_BYTES))
+    shape: Tuple[int, ...] = field(metadata=list_of(integer(0, limits.MAX_DIM), limits.MAX_RANK))
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the tensor's frame in bytes."""
+        size = ITEM_BYTES[self.datatype]
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """One input or output of a model. A dimension of -1 is free: each request chooses it.
+
+    A shape of None is of any rank: each request chooses that, too. One of [] is a scalar.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    datatype: str = field(metadata=one_of(ITEM_BYTES))
+    shape: Optional[Tuple[int, ...]] = field(metadata=nullable(list_of(integer(-1, limits.MAX_DIM), limits.MAX_RANK)))
+
+    @property
+    def shape_text(self) -> str:
+        """The shape, for people."""
+        return "of any rank" if self.shape is None else str(list(self.shape))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a request asks for beside its tensors."""
+
+    timeout: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
+    """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
+    regions: Optional[Regions] = field(default=None, metadata=record(Regions))
+    """Which tensors are in shared memory, and where; none where it is absent."""
+    priority: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_PRIORITY))
+    """1 goes first, higher numbers later, as far as the model's configuration allows; its default for 0 or none."""
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`): rights, quotas and shares are that tenant's; the sender's own for none."""
+
+
+NO_PARAMETERS = Parameters()
+
+
+class _Once(Generic[T]):
+    """A property that is computed when it is read first, and from then on is an attribute like any other."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
+class _Description:
+    """What is the same for all messages of a shape, and has a frame of its own: found again by its bytes."""
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        raise NotImplementedError
+
+    @_Once
+    def sizes(self) -> Tuple[int, ...]:
+        """The length of each tensor's frame in bytes."""
+        return tuple(each.nbytes for each in self.tensors)
+
+    @_Once
+    def largest(self) -> int:
+        """The length of the longest of them; 0 where there is none."""
+        return max(self.sizes, default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """The length of all these frames together."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class RequestDescription(_Description):
+    """What is asked of a model: by all requests with the same shapes."""
+
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    inputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
+    outputs: Optional[Tuple[str, ...]] = field(
+        default=None, metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
+    )
+    """The names of the outputs that are wanted, in the order in which they are; all of them where it is absent."""
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class ResponseDescription(_Description):
+    """What a model has answered."""
+
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    outputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Infer:
+    """client → daemon: run the model on the tensors that follow."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
+    parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
+
+    @property
+    def shared_positions(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        regions = self.parameters.regions
+        return () if regions is None else tuple([each.tensor_index for each in regions.inputs])
+
+
+@dataclass(frozen=True)
+class InferResponse:
+    """daemon → client: what the model answered."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
+    shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
+    """The positions of the outputs that are where the request has offered room, and have no frame."""
+    may_still_write: Optional[bool] = field(default=None, metadata=boolean())
+    """Whether a worker may still write there; `released` follows."""
+
+    @property
+    def shared_positions(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        return self.shared_outputs or ()
+
+
+@dataclass(frozen=True)
+class Error:
+    """daemon → client: the request with this id ended in an error.
+
+    `id` is empty when the request was so broken that its id could not be read.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
+    code: str = field(metadata=one_of(ERRORS))
+    error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    retry_after: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
+    """Microseconds after which the same request may succeed; absent where nothing is known of that."""
+    may_still_write: Optional[bool] = field(default=None, metadata=boolean())
+    """Whether a worker may still write to where the request has offered room; `released` follows."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """client → daemon: the request with this id is not wanted any more.
+
+    If it has not ended, it ends in CANCELLED now. This message itself has no answer.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))

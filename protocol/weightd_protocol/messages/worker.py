@@ -1,0 +1,451 @@
+"""The messages between the daemon and its holders and workers.
+
+They travel over a private socket of the daemon's user, but are decoded as strictly as a client's: an engine
+that crashes may send anything before it dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Dict, Optional, Tuple, Type, Union
+
+from weightd_protocol import limits
+from weightd_protocol.errors import ERRORS
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature
+from weightd_protocol.messages.worker_common import (
+    BYTES,
+    DIGEST,
+    ROW_COUNT,
+    ROW_COUNTS,
+    SELFTEST_CASE,
+    SELFTEST_CASES,
+    DeviceMemory,
+    RowSupport,
+    SelfTestCase,
+    SelfTestCases,
+)
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.regions import POSITIONS, MappedRegions
+from weightd_protocol.schema import (
+    boolean,
+    in_own_frame,
+    integer,
+    list_of,
+    mapping,
+    omit_default,
+    one_of,
+    record,
+    text,
+)
+from weightd_protocol.frozen import dataclass
+
+CHILD_PROTOCOL_VERSION = 2
+"""The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
+
+_REQUEST = integer(0, limits.MAX_COUNT)
+_STEP = integer(0, limits.MAX_COUNT)
+_PARTY = integer(0, limits.MAX_COUNT)
+_GEARS = list_of(list_of(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
+_UNFIT_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_UNFIT_CASES)
+_ARGUMENTS = list_of(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
+
+ORIGINS = ("spawned", "forked", "template")
+"""How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an engine's way of sharing can do.
+
+    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
+    `holder_must_outlive`: the shared memory becomes invalid with the holder.
+    `attach_rewrites_weights`: an attach writes the weights again, from the file of the one that attaches.
+    """
+
+    pids_fixed_at_build: bool = field(metadata=boolean())
+    holder_must_outlive: bool = field(metadata=boolean())
+    attach_rewrites_weights: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Hello:
+    """child → daemon: I am up, and this is what I am.
+
+    `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
+    `sha256` names the content of the model that this process would load (`weightd_common.modelfile`).
+    `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
+    `concurrency`: so many predicts run at once here, if they are there. `slice`: which rank it is, and of what; None
+    where it is none. Then `sha256` is that of its slice.
+    """
+
+    pid: str = field(metadata=text(limits.MAX_PID_BYTES))
+    sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
+    versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
+    traits: Traits = field(metadata=record(Traits))
+    origin: str = field(default="spawned", metadata=one_of(ORIGINS))
+    origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
+    slice: Optional[RankSlice] = field(default=None, metadata=record(RankSlice))
+
+
+@dataclass(frozen=True)
+class Fork:
+    """daemon → fork server or template: make a process of yourself, which is to be what these arguments say.
+
+    `arguments` are those of ``python -m weightd_worker`` but for its parent, which is that of the process that is
+    forked from; `log` is where its output goes.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    arguments: Tuple[str, ...] = field(metadata=_ARGUMENTS)
+    log: str = field(metadata=text(limits.MAX_PATH_BYTES))
+
+
+@dataclass(frozen=True)
+class Forked:
+    """fork server or template → daemon: the process is there, and begins now; or there is none, for this `error`."""
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    pid: int = field(default=0, metadata=integer(0, limits.MAX_PID))
+    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Reconnected:
+    """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on.
+
+    `step` is that of the last `Predict` that it has run, where it is a rank; 0: none.
+    """
+
+    step: int = field(default=0, metadata=omit_default(_STEP))
+
+
+@dataclass(frozen=True)
+class Build:
+    """daemon → holder: build the model and let these processes share its weights.
+
+    `search`: look for a canary; `canary_cases` worked before and come first, `unfit` did not and are left out. Without
+    it `canary_cases` are what was configured and has to work, and where there are none there is no canary, unless the
+    process was given a sample. `rows` are the most of one predict of several requests, 1 where each has its own: then
+    nothing is found out about them; `sizes` the only ones that a predict may have, none: any; `exact`, whether it is
+    tested that the answers are bit for bit those of each alone.
+    """
+
+    pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    search_selftest: bool = field(default=True, metadata=boolean())
+    selftest_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
+    unfit_cases: SelfTestCases = field(default=(), metadata=_UNFIT_CASES)
+    max_rows: int = field(default=1, metadata=ROW_COUNT)
+    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    exact: bool = field(default=True, metadata=boolean())
+
+
+@dataclass(frozen=True)
+class TryingSelfTest:
+    """holder → daemon: I am about to run the canary on `trying`, which may be my end; `unfit` is known not to work.
+
+    It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
+    """
+
+    cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    unfit_cases: SelfTestCases = field(metadata=_UNFIT_CASES)
+
+
+@dataclass(frozen=True)
+class ContinueSelfTest:
+    """daemon → holder: it is noted what you are trying; go on."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """holder → daemon: the weights are exported.
+
+    `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
+    is something that could have been. Of a holder that `is_template` workers are forked, which have all that it has.
+    `canary_cases` are what the canary is run on, none where the model has no canary; `canary` is the digest of its
+    answers, "" for a model that does not repeat itself; `canary_note` says why there is none, or what it is worth.
+    """
+
+    handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    selftest_digest: str = field(metadata=DIGEST)
+    shared_bytes: int = field(metadata=BYTES)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after the build; None on the CPU."""
+    gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
+    """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
+    or where nobody can tell before it is tried."""
+    selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    is_loss: bool = field(default=False, metadata=boolean())
+    is_template: bool = field(default=False, metadata=boolean())
+    row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
+    """None where it was not to be found out."""
+    rebuilds_per_shape: bool = field(default=False, metadata=boolean())
+    """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
+    that it has computed before."""
+    first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
+    """The shape of each input that every worker computes first, which is the largest that it computes without another
+    build; None where that does not matter."""
+
+
+@dataclass(frozen=True)
+class Allow:
+    """daemon → holder: let these processes attach too, though they were not there at the build."""
+
+    pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """holder → daemon: they may, or the library offers no way for the reason that `error` gives."""
+
+    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Attach:
+    """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
+
+    Then run the canary on these inputs. `rows`, `sizes` and `exact` as in `Build`; `found`: what `Built` said of them.
+    """
+
+    handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    max_rows: int = field(default=1, metadata=ROW_COUNT)
+    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    exact: bool = field(default=True, metadata=boolean())
+    row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
+    by_shape: bool = field(default=False, metadata=boolean())
+    """As in `Built`."""
+    first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
+    """As in `Built`."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """worker → daemon: the model is built; `canary` as in `Built`, `note` says why nothing is shared."""
+
+    selftest_digest: str = field(metadata=DIGEST)
+    shared_bytes: int = field(metadata=BYTES)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after the build; None on the CPU."""
+
+
+@dataclass(frozen=True)
+class ProcessFailed:
+    """child → daemon: build or attach failed for this cause; the process exits.
+
+    `no_room`: the card has no memory or no place for this process; some may come free late after another one's end.
+    `transient`: the cause may go away by itself, as a full disk may.
+    """
+
+    reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    is_out_of_memory: bool = field(default=False, metadata=boolean())
+    is_transient: bool = field(default=False, metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Predict:
+    """daemon → worker: run the model on the tensors that follow.
+
+    `step` counts the predicts of a unit: 1, 2, 3 and so on, each part of a `Together` by itself; 0 where it is for no
+    rank. A rank that misses one, or sees one twice, is `Broken`. `member` is the model, of a process that has several.
+    """
+
+    request: int = field(metadata=_REQUEST)
+    description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
+    regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
+    """Which tensors are in regions that were mapped; none where it is absent."""
+    step: int = field(default=0, metadata=omit_default(_STEP))
+    model_index: int = field(default=0, metadata=omit_default(integer(0, limits.MAX_GROUP_MODELS - 1)))
+
+    @property
+    def shared_positions(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        return () if self.regions is None else tuple([each.tensor_index for each in self.regions.inputs])
+
+
+@dataclass(frozen=True)
+class Result:
+    """worker → daemon: the answer to a `Predict`."""
+
+    request: int = field(metadata=_REQUEST)
+    description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
+    shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
+    """The positions of the outputs that were written where there was room, and have no frame."""
+
+    @property
+    def shared_positions(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        return self.shared_outputs or ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """worker → daemon: the `Predict` ended in an error.
+
+    `leaving`: the failure may have spoilt the model, so the process exits and takes no further request. Without it a
+    rank has refused the request before it ran anything.
+    """
+
+    request: int = field(metadata=_REQUEST)
+    code: str = field(metadata=one_of(ERRORS))
+    error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    is_exiting: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class BeginBatch:
+    """daemon → worker: the next so many `Predict`s are answered by one predict of the model.
+
+    They differ in nothing but the first dimension of their inputs. Each is answered, and skipped before they begin, as
+    if it had come alone. `rows`, where that is more than they have together: repeat the last row up to so many, for
+    the model takes no other number; 0: run as many as there are. `parties` says for each predict whose it is, by a
+    number that stands for a tenant or a user and is the same in each daemon; none where it is not tested whether
+    answers are the same.
+    """
+
+    items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
+    rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
+    parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_BATCH_ITEMS)))
+
+
+@dataclass(frozen=True)
+class BatchMismatch:
+    """worker → daemon: an answer to several requests at once was not what each gets alone, as `note` tells.
+
+    From now on this worker runs the requests of these `parties` one by one, where they come together with others; all
+    requests where there are none.
+    """
+
+    note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
+    parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_TENANTS)))
+
+
+@dataclass(frozen=True)
+class CancelPredict:
+    """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
+
+    request: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class PredictCancelled:
+    """worker → daemon: the answer to a `Predict` that a `Skip` has come in time for: it was not run."""
+
+    request: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class MapRegion:
+    """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
+
+    region: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class UnmapRegion:
+    """daemon → worker: no further predict names the region."""
+
+    region: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class Ping:
+    """daemon → worker: show that you answer; with `canary`, that you answer rightly."""
+
+    run_selftest: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Pong:
+    """worker → daemon: the answer to a `Ping`; `canary` is the digest of what the canary gives now, else ""."""
+
+    selftest_digest: str = field(default="", metadata=DIGEST)
+
+
+@dataclass(frozen=True)
+class TrimStore:
+    """daemon → child: no attach is due; let pages of the store that nobody maps leave memory."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """daemon → child: finish what you have and exit."""
+
+
+ChildMessage = Union[
+    Hello,
+    Forked,
+    Reconnected,
+    TryingSelfTest,
+    Built,
+    Allowed,
+    Attached,
+    JoinedGroup,
+    SelfTestDone,
+    ProcessFailed,
+    Result,
+    Failed,
+    Done,
+    PredictCancelled,
+    BatchMismatch,
+    Pong,
+]
+ChildOrder = Union[
+    Fork,
+    Build,
+    ContinueSelfTest,
+    Allow,
+    Attach,
+    JoinGroup,
+    RunSelfTest,
+    BeginBatch,
+    Predict,
+    CancelPredict,
+    MapRegion,
+    UnmapRegion,
+    Ping,
+    TrimStore,
+    Stop,
+]
+
+FROM_CHILD: Dict[str, Type[ChildMessage]] = {
+    "hello": Hello,
+    "forked": Forked,
+    "back": Reconnected,
+    "probing": TryingSelfTest,
+    "built": Built,
+    "allowed": Allowed,
+    "attached": Attached,
+    "entered": JoinedGroup,
+    "warmed": SelfTestDone,
+    "broken": ProcessFailed,
+    "result": Result,
+    "failed": Failed,
+    "done": Done,
+    "skipped": PredictCancelled,
+    "unequal": BatchMismatch,
+    "pong": Pong,
+}
+TO_CHILD: Dict[str, Type[ChildOrder]] = {
+    "fork": Fork,
+    "build": Build,
+    "probe": ContinueSelfTest,
+    "allow": Allow,
+    "attach": Attach,
+    "enter": JoinGroup,
+    "warm": RunSelfTest,
+    "together": BeginBatch,
+    "predict": Predict,
+    "skip": CancelPredict,
+    "map": MapRegion,
+    "unmap": UnmapRegion,
+    "ping": Ping,
+    "settle": TrimStore,
+    "stop": Stop,
+}

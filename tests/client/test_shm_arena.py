@@ -1,0 +1,231 @@
+"""Arrays that are cut from memory that others see: whose each part is, and until when."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+from typing import Any, List, Tuple
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from testkit.examples import examples
+from weightd import shm_arena as arenas
+from weightd.shm_arena import Block, ShmArena
+from weightd.free_list import ALIGNMENT
+
+_PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def _small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "_LEAST_REGION_BYTES", 2 * _PAGE)
+
+
+class World(RuleBasedStateMachine):
+    """Arrays that are used as anybody would: each keeps what was written to it for as long as it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = ShmArena(8 * _PAGE)
+        self.held: List[Tuple[Any, int]] = []
+        self.written = 0
+
+    @rule(count=st.integers(0, 3 * _PAGE), dtype=st.sampled_from(["<f4", "|u1", "<i8"]))
+    def cut(self, count: int, dtype: str) -> None:
+        """One more, from a region or not."""
+        array = self.arena.empty((count // np.dtype(dtype).itemsize,), dtype)
+        self.written = (self.written + 1) % 128
+        array[...] = self.written
+        self.held.append((array, self.written))
+
+    @rule(nbytes=st.integers(1, 3 * _PAGE))
+    def take(self, nbytes: int) -> None:
+        """One more that somebody else will write to."""
+        block = self.arena.take(nbytes)
+        if block is not None:
+            block.region.populate(block.offset, nbytes)
+            assert os.lseek(block.region.descriptor, block.offset, os.SEEK_HOLE) >= block.offset + nbytes
+            self.held.append((block.array((nbytes,), np.dtype(np.uint8)), 0))
+            self.held[-1][0][...] = 0
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        """A view takes the place of the array that it is of."""
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        array, value = self.held[index]
+        self.held[index] = array[len(array) // 2 :], value
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """One is not needed any more."""
+        del self.held[data.draw(st.integers(0, len(self.held) - 1))]
+
+    @rule()
+    def retire(self) -> None:
+        """As after a connection that was lost."""
+        self.arena.retire(self.arena.regions)
+
+    @invariant()
+    def keeps_what_was_written(self) -> None:
+        """No part is two arrays'."""
+        for array, value in self.held:
+            assert (array == value).all()
+
+    @invariant()
+    def finds_what_lies_in_it(self) -> None:
+        """By address; what it finds is that array's memory, aligned."""
+        for array, _ in self.held:
+            found = self.arena.find(array)
+            if found is not None and array.nbytes:
+                region, offset = found
+                assert os.pread(region.descriptor, array.nbytes, offset) == array.tobytes()
+
+    @invariant()
+    def keeps_its_bound(self) -> None:
+        """All regions together."""
+        assert sum(region.nbytes for region in self.arena.regions) <= 8 * _PAGE
+
+
+TestArena = World.TestCase
+TestArena.settings = settings(max_examples=examples(30), deadline=None)
+
+
+def _block(arena: ShmArena, nbytes: int) -> Block:
+    block = arena.take(nbytes)
+    assert block is not None
+    return block
+
+
+def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
+    arena = ShmArena()
+    array = arena.empty((4, 4), np.float32)
+    assert array.flags.aligned
+    assert array.__array_interface__["data"][0] % ALIGNMENT == 0
+    view = array[1:].T
+    del array
+    assert _block(arena, 64).offset == ALIGNMENT
+    del view
+    # What was given back last comes first; what is of another size, where it fits first.
+    assert _block(arena, 64).offset == 0
+    assert _block(arena, 1).offset == 0
+
+
+def test_it_grows_and_lets_go_what_was_too_small() -> None:
+    arena = ShmArena()
+    small = _block(arena, _PAGE)
+    large = _block(arena, 5 * _PAGE + 1)
+    assert [region.nbytes for region in arena.regions] == [2 * _PAGE, 6 * _PAGE]
+    del small
+    _block(arena, 100 * _PAGE)
+    assert [region.nbytes for region in arena.regions] == [6 * _PAGE, 100 * _PAGE]
+    del large
+
+
+def test_the_descriptor_goes_with_the_last_array() -> None:
+    arena = ShmArena()
+    array = arena.empty((_PAGE,), np.uint8)
+    descriptor = arena.regions[0].descriptor
+    del arena
+    array[:] = 7
+    assert os.pread(descriptor, 1, 0) == b"\7"
+    del array
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("nbytes", [1, _PAGE - 64, _PAGE, _PAGE + 1])
+def test_each_page_of_a_part_has_memory_once_it_is_populated_and_others_have_none(nbytes: int) -> None:
+    arena = ShmArena()
+    blocks = [_block(arena, each) for each in (_PAGE, 64, nbytes, 3 * _PAGE)]
+    region, offset = blocks[2].region, blocks[2].offset
+    assert os.fstat(region.descriptor).st_blocks == 0
+    region.populate(offset, nbytes)
+    pages = (offset + nbytes - 1) // _PAGE - offset // _PAGE + 1
+    assert os.fstat(region.descriptor).st_blocks * 512 == pages * _PAGE
+
+
+@pytest.mark.parametrize("dtype", [object, "S3", "<c8", [("x", "<i4")]])
+def test_what_no_tensor_can_be_is_never_cut(dtype: Any) -> None:
+    arena = ShmArena()
+    assert arena.empty((3,), dtype).shape == (3,)
+    assert not arena.regions
+
+
+def test_where_no_memory_can_be_had_an_array_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("weightd_common.memfd.create", refuse)
+    arena = ShmArena()
+    array = arena.empty((4096,), np.int8)
+    assert array.shape == (4096,)
+    assert arena.find(array) is None
+
+
+def test_a_forked_process_keeps_what_it_has_got() -> None:
+    arena = ShmArena()
+    array = arena.empty((_PAGE,), np.uint8)
+    array[:] = 1
+    told, tells = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(told, 1)
+        os._exit(int(array.sum()) != _PAGE)
+    del array
+    arena.empty((_PAGE,), np.uint8)[:] = 2
+    os.write(tells, b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(told)
+    os.close(tells)
+
+
+def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
+    arena = ShmArena()
+    arena.empty((_PAGE,), np.uint8)[:] = 0
+    assert arena.regions[0].is_unused
+    pid = os.fork()
+    if not pid:
+        arena.empty((_PAGE,), np.uint8)[:] = 1
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not arena.empty((_PAGE,), np.uint8).any()
+
+
+def test_nothing_is_cut_by_another_thread_while_one_forks() -> None:
+    arena = ShmArena()
+    arena.before_fork()
+    thread = threading.Thread(target=arena.empty, args=((_PAGE,), np.uint8))
+    thread.start()
+    thread.join(0.05)
+    assert not arena.regions
+    arena.after_fork(in_child=False)
+    thread.join()
+    assert arena.regions
+
+
+def test_threads_never_share_a_part() -> None:
+    arena = ShmArena()
+    wrong: List[int] = []
+
+    def work(value: int) -> None:
+        for _ in range(200):
+            array = arena.empty((100,), np.uint8)
+            array[:] = value
+            if not (array == value).all():
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,102 @@
+"""What stands between a replica and its daemon: it starts it again, and ends with the replica, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import surroundings
+from testkit.fakedaemon import directory
+from weightd_ray import daemon_supervisor
+from weightd_ray.daemon_supervisor import Backoff, DaemonSupervisor
+
+__all__ = ["directory"]
+
+
+def test_pauses_grow_to_a_bound_and_begin_again_after_a_long_life() -> None:
+    pauses = Backoff()
+    assert [pauses.next_delay_s(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [pauses.next_delay_s(60), pauses.next_delay_s(59)] == [0.5, 1]
+
+
+@pytest.fixture
+def leash() -> Iterator[tuple[int, int]]:
+    """What a guard waits for the end of, and what ends it."""
+    reading, writing = os.pipe()
+    yield reading, writing
+    for each in (reading, writing):
+        with contextlib.suppress(OSError):
+            os.close(each)
+
+
+def program(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
+
+
+def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_supervisor, "_FIRST_PAUSE_S", 0.001)
+    reports: list[Mapping[str, Any]] = []
+    codes = ["raise SystemExit(2)", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(78)"]
+    DaemonSupervisor(lambda: program(codes.pop(0)), leash[:1], reports.append).run()
+    assert not codes
+    assert [each.get("starts") for each in reports] == [True, True, True, None]
+    assert reports[-1]["failed"].startswith("the daemon ends with status 78")
+
+
+def test_one_that_would_end_the_same_way_again_is_not(leash: tuple[int, int]) -> None:
+    reports: list[Mapping[str, Any]] = []
+    DaemonSupervisor(lambda: program("raise SystemExit(78)"), leash[:1], reports.append).run()
+    assert len(reports) == 2
+
+
+def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        os.close(leash[1])
+        started.append(program("import time; time.sleep(60)"))
+        return started[0]
+
+    DaemonSupervisor(start, leash[:1], lambda _: None).run()
+    assert started[0].returncode == -signal.SIGTERM
+
+
+def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(daemon_supervisor.supervisor_command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False)
+    assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
+
+
+@pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS"])
+def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory: Path) -> None:
+    command = [*surroundings.command(how), *daemon_supervisor.supervisor_command(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # Its configuration is wrong, which its exit status says.
+        process.stdin.write(daemon_supervisor.encode_order({"m": {"path": "/m.onnx", "workers": 0}}))
+        process.stdin.flush()
+        address, starts, failed = [json.loads(line) for line in process.stdout]
+    assert (address.keys(), starts) == ({"address", "pid"}, {"starts": True})
+    assert failed["failed"].startswith("the daemon ends with status 78")
+
+
+def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    order = daemon_supervisor.encode_order({"m": {"path": "/m.onnx"}})
+    guarded = subprocess.run(
+        daemon_supervisor.supervisor_command(directory), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False
+    )
+    assert json.loads(guarded.stdout) == {"failed": f"{directory}: File too large"}
+    assert not list((directory / "rooms").iterdir())

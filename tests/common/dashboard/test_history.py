@@ -1,0 +1,208 @@
+"""The picture that is made of what the daemon told of late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import List, Optional, Tuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testkit import looks
+from testkit.looks import MB
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse
+from weightd_common.dashboard.history import RATE_WINDOW_S, SPARKLINE_POINTS, History
+from weightd_common.dashboard.rows import ModelRow, Overview, RatePoint
+
+
+def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:
+    history = History(gap)
+    for each in told:
+        history.on_metrics(each)
+    return history.overview()
+
+
+def only(overview: Overview) -> ModelRow:
+    [row] = overview.models
+    return row
+
+
+def test_at_first_no_rate_is_known() -> None:
+    overview = seen(looks.metrics(10.0, looks.counted("m", (5, 5, 0, 0), queued=3, running=2)))
+    assert (overview.throughput.rate, only(overview).throughput.rate, only(overview).refused_rate) == (None, None, None)
+    assert (overview.queued, overview.running, overview.memory, overview.processes) == (3, 2, None, ())
+
+
+def test_rates_and_quantiles_are_of_the_last_seconds() -> None:
+    told = [looks.metrics(10.0 + second, looks.counted("m", (100 * second, 0, 0, 0))) for second in range(20)]
+    told.append(looks.metrics(30.0, looks.counted("m", (1900, 200, 0, 0))))
+    overview = seen(*told)
+    row = only(overview)
+    assert row.throughput.rate == pytest.approx((200 + 4 * 100) / RATE_WINDOW_S)
+    assert row.throughput.p50_s == pytest.approx(0.001 * 300 / 400)
+    assert row.throughput.p99_s == pytest.approx(0.001 + 0.009 * (594 - 400) / 200)
+    assert row.throughput.rate_points[-1] == pytest.approx((200.0, 0.001 + 0.009 * 198 / 200))
+    assert overview.throughput == row.throughput
+
+
+def test_two_models_are_one_service() -> None:
+    before = looks.metrics(1.0, looks.counted("a"), looks.counted("b"))
+    now = looks.metrics(3.0, looks.counted("a", (10, 0, 0, 0)), looks.counted("b", (0, 30, 0, 0)))
+    overview = seen(before, now)
+    assert [row.throughput.rate for row in overview.models] == [5.0, 15.0]
+    assert overview.throughput.rate == 20.0
+    assert overview.throughput.p50_s == pytest.approx(0.001 + 0.009 / 3)
+
+
+def test_a_daemon_that_began_anew_is_not_compared_with_the_one_before() -> None:
+    before = looks.metrics(100.0, looks.counted("m", (1000, 0, 0, 0)))
+    # Its counters may have gone on.
+    for counts in ((10, 0, 0, 0), (2000, 0, 0, 0)):
+        again = looks.metrics(2.0, looks.counted("m", counts))
+        assert only(seen(before, again)).throughput.rate is None
+        later = looks.metrics(3.0, looks.counted("m", (counts[0] + 7, 0, 0, 0)))
+        row = only(seen(before, again, later))
+        assert row.throughput.rate == 7.0
+        assert [moment.rate for moment in row.throughput.rate_points] == [None, None, 7.0]
+
+
+def test_a_model_that_came_back_begins_anew_and_the_others_go_on() -> None:
+    told = [
+        looks.metrics(1.0, looks.counted("a", (50, 0, 0, 0)), looks.counted("b")),
+        looks.metrics(2.0, looks.counted("a", (3, 0, 0, 0)), looks.counted("b", (10, 0, 0, 0))),
+        looks.metrics(3.0, looks.counted("a", (8, 0, 0, 0)), looks.counted("b", (20, 0, 0, 0))),
+    ]
+    assert [row.throughput.rate for row in seen(*told[:2]).models] == [None, 10.0]
+    overview = seen(*told)
+    assert [row.throughput.rate for row in overview.models] == [5.0, 10.0]
+    assert overview.throughput.rate == 10.0
+
+
+def test_other_buckets_are_not_compared() -> None:
+    before = looks.metrics(1.0, looks.counted("m", (5, 0, 0, 0)))
+    now = replace(looks.metrics(2.0, looks.counted("m", (9, 0, 0, 0))), seconds_bounds=(0.002, 0.02, 0.2))
+    assert only(seen(before, now)).throughput == seen(looks.metrics(1.0, looks.counted("m"))).throughput._replace(
+        moments=(RatePoint(None, None),) * 2
+    )
+
+
+def test_the_same_answer_twice_is_told_once() -> None:
+    told = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2)]
+    assert seen(*told, told[-1]) == seen(*told)
+
+
+def test_after_a_pause_sparks_begin_anew() -> None:
+    told = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2, 60)]
+    assert only(seen(*told)).throughput.rate == pytest.approx(58 / 58)
+    assert only(seen(*told, gap=5.0)).throughput == seen(told[2]).throughput
+
+
+def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten() -> None:
+    history = History()
+    for second in range(SPARKLINE_POINTS + 30):
+        history.on_metrics(
+            looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0)), looks.counted(f"m{second}"))
+        )
+    rows = history.overview().models
+    assert [len(row.throughput.rate_points) for row in rows] == [SPARKLINE_POINTS, 1]
+    assert set(vars(history)["_moments"]) == {"", "m", f"m{SPARKLINE_POINTS + 29}"}
+
+
+steps = st.lists(st.tuples(st.floats(0, 3), st.integers(-5, 50)), min_size=1, max_size=30)
+
+
+@given(steps)
+def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, int]]) -> None:
+    history, uptime, count = History(), 0.0, 0
+    for seconds, more in steps:
+        uptime, count = (uptime + seconds, max(0, count + more)) if seconds > 0.1 else (seconds, count)
+        history.on_metrics(looks.metrics(uptime, looks.counted("m", (count, 0, 0, 0))))
+        for pace in (history.overview().throughput, only(history.overview()).throughput):
+            assert pace.rate is None or pace.rate >= 0
+            assert all(rate is None or rate >= 0 for rate, _ in pace.rate_points)
+
+
+# --- what the status adds -----------------------------------------------------------------------------------------
+
+
+def looked(*uptimes: Tuple[float, int]) -> Overview:
+    history = History()
+    history.on_metrics(looks.metrics(1.0, looks.counted("m")))
+    for uptime, served in uptimes:
+        processes = looks.processes("m", 2, private=10 * MB, weights=90 * MB, served=served)
+        history.on_status(looks.status(uptime, looks.model("m", processes, copy=90 * MB)))
+    return history.overview()
+
+
+@pytest.mark.parametrize(
+    ("uptimes", "rate"),
+    [(((10.0, 100),), None), (((10.0, 100), (20.0, 150)), 5.0), (((10.0, 100), (2.0, 150)), None)],
+)
+def test_processes_have_a_rate_between_two_statuses(
+    uptimes: Tuple[Tuple[float, int], ...], rate: Optional[float]
+) -> None:
+    processes = looked(*uptimes).processes
+    assert [each.name for each in processes] == ["m.1.holder", "m.1.w1", "m.1.w2"]
+    assert [each.rate for each in processes[1:]] == [rate, rate]
+
+
+def test_memory_is_that_of_the_status() -> None:
+    overview = looked((10.0, 0))
+    assert overview.memory is not None
+    assert overview.memory.plain_bytes == 200 * MB
+    assert only(overview).memory == replace(overview.memory, other_bytes=overview.memory.other_bytes - 30 * MB)
+
+
+def test_what_a_group_has_is_told_with_its_first_model() -> None:
+    history = History()
+    history.on_metrics(looks.metrics(1.0, *map(looks.counted, "abc")))
+    processes = looks.processes("g", 1, private=10 * MB, weights=0)
+    groups = {"a": "g", "b": "g", "c": ""}
+    history.on_status(looks.status(1.0, *(looks.model(name, processes, group=group) for name, group in groups.items())))
+    assert [row.memory is not None for row in history.overview().models] == [True, False, True]
+
+
+def test_a_status_is_wanted_now_and_then_and_soon_when_something_has_changed() -> None:
+    history = History()
+    history.on_metrics(looks.metrics(1.0, looks.counted("m", workers=2)))
+    assert [history.should_request_status(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    history.on_metrics(looks.metrics(2.0, looks.counted("m", workers=1)))
+    assert [history.should_request_status(now) for now in (16.9, 17.0, 17.1, 26.0)] == [False, True, False, False]
+    history.on_metrics(looks.metrics(0.5, looks.counted("m", workers=1)))
+    assert history.should_request_status(18.0)
+
+
+# --- tenants ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_is_the_sum_of_its_accounts() -> None:
+    before = looks.tenant("research", looks.account("a", 100), looks.account("", 7), share=0.4)
+    now = looks.tenant(
+        "research", looks.account("a", 120, {"max_rate": 4}, in_flight=3, queued=2), looks.account("", 7), share=0.5
+    )
+    overview = seen(
+        looks.metrics(1.0, looks.counted("a"), tenants=[before]), looks.metrics(3.0, looks.counted("a"), tenants=[now])
+    )
+    [row] = overview.tenants
+    assert (row.rate, row.refused_rate, row.share, row.in_flight, row.queued) == (10.0, 2.0, 0.5, 3, 2)
+    assert (row.served, row.refused, row.wait_s) == pytest.approx((127, 4, 1 / 500))
+    assert only(overview).refused_rate == 2.0
+
+
+def test_whoever_sees_its_own_alone_is_told_rates_of_its_account() -> None:
+    nothing = Histogram((), 0.0)
+    told: List[MetricsResponse] = []
+    for uptime, served in ((1.0, 100), (3.0, 120)):
+        model = replace(looks.counted("a"), request_seconds=nothing, processes=())
+        mine = looks.tenant("research", looks.account("a", served))
+        told.append(replace(looks.metrics(uptime, model, tenants=[mine]), seconds_bounds=()))
+    overview = seen(*told)
+    assert only(overview).throughput == (10.0, None, None, ((None, None), (10.0, None)))
+    assert overview.throughput.rate == 10.0

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from typing import Optional
+
+import pytest
+
+from weightd_common.load_text import progress_text
+
+
+@pytest.mark.parametrize(
+    ("done", "left_s", "text"),
+    [
+        (0.437, 21.0, "43 %, about 20 s left"),
+        (0.0, 0.2, "0 %, about 1 s left"),
+        (0.5, 119.0, "50 %, about 120 s left"),
+        (0.5, 200.0, "50 %, about 3 min left"),
+        (0.5, 9000.0, "50 %, about 2 h left"),
+        (1.0, None, "99 %"),
+        (None, None, ""),
+    ],
+)
+def test_what_is_known_is_told_and_no_more_exactly_than_that(
+    done: Optional[float], left_s: Optional[float], text: str
+) -> None:
+    assert progress_text(done, left_s) == text

@@ -1,0 +1,132 @@
+"""What is advised, for what was measured."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightctl.advise.evidence import Comparison, Difference
+from weightctl.advise.recommend import BatchSizeResult, Verdict, gain, is_worth_its_latency, recommend
+
+ROWS = (1, 2, 4, 8, 16, 32)
+
+# Rows/s of models on a CPU by these sizes, and the number of rows that pays.
+MEASURED = {
+    "mlp": ((69, 123, 224, 351, 489, 577), 32),
+    "few tokens": ((485, 702, 856, 1013, 1079, 985), 8),
+    "many tokens": ((124, 115, 104, 103, 107, 102), 1),
+    "convolutions": ((19.8, 21.3, 20.1, 21.6, 19.9, 20.0), 1),
+}
+
+
+def unequal(relative: float) -> Comparison:
+    evidence = Comparison()
+    evidence.rows_compared = 200
+    if relative:
+        evidence.rows_unequal = 7
+        evidence.differences["y"] = Difference(7, relative, relative)
+    return evidence
+
+
+def measured(
+    rates: Sequence[float], apart: Sequence[float] = (0.0,) * len(ROWS), way: float = 0.0
+) -> List[BatchSizeResult]:
+    return [
+        BatchSizeResult(rows, rows / rate + way, way, 9, unequal(relative))
+        for rows, rate, relative in zip(ROWS, rates, apart)
+    ]
+
+
+@pytest.mark.parametrize(("rates", "max_rows"), MEASURED.values(), ids=MEASURED)
+def test_what_is_known_of_models(rates: Sequence[float], max_rows: int) -> None:
+    for way in (0.0, 0.0004):
+        advice = recommend(measured(rates, way=way))
+        assert (advice.max_rows, advice.verdict is Verdict.NO) == (max_rows, max_rows == 1)
+
+
+RATES = st.lists(st.floats(0.5, 3), min_size=5, max_size=5).map(
+    lambda steps: [100.0 * factor for factor in (1.0, *_products(steps))]
+)
+
+
+def _products(steps: Sequence[float]) -> List[float]:
+    found = [1.0]
+    for step in steps:
+        found.append(found[-1] * step)
+    return found[1:]
+
+
+@given(RATES, st.lists(st.sampled_from([0.0, 0.0, 1e-6, 0.5]), min_size=6, max_size=6))
+def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) -> None:
+    sizes = measured(rates, apart)
+    advice = recommend(sizes)
+    by_rows: Dict[int, BatchSizeResult] = {size.rows: size for size in sizes}
+    if advice.verdict is Verdict.NO:
+        assert advice.max_rows == 1
+        quick = gain(by_rows[8], sizes[0]) >= 1.3
+        assert not (quick and is_worth_its_latency(by_rows[2], sizes[0]) and apart[0] < 0.01 and apart[1] < 0.01)
+        return
+    chosen = by_rows[advice.max_rows]
+    limit = 0.0 if advice.verdict is Verdict.MERGE else 0.01
+    below = [size for size in sizes if size.rows <= chosen.rows]
+    assert is_worth_its_latency(chosen, sizes[0])
+    assert gain(by_rows[8], sizes[0]) >= 1.3
+    assert all(size.comparison.max_relative <= limit for size in below)
+    # None that is smaller, as good, and worth it.
+    assert not any(
+        gain(size, sizes[0]) >= gain(chosen, sizes[0]) and is_worth_its_latency(size, sizes[0]) for size in below[1:-1]
+    )
+
+
+def test_a_gain_that_costs_more_than_it_brings_is_none() -> None:
+    advice = recommend(measured((100, 120, 130, 140, 150, 160)))
+    assert advice.verdict is Verdict.NO
+    assert "sooner one after another" in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("apart", "verdict", "max_rows", "words"),
+    [
+        ((0, 0, 0, 0, 1e-7, 1e-7), Verdict.MERGE, 8, "no bit differs"),
+        ((0, 1e-7, 1e-7, 1e-7, 1e-7, 0.5), Verdict.INEXACT, 16, "exact = false allows it"),
+        ((1e-7, 0, 0, 0, 0, 0), Verdict.INEXACT, 32, "exact = false allows it"),
+        ((0, 0.015, 0, 0, 0, 0), Verdict.NO, 1, "hangs on the rows beside it"),
+        ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), Verdict.NO, 1, "has another answer each time"),
+        ((0, 0, 0.5, 0.5, 0.5, 0.5), Verdict.MERGE, 2, "no bit differs"),
+    ],
+)
+def test_bits(apart: Sequence[float], verdict: Verdict, max_rows: int, words: str) -> None:
+    advice = recommend(measured((100, 190, 350, 600, 900, 1300), apart))
+    assert (advice.verdict, advice.max_rows) == (verdict, max_rows)
+    assert words in advice.reason
+
+
+def test_rows_that_may_be_together_may_be_too_few_to_pay() -> None:
+    advice = recommend(measured((100, 101, 350, 600, 900, 1300), (0, 0, 0.5, 0, 0, 0)))
+    assert advice.verdict is Verdict.NO
+    assert "with fewer of them it does not pay" in advice.reason
+
+
+def test_a_model_that_is_quicker_than_the_way_to_it_gains_nothing() -> None:
+    advice = recommend(measured((10_000, 20_000, 40_000, 80_000, 160_000, 320_000), way=0.0004))
+    assert advice.verdict is Verdict.NO
+    assert "less than the 0.40 ms of its way" in advice.reason
+
+
+def test_sizes_that_are_refused_or_split_are_no_choice() -> None:
+    sizes = measured((100, 190, 350, 600, 900, 1300))
+    sizes[5] = sizes[5]._replace(is_split=True)
+    sizes[4] = sizes[4]._replace(answers=0, refused="too many")
+    assert recommend(sizes)[:3] == (Verdict.MERGE, 8, ())
+    sizes[1] = sizes[1]._replace(answers=0, refused="no such gear")
+    assert recommend(sizes)[:3] == (Verdict.MERGE, 8, (1, 4, 8))
+    assert "no request of more than one row" in recommend(sizes[:2]).reason
+
+
+def test_an_output_without_rows_is_named() -> None:
+    sizes = measured((100, 190, 350, 600, 900, 1300))
+    sizes[3].comparison.shape_mismatches["sum"] = "[] for 8 rows"
+    assert recommend(sizes).reason == "output sum has no row for each row of the inputs: [] for 8 rows"

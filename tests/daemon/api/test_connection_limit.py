@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from weightd_daemon.api import connection_limit as crowd
+from weightd_daemon.api.connection import ClientConnection, ClientIdentity
+from weightd_daemon.api.connection_limit import ClientConnectionLimiter, max_total_regions
+from weightd_daemon.platform.client_log import ClientLog
+from weightd_daemon.platform.connection_limit import EVERYONE as EVERYBODY
+from weightd_daemon.platform.connection_limit import (
+    NO_TENANT,
+    ConnectionLimiter,
+    max_client_descriptors,
+    raise_descriptor_limit,
+)
+from weightd_daemon.scheduling.request import ClientOrigin
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
+from weightd_common.stream import Stream
+
+
+class Hall:
+    """Clients in the order in which they came, and a crowd of at most ten."""
+
+    def __init__(self) -> None:
+        self.there: list[ClientConnection] = []
+        self.sockets: list[socket.socket] = []
+        self.crowd = ClientConnectionLimiter(ClientLog())
+        self._turned_away: list[ClientConnection] = []
+
+    def come(
+        self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = DEFAULT_TENANT
+    ) -> None:
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            self.sockets += [ours, theirs]
+            number = len(self.there)
+            came = ClientConnection(
+                number.to_bytes(8, "big"), Stream(ours), ClientIdentity(ClientOrigin("near", user)), float(number)
+            )
+            came.has_sent_message, came.tenant = speak, tenant
+            self.there.append(came)
+            # Their end is told later: who is turned away counts among those that are there.
+            self._turned_away += [gone.connection for gone in self.crowd.add_connection(came, len(self.there))]
+
+    def turned_away(self) -> list[int]:
+        """Return who had to go since this was asked last, by number."""
+        out, self._turned_away = self._turned_away, []
+        return [self.there.index(each) for each in out]
+
+
+@pytest.fixture
+def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
+    monkeypatch.setattr(crowd, "for_clients", lambda: 10)
+    made = Hall()
+    yield made
+    for each in made.sockets:
+        each.close()
+
+
+def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(hall: Hall) -> None:
+    hall.come(10)
+    assert hall.turned_away() == []
+    hall.come(2)
+    assert hall.turned_away() == [10, 11]
+    hall.crowd.remove_connection(hall.there[3])
+    hall.come(2)
+    assert hall.turned_away() == [13]
+
+
+def test_who_has_the_most_makes_room_for_others(hall: Hall) -> None:
+    hall.come(1, "other")
+    hall.come(9, "greedy")
+    for user in ("third", "other", "other"):
+        hall.come(1, user)
+    assert hall.turned_away() == [9, 8, 7]
+
+
+def test_who_has_never_spoken_makes_room_first_the_oldest_before_all(hall: Hall) -> None:
+    hall.come(4)
+    hall.come(4, speak=False)
+    hall.come(4)
+    assert hall.turned_away() == [4, 5]
+
+
+def test_users_without_a_tenant_push_out_no_tenant(hall: Hall) -> None:
+    hall.come(3, "of a tenant")
+    for number in range(20):
+        hall.come(1, f"uid {number}", tenant=None)
+    assert not {0, 1, 2} & {*hall.turned_away()}
+    # Nor do they after the tables have changed.
+    hall.crowd.replace_connections(hall.there[:3] + hall.there[-2:])
+    for number in range(20):
+        hall.come(1, f"host {number}", tenant=None)
+    assert not {0, 1, 2} & {*hall.turned_away()}
+
+
+def test_the_log_tells_once_when_it_is_full_and_when_there_is_room_again(
+    hall: Hall, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    hall.come(13)
+    hall.crowd.on_disconnected(9)
+    for _ in range(2):
+        hall.crowd.on_disconnected(8)
+    assert [each.levelname for each in caplog.records] == ["ERROR", "WARNING"]
+
+
+class Guest:
+    def __init__(self, user: str, account: str = EVERYBODY, since: float = 0.0) -> None:
+        self.user, self.account, self.since = user, account, since
+        self.has_spoken = self.is_busy = False
+
+
+class LimiterHarness:
+    """A crowd, and the connections in it in the order in which they were opened."""
+
+    def __init__(self, most: int) -> None:
+        self.crowd: ConnectionLimiter[Guest] = ConnectionLimiter()
+        self.most = most
+        self.there: list[Guest] = []
+
+    def opens(self, user: str, account: str = EVERYBODY, *, speaks: bool = True, busy: bool = False) -> list[Guest]:
+        """Open a connection; return those that end because of it."""
+        guest = Guest(user, account, float(len(self.there)))
+        self.there.append(guest)
+        self.crowd.add(guest, user, account)
+        gone = [each.connection for each in self.crowd.evict_excess(self.most, "KEY")]
+        self.there = [each for each in self.there if each not in gone]
+        guest.has_spoken, guest.is_busy = speaks or busy, busy
+        return gone
+
+    def of(self, account: str) -> int:
+        return sum(each.account == account for each in self.there)
+
+
+def test_users_without_a_tenant_have_a_quarter_however_many_they_are() -> None:
+    place = LimiterHarness(100)
+    for number in range(1000):
+        place.opens(f"uid {number}", NO_TENANT, speaks=number % 2 == 0, busy=number % 3 == 0)
+    assert place.of(NO_TENANT) == 25
+
+
+def test_users_without_a_tenant_end_before_those_of_a_tenant() -> None:
+    place = LimiterHarness(100)
+    for number in range(25):
+        place.opens(f"uid {number}", NO_TENANT, busy=True)
+    for _ in range(100):
+        assert all(each.account == NO_TENANT for each in place.opens("uid 1", "a", speaks=False))
+    assert (place.of(NO_TENANT), place.of("a")) == (0, 100)
+    # And none of them ends a connection of a tenant.
+    [gone] = place.opens("uid 2", NO_TENANT)
+    assert gone.account == NO_TENANT
+
+
+def test_a_tenant_keeps_its_share_whatever_another_one_opens() -> None:
+    place = LimiterHarness(100)
+    own = place.opens("b", "b") or place.there[:]
+    for number in range(49):
+        place.opens("b", "b", speaks=number % 2 == 0)
+    for number in range(1000):
+        gone = place.opens(f"uid {number}", "a", busy=True)
+        assert not [each for each in gone if each.account == "b"]
+    assert own[0] in place.there
+    assert (place.of("a"), place.of("b")) == (50, 50)
+    # And it gets its share back from a tenant that has more.
+    other = LimiterHarness(100)
+    for number in range(200):
+        other.opens(f"uid {number}", "a", busy=True)
+    for _ in range(50):
+        assert [each.account for each in other.opens("b", "b", speaks=False)] == ["a"]
+
+
+def test_many_users_with_one_connection_each_push_out_nobody_who_has_two_in_use() -> None:
+    place = LimiterHarness(100)
+    for _ in range(2):
+        place.opens("b", busy=True)
+    own = place.there[:]
+    for number in range(1000):
+        place.opens(f"uid {number}", speaks=number % 2 == 0)
+    assert set(own) <= set(place.there)
+    # Nor between its requests.
+    for each in own:
+        each.is_busy = False
+    for number in range(1000):
+        place.opens(f"uid {number}")
+    assert set(own) <= set(place.there)
+
+
+def test_where_all_have_spoken_the_new_connection_is_refused() -> None:
+    place = LimiterHarness(10)
+    for number in range(10):
+        place.opens(f"uid {number}", busy=True)
+    new = place.opens("new")
+    assert [each.user for each in new] == ["new"]
+
+
+def test_of_a_user_the_newest_connection_without_a_request_under_way_ends() -> None:
+    place = LimiterHarness(3)
+    for busy in (False, False, True):
+        place.opens("a", busy=busy)
+    _, newest_idle, _ = place.there
+    assert place.opens("b") == [newest_idle]
+
+
+def test_of_accounts_that_have_as_many_the_one_without_a_request_under_way_loses() -> None:
+    for busy in ("a", "b"):
+        place = LimiterHarness(2)
+        for account in ("a", "b"):
+            place.opens(account, account, busy=account == busy)
+        assert [each.account for each in place.opens("c", "c")] != [busy]
+
+
+def test_the_reason_names_the_limit_and_the_numbers() -> None:
+    crowd: ConnectionLimiter[Guest] = ConnectionLimiter()
+    for number in range(9):
+        crowd.add(Guest("x"), "uid 1", "a" if number else "b")
+    [gone, *_] = crowd.evict_excess(8, "max_connections")
+    assert gone.reason == (
+        "expected at most 8 connections (max_connections), got 9, of which uid 1 has 8, and tenant a 8"
+    )
+    for _ in range(3):
+        crowd.add(Guest("x"), "uid 2", NO_TENANT)
+    assert crowd.evict_excess(11, "KEY")[0].reason == (
+        "expected at most 2 of users without a tenant, a part of 11 (KEY), got 3"
+    )
+
+
+def may_end(there: list[Guest], most: int) -> list[Guest]:
+    """Return which connection has to end, found the slow way; several where users have as many connections."""
+
+    def of_account(own: list[Guest]) -> list[Guest]:
+        count = Counter(each.user for each in own)
+        size = max(count.values())
+        if size > max(1, most // 32):
+            return [first([each for each in own if each.user == user]) for user in count if count[user] == size]
+        return [first(own)]
+
+    def first(own: list[Guest]) -> Guest:
+        silent = [each for each in own if not each.has_spoken]
+        idle = [each for each in own if not each.is_busy]
+        return silent[0] if silent else (idle or own)[-1]
+
+    strangers = [each for each in there if each.account == NO_TENANT]
+    if len(strangers) > max(1, most // 4) or (strangers and len(there) > most):
+        return of_account(strangers)
+    if len(there) <= most:
+        return []
+    count = Counter(each.account for each in there)
+    largest = [account for account in count if count[account] == max(count.values())]
+    found = [of_account([each for each in there if each.account == account]) for account in largest]
+    if any(len(each) > 1 for each in found):
+        return [guest for each in found for guest in each]
+    return [min((each for (each,) in found), key=lambda each: (each.is_busy, each.has_spoken, -each.since))]
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["open", "open", "open", "speak", "ask", "answer", "go"]),
+    st.integers(0, 60),
+    st.sampled_from([EVERYBODY, "a", "b", NO_TENANT]),
+)
+
+
+@given(st.lists(EVENTS, max_size=120), st.sampled_from([1, 4, 9, 40]))
+def test_which_connections_end_is_by_the_rule_whatever_has_happened(
+    events: list[tuple[str, int, str]], most: int
+) -> None:
+    crowd: ConnectionLimiter[Guest] = ConnectionLimiter()
+    there: list[Guest] = []
+    for number, (event, index, account) in enumerate(events):
+        if event == "open":
+            there.append(Guest(f"{account} {index % 3}", account, float(number)))
+            crowd.add(there[-1], there[-1].user, account)
+            possible = may_end(there, most)
+            gone = [each.connection for each in crowd.evict_excess(most, "KEY")]
+            assert len(gone) == bool(possible)
+            assert set(gone) <= set(possible)
+            there = [each for each in there if each not in gone]
+        elif there:
+            one = there[index % len(there)]
+            if event == "go":
+                there.remove(one)
+                # The second time changes nothing.
+                for _ in range(2):
+                    crowd.remove(one)
+            elif event == "answer":
+                one.is_busy = False
+            else:
+                one.has_spoken, one.is_busy = True, event == "ask"
+        assert len(crowd) == len(there) <= most
+
+
+def test_as_many_descriptors_as_the_system_allows_and_some_are_left_for_others() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+        for limit, most in ((300, 44), (1024, 512), (8000, 4000)):
+            if limit <= before[1]:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+                assert max_client_descriptors() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("limit", [64, 300, 1024, 524_288])
+def test_regions_and_connections_leave_a_part_of_the_descriptors(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def getrlimit(_: int) -> tuple[int, int]:
+        return limit, limit
+
+    monkeypatch.setattr(resource, "getrlimit", getrlimit)
+    assert max_total_regions() >= 31
+    assert limit - max_client_descriptors() - max_total_regions() >= 31

@@ -1,0 +1,211 @@
+"""Whose memory is whose, how much there may be, and what a request may name of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd_daemon.api.region_registry import MAX_USER_REGIONS, RegionRegistry
+from weightd_daemon.scheduling.tensor_location import TensorLocations
+from weightd_daemon.tenants.usage import QuotaExceeded
+from weightd_protocol import limits
+from weightd_protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
+from weightd_protocol.messages.inference import TensorSpec
+from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
+from weightd_common import memfd
+
+FOUR_FLOATS = (TensorSpec("x", "FP32", (2, 2)),)
+
+
+def user(client: bytes) -> str:
+    return client[:1].decode()
+
+
+def nothing() -> None:
+    """Nobody wants to know."""
+
+
+@pytest.fixture
+def registry() -> RegionRegistry:
+    return RegionRegistry(10_000, user, nothing)
+
+
+def places(
+    registry: RegionRegistry, client: bytes, region: str, offset: int, room: int | None = None
+) -> TensorLocations:
+    outputs = () if room is None else (OutputLocation(0, region, offset, room),)
+    inputs = (InputLocation(0, region, offset),) if room is None else ()
+    return registry.locate(client, Regions(inputs, outputs), FOUR_FLOATS)
+
+
+def open_descriptors(registry: RegionRegistry) -> int:
+    gc.collect()
+    while registry.closed_regions:
+        os.close(registry.closed_regions.pop()[2])
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry: RegionRegistry) -> None:
+    first = registry.register(b"a1", deque([memfd.create(100)]))
+    second = registry.register(b"a2", deque([memfd.create(100)]))
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    assert first != second
+    assert places(registry, b"a1", first, 0).inputs[0].nbytes == 16
+    for client, region in ((b"a1", second), (b"b1", first), (b"a1", "0" * 32)):
+        with pytest.raises(NotFound) as refusal:
+            places(registry, client, region, 0)
+        assert str(refusal.value) == "parameters.regions.inputs[0].region: this connection has no such region"
+
+
+def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
+    registry = RegionRegistry(100, user, nothing)
+    with pytest.raises(ResourceExhausted, match="max_shm_bytes"):
+        registry.register(b"a1", deque([memfd.create(101)]))
+    region = registry.register(b"a1", deque([memfd.create(150)]), 200)
+    with pytest.raises(QuotaExceeded, match="has 150 bytes in regions already, max_shared_bytes is 200") as told:
+        registry.register(b"a2", deque([memfd.create(51)]), 200)
+    assert told.value.quota == "max_shared_bytes"
+    registry.register(b"a2", deque([memfd.create(50)]), 200)
+    registry.register(b"b1", deque([memfd.create(100)]))
+    registry.unregister(b"a1", region)
+    registry.register(b"a1", deque([memfd.create(150)]), 200)
+
+
+@given(offset=st.integers(0, 200) | st.integers(0, limits.MAX_COUNT), room=st.integers(0, 200))
+def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
+    registry = RegionRegistry(10_000, user, nothing)
+    region = registry.register(b"a1", deque([memfd.create(100)]))
+    for nbytes, asked in ((16, None), (room, room)):
+        if offset + nbytes <= 100:
+            places(registry, b"a1", region, offset, asked)
+        else:
+            with pytest.raises(InvalidArgument, match=r"offset: expected an end within .* at most 100, got \d+"):
+                places(registry, b"a1", region, offset, asked)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "why"), [(0, "one descriptor, got 0"), (2, "one descriptor, got 2"), (1, "a memfd, got")]
+)
+def test_what_is_refused_is_left_where_it_is(registry: RegionRegistry, descriptors: int, why: str) -> None:
+    given = deque([0] * descriptors)
+    with pytest.raises(InvalidArgument, match=f"register: expected {why}"):
+        registry.register(b"a1", given)
+    assert len(given) == descriptors
+
+
+def _many(registry: RegionRegistry) -> None:
+    for _ in range(limits.MAX_REGIONS + 1):
+        registry.register(b"a1", deque([memfd.create(1)]))
+
+
+def _of_many_connections(registry: RegionRegistry) -> None:
+    for index in range(MAX_USER_REGIONS + 1):
+        registry.register(b"a%d" % (index // limits.MAX_REGIONS), deque([memfd.create(1)]))
+
+
+def _large(registry: RegionRegistry) -> None:
+    registry.register(b"a1", deque([memfd.create(6_000)]))
+    registry.register(b"a2", deque([memfd.create(4_001)]))
+
+
+@pytest.mark.parametrize(
+    ("fill", "why"),
+    [
+        (_many, "connection has 16 regions"),
+        (_of_many_connections, "user has 256 regions"),
+        (_large, "user has 6000 bytes in regions already; the bound is 10000"),
+    ],
+)
+def test_a_connection_and_a_user_have_bounds(
+    registry: RegionRegistry, fill: Callable[[RegionRegistry], None], why: str
+) -> None:
+    with pytest.raises(ResourceExhausted, match=why):
+        fill(registry)
+    registry.register(b"b1", deque([memfd.create(10_000)]))
+
+
+def test_all_clients_together_leave_descriptors_to_others(
+    registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd_daemon.api.region_registry.max_regions", lambda: 2)
+    registry.register(b"a1", deque([memfd.create(1)]))
+    second = registry.register(b"b1", deque([memfd.create(1)]))
+    with pytest.raises(ResourceExhausted, match="together have 2 regions"):
+        registry.register(b"c1", deque([memfd.create(1)]))
+    registry.unregister(b"b1", second)
+    registry.register(b"c1", deque([memfd.create(1)]))
+
+
+def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: RegionRegistry) -> None:
+    registry.register(b"a1", deque([memfd.create(1_000)]))
+    before = open_descriptors(registry)
+    for _ in range(1000):
+        region = registry.register(b"a1", deque([memfd.create(9_000)]))
+        registry.unregister(b"a1", region)
+        registry.unregister(b"a1", region)
+    assert open_descriptors(registry) == before
+
+
+@pytest.mark.parametrize("client_goes", [True, False])
+def test_a_region_lasts_until_the_last_request_that_names_it(registry: RegionRegistry, *, client_goes: bool) -> None:
+    before = open_descriptors(registry)
+    region = registry.register(b"a1", deque([memfd.create(9_000)]))
+    named = places(registry, b"a1", region, 0)
+    if client_goes:
+        registry.remove_client(b"a1")
+    else:
+        registry.unregister(b"a1", region)
+    with pytest.raises(NotFound):
+        places(registry, b"a1", region, 0)
+    other = deque([memfd.create(9_000)])
+    with pytest.raises(RequestError, match="9000 bytes"):
+        registry.register(b"a2", other)
+    [memory] = named.regions
+    assert os.fstat(memory.fileno()).st_size == 9_000
+    number = memory.number
+    assert registry.closed_regions == []
+    del named, memory
+    assert [each for each, _, _ in registry.closed_regions] == [number]
+    registry.register(b"a2", other)
+    assert open_descriptors(registry) == before + 1
+
+
+def test_nobody_waits_until_memory_is_freed(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, closed = threading.Event(), queue.SimpleQueue[int]()
+
+    def close(descriptor: int) -> None:
+        hangs.wait(10)
+        closed.put(descriptor)
+
+    monkeypatch.setattr("weightd_daemon.platform.fd_closer.os.close", close)
+    descriptor = memfd.create(9_000)
+    registry.unregister(b"a1", registry.register(b"a1", deque([descriptor])))
+    assert len(registry.free_closed()) == 1
+    assert registry.free_closed() == []
+    assert closed.empty()
+    hangs.set()
+    assert closed.get(timeout=10) == descriptor
+    monkeypatch.undo()
+    os.close(descriptor)
+
+
+def test_what_was_found_before_is_found_at_once_and_not_when_it_is_gone(registry: RegionRegistry) -> None:
+    region = registry.register(b"a1", deque([memfd.create(100)]))
+    said = Regions((InputLocation(0, region, 0),))
+    assert registry.locate(b"a1", said, FOUR_FLOATS) is registry.locate(b"a1", said, FOUR_FLOATS)
+    with pytest.raises(NotFound):
+        registry.locate(b"a2", said, FOUR_FLOATS)
+    registry.unregister(b"a1", region)
+    assert len(registry.free_closed()) == 1
+    with pytest.raises(NotFound):
+        registry.locate(b"a1", said, FOUR_FLOATS)

@@ -1,0 +1,152 @@
+"""The self-test's children, played by programs that misbehave."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from testkit.waiting import until
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.doctor.selftest.processes import (
+    ChildError,
+    ChildExited,
+    ChildRejected,
+    ChildTimedOut,
+    ProtocolViolation,
+    TestProcesses,
+)
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.worker import Built, Hello, ProcessFailed, Stop, Traits
+
+LIMIT_S = 20.0
+HELLO = Hello("4711", "5" * 64, {}, Traits(False, False, False))
+
+# What each program begins with: `say` sends a frame to the daemon.
+PROGRAM = f"""
+import json, os, sys, time
+sys.path[:0] = {sys.path!r}
+import zmq
+words = json.load(sys.stdin)
+def argument(name): return words[words.index(name) + 1]
+socket = zmq.Context.instance().socket(zmq.DEALER)
+socket.setsockopt(zmq.ROUTING_ID, argument("--name").encode())
+socket.connect(argument("--address"))
+say = socket.send_multipart
+hello, broken = {encode(HELLO)!r}, {encode(ProcessFailed("that is why"))!r}
+"""
+
+Play = Callable[..., TestProcesses]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> WorkerProgram:
+    return WorkerProgram(str(tmp_path / "python"), "mindspore_lite", str(tmp_path / "model"), "ascend:0")
+
+
+@pytest.fixture
+def blocks() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def play(program: WorkerProgram, blocks: ExitStack) -> Play:
+    """Have children that run this code, and start the holder."""
+    script = Path(program.python)
+
+    def start(code: str, limit: float = LIMIT_S) -> TestProcesses:
+        script.with_suffix(".py").write_text(PROGRAM + code)
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {script}.py "$@"\n')
+        script.chmod(0o700)
+        children = blocks.enter_context(TestProcesses(program, limit))
+        children.start("holder")
+        return children
+
+    return start
+
+
+def running(program: WorkerProgram) -> int:
+    lines: list[bytes] = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(each.read_bytes())
+        except OSError:
+            continue
+    return sum(program.python.encode() in line for line in lines)
+
+
+def test_a_message_and_the_next(play: Play) -> None:
+    children = play("say(hello); say(broken); time.sleep(99)")
+    assert children.wait_for("holder", Hello, "start")[0] == HELLO
+    with pytest.raises(ChildRejected, match=r"^holder: build: that is why$"):
+        children.wait_for("holder", Built, "build")
+
+
+def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgram) -> None:
+    children = play("say(broken); zmq.Context.instance().destroy(linger=2000); sys.exit(70)")
+    until(lambda: not running(program), "it ends")
+    for kind, text in (
+        (ChildRejected, "that is why"),
+        (ChildExited, "exited with status 70"),
+        (ChildExited, "it has ended before"),
+    ):
+        with pytest.raises(kind, match=text):
+            children.wait_for("holder", Hello, "start")
+    children.send_order("holder", Stop())  # nobody is there, and nobody minds
+    children.kill("holder")
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "kind", "text"),
+    [
+        (
+            "print('the cause', file=sys.stderr); os.abort()",
+            LIMIT_S,
+            ChildExited,
+            "killed by SIGABRT; its log ends: the cause",
+        ),
+        ("say(hello); time.sleep(99)", LIMIT_S, ProtocolViolation, "expected Built, got Hello"),
+        ("say([b'rubbish']); time.sleep(99)", LIMIT_S, ProtocolViolation, "it broke the protocol"),
+        ("time.sleep(99)", 1.0, ChildTimedOut, "no answer within 1 s; its log is empty"),
+    ],
+)
+def test_one_that_does_not_do_what_is_due(
+    play: Play, code: str, limit: float, kind: type[ChildError], text: str
+) -> None:
+    with pytest.raises(kind, match=f"holder: build: .*{text}"):
+        play(code, limit).wait_for("holder", Built, "build")
+
+
+def test_one_that_cannot_be_started(program: WorkerProgram) -> None:
+    with TestProcesses(program, LIMIT_S) as children, pytest.raises(ChildExited, match=r"cannot start .*No such file"):
+        children.start("holder")
+
+
+@pytest.mark.parametrize("name", ["holder", "nobody"])
+def test_nobody_speaks_for_another(play: Play, name: str) -> None:
+    children = play("time.sleep(99)", 1.0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        socket.connect(children.address)
+        socket.send_multipart(encode(ProcessFailed("a lie")))
+        with pytest.raises(ChildTimedOut):
+            children.wait_for("holder", Hello, "start")
+
+
+def test_what_is_left_after_the_block(play: Play, program: WorkerProgram, blocks: ExitStack) -> None:
+    before = set(Path("/tmp").glob("weightd-doctor-*"))
+    children = play("say(hello); time.sleep(99)")
+    children.start("other")
+    for name in ("holder", "other"):
+        children.wait_for(name, Hello, "start")
+    assert running(program) == 2
+    blocks.close()
+    assert running(program) == 0
+    assert set(Path("/tmp").glob("weightd-doctor-*")) == before
+    assert children.survivors == []

@@ -1,0 +1,192 @@
+"""A holder that dies in its search for a canary: the next one leaves out what it died of."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from weightd_daemon.generations.actions import Action, Role, Send, Spawn
+from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
+from weightd_daemon.generations.spec import SelfTestSpec
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_protocol import limits
+from weightd_protocol.messages.worker import Build, ContinueSelfTest, TryingSelfTest
+from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
+
+from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, GenerationHarness, abort, pid
+
+SEGV, KILLED = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
+UNKNOWN = SelfTestSpec()
+
+
+def x(size: int) -> SelfTestCase:
+    return {"x": (1, size)}
+
+
+def holder(name: str) -> Action:
+    return Spawn(name, Role.HOLDER)
+
+
+class Search(GenerationHarness):
+    """A generation with one worker, up to where its holder builds."""
+
+    def __init__(
+        self, canary: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None
+    ) -> None:
+        super().__init__(1, CARD if on_card else CPU, canary=canary)
+        self.pinned(known)
+        self.hello(W1)
+
+    def begin(self, holder: str = HOLDER) -> Build:
+        """Let the holder say HELLO; return what it is told."""
+        [order] = [each.order for each in self.hello(holder) if isinstance(each, Send)]
+        assert isinstance(order, Build)
+        return order
+
+    def try_(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
+        self.generation.on_trying_selftest(holder, TryingSelfTest(cases, unfit))
+        assert self.wanted() == ([Send(holder, ContinueSelfTest())] if cases else [])
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bool) -> None:
+    search = Search(on_card=on_card)
+    generation = search.generation
+    assert search.begin() == Build((pid(W1),))
+    search.try_(x(1))
+    search.try_(x(2), unfit=(x(1),))
+    assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
+    assert (generation.state, generation.deaths, generation.retry_hint) == (
+        GenerationState.GATHERING,
+        0,
+        RetryHint.SAME_FAILURE,
+    )
+    assert search.begin(HOLDER2) == Build((pid(W1),), unfit_cases=(x(1), x(2)))
+    search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
+    search.built(replace(BUILT, canary_cases=(x(32),)), HOLDER2)
+    assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
+    assert generation.selftest_search.spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)))
+
+
+def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
+    search = Search(on_card=True)
+    search.begin()
+    search.try_(x(1))
+    assert holder(HOLDER2) not in search.broken(HOLDER, "it does not run on the canary")
+    assert search.exits(HOLDER) == [holder(HOLDER2)]
+    assert search.begin(HOLDER2).unfit_cases == (x(1),)
+
+
+@pytest.mark.parametrize("tries", [[], [(x(1),), ()]])
+def test_a_death_out_of_a_try_is_what_it_was(tries: list[SelfTestCases]) -> None:
+    search = Search()
+    search.begin()
+    for cases in tries:
+        search.try_(*cases)
+    search.exits(HOLDER, end=SEGV)
+    assert (search.state, search.generation.deaths) == (GenerationState.FAILED, 1)
+    assert search.generation.retry_hint is RetryHint.MAY_SUCCEED
+
+
+@pytest.mark.parametrize("canary", [UNKNOWN, SelfTestSpec(should_search=False, cases=(x(7),))])
+def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(canary: SelfTestSpec) -> None:
+    search = Search(canary)
+    order = search.begin()
+    search.try_(x(7))
+    assert search.exits(HOLDER, end=KILLED) == [holder(HOLDER2)]
+    assert search.begin(HOLDER2) == order
+    search.try_(x(7), holder=HOLDER2)
+    again = search.exits(HOLDER2, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL))
+    assert search.generation.deaths == 2
+    if canary.should_search:
+        assert again == [holder(HOLDER3)]
+        assert search.begin(HOLDER3).unfit_cases == (x(7),)
+    else:
+        # The deployment waits, and loads it anew.
+        assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.MAY_SUCCEED)
+
+
+def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
+    search = Search()
+    *dying, last = [HOLDER, *(f"{HOLDER}{number}" for number in range(2, MAX_HOLDER_DEATHS + 2))]
+    for size, name in enumerate(dying, 1):
+        assert search.begin(name).search_selftest
+        search.try_(x(size), holder=name, unfit=tuple(map(x, range(1, size))))
+        search.exits(name, end=SEGV)
+    order = search.begin(last)
+    assert (order.search_selftest, order.selftest_cases, len(order.unfit_cases)) == (False, (), MAX_HOLDER_DEATHS)
+    search.built(replace(BUILT, canary="", canary_cases=(), canary_note="the search was given up"), last)
+    assert (search.state, search.generation.selftest_description) == (
+        GenerationState.ATTACHING,
+        "none: the search was given up",
+    )
+    # The next generation does not begin anew.
+    assert not search.generation.selftest_search.spec.should_search
+
+
+def test_the_list_of_what_is_unfit_stays_within_the_wire() -> None:
+    search = Search()
+    search.begin()
+    many = tuple(map(x, range(limits.MAX_SELFTEST_UNFIT_CASES)))
+    search.try_(x(99), unfit=many)
+    search.exits(HOLDER, end=SEGV)
+    assert search.begin(HOLDER2) == Build((pid(W1),), search_selftest=False, unfit_cases=many)
+
+
+def test_one_that_takes_too_long_ends_the_search() -> None:
+    search = Search()
+    search.begin()
+    search.try_(x(1))
+    assert abort(HOLDER) in search.after(LOAD_TIMEOUT_S)
+    assert search.generation.deaths == 0
+    search.now += ABORT_TIMEOUT_S
+    assert holder(HOLDER2) in search.exits(HOLDER, end=ExitCause(-signal.SIGABRT))
+    order = search.begin(HOLDER2)
+    assert (order.search_selftest, order.unfit_cases) == (False, (x(1),))
+
+
+@pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
+def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: ExitCause) -> None:
+    search = Search(SelfTestSpec(should_search=False, cases=(x(7),)))
+    order = search.begin()
+    assert (order.search_selftest, order.selftest_cases) == (False, (x(7),))
+    search.try_(x(7))
+    search.exits(HOLDER, end=end)
+    assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.SAME_FAILURE)
+    assert search.cause == f"{HOLDER}: {end}; it ran the configured canary, x [1, 7]"
+
+
+@pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
+def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: ExitCause) -> None:
+    search = Search(SelfTestSpec(should_search=False, cases=(x(7),)))
+    search.begin()
+    for cases in [(x(7),), (), (x(4),)]:
+        search.try_(*cases)
+    assert search.exits(HOLDER, end=end) == [holder(HOLDER2)]
+    order = search.begin(HOLDER2)
+    assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (False, (x(7),), (x(4),))
+    search.try_(x(7), holder=HOLDER2)
+    search.exits(HOLDER2, end=end)
+    assert search.state is GenerationState.FAILED
+
+
+def test_what_an_earlier_generation_has_found_comes_first() -> None:
+    known = SelfTestSpec(cases=(x(48), x(96)), failed_cases=(x(1),))
+    search = Search(known=known)
+    order = search.begin()
+    assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (True, known.cases, known.failed_cases)
+    search.try_(*known.cases, unfit=known.failed_cases)
+    search.exits(HOLDER, end=SEGV)
+    assert search.begin(HOLDER2) == replace(order, canary_cases=(), unfit=(x(1), x(48), x(96)))
+
+
+def test_nobody_else_probes() -> None:
+    search = Search()
+    for name in (W1, HOLDER, "stranger"):
+        search.generation.on_trying_selftest(name, TryingSelfTest((x(1),), ()))
+    assert search.wanted() == []

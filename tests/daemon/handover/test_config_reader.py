@@ -1,0 +1,105 @@
+"""Reading a configuration file in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.config.load import load
+from weightd_daemon.handover.config_reader import ConfigReader, ReadConfig
+from weightd_daemon.platform.event_loop import EventLoop
+
+MODEL = '[models.m]\npath = "m.mindir"\npython = "python3"\n'
+
+
+class Scene:
+    """A loop with a reader, and what it has read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loop = EventLoop()
+        self.running = ProcessTable(self.loop)
+        self.reader = ConfigReader(self.running)
+        self.found: list[ReadConfig] = []
+
+    def start(self) -> None:
+        self.reader.start(self.path, (), self.found.append)
+
+    def read(self) -> ReadConfig:
+        self.start()
+        return self.wait()
+
+    def wait(self) -> ReadConfig:
+        while not self.found:
+            self.loop.run_once(30)
+        return self.found.pop()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path / "weightd.toml")
+    yield scene
+    scene.running.kill_all()
+    scene.loop.close()
+
+
+def test_what_a_file_says_is_read_as_at_a_start(scene: Scene, tmp_path: Path) -> None:
+    scene.path.write_text(
+        f'[listeners.l]\naddress = "ipc://{tmp_path}/l"\n[tenants.ann]\nuids = [1]\n'
+        f'[devices."cpu:0"]\ncpus = "0"\n{MODEL}'
+        'canary = {x = [1, 2]}\n[models.n]\npath = "n.onnx"\n[models.n.batching]\nmax_rows = 4\n'
+    )
+    found = scene.read()
+    assert found.config == load(scene.path)
+    assert (found.text, found.problems) == (scene.path.read_text(), ())
+    assert found.model_problems["m"] == [f"{scene.path}: models.m.path: {tmp_path}/m.mindir: No such file or directory"]
+    (tmp_path / "m.mindir").write_bytes(b"a model")
+    assert scene.read().model_problems["m"] == []
+    assert not [each for each in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "weightd-read" in str(each)]
+
+
+def test_all_that_is_wrong_with_a_file_is_told(scene: Scene) -> None:
+    scene.path.write_text("[daemon]\nkind = 1\n[models.m]\npath = 1\n")
+    found = scene.read()
+    assert found.config is None
+    assert [each.partition(": ")[0] for each in found.problems] == [str(scene.path)] * 2
+    assert ["kind" in found.problems[0], "path" in found.problems[1]] == [True, True]
+
+
+def test_of_many_problems_the_first_are_told(scene: Scene) -> None:
+    scene.path.write_text("".join(f"a{number}.b = 1\n" for number in range(1000)) + MODEL)
+    problems = scene.read().problems
+    assert (len(problems), problems[-1]) == (101, f"{scene.path}: 900 more problems")
+
+
+def test_a_pipe_is_no_file(scene: Scene) -> None:
+    os.mkfifo(scene.path)
+    [problem] = scene.read().problems
+    assert problem == f"{scene.path}: expected a regular file, got a pipe, a socket or a device"
+
+
+def test_a_reader_that_takes_too_long_is_ended(scene: Scene) -> None:
+    # The parser needs seconds for each of these, and longer than anybody waits for all of them.
+    scene.path.write_text("\n".join(f"{'.'.join(['a'] * 40_000)}{number} = 1" for number in range(20)))
+    scene.start()
+    scene.reader.abort()
+    started = time.monotonic()
+    assert scene.wait().problems == (f"{scene.path}: reading and checking it took too long",)
+    assert time.monotonic() - started < 20
+    # The next one is not late.
+    scene.path.write_text("[models")
+    assert "not TOML" in scene.read().problems[0]
+
+
+def test_a_reader_that_dies_tells_how(scene: Scene) -> None:
+    scene.path.write_text(MODEL)
+    scene.start()
+    [process] = scene.running.processes.values()
+    os.kill(process.pid, 9)
+    [problem] = scene.wait().problems
+    assert problem.startswith(f"{scene.path}: cannot be read: killed by SIGKILL")

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimClient
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.handover.instance_lock import lock_instance, make_private_directory
+from weightd_daemon.platform.directories import PathInUse
+
+# A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
+_DAEMON = """
+import socket, sys
+from weightd_daemon.handover.instance_lock import claim
+from weightd_daemon.config.daemon import DaemonConfig
+config = DaemonConfig(*sys.argv[1:])
+with claim(config), socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(str(config.children_socket))
+    listener.listen()
+    (config.private_dir / "left").mkdir()
+    (config.private_dir / "left" / "behind").touch()
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    # Short: the path of a socket has at most 107 bytes.
+    path = Path(tempfile.mkdtemp(prefix="wd-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def config(root: Path) -> DaemonConfig:
+    return DaemonConfig(f"ipc://{root}/run/weightd.sock", f"{root}/run", f"{root}/cache")
+
+
+def tree(root: Path) -> set[str]:
+    """The files below, without directories."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+def other_daemon(config: DaemonConfig) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _DAEMON, config.socket, config.runtime_dir, config.cache_dir]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    daemon = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert daemon.stdout is not None
+    assert daemon.stdout.readline() == "ready\n"
+    return daemon
+
+
+def stale_socket(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def refused(config: DaemonConfig) -> str:
+    """Return why the daemon's paths cannot be had."""
+    with pytest.raises(PathInUse) as caught, lock_instance(config):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_has_its_paths_and_leaves_none_behind(root: Path, config: DaemonConfig, fails: bool) -> None:
+    lock = root / "run/weightd.sock.lock"
+    lock.parent.mkdir()
+    lock.write_text("123456789012345\n")  # a longer pid
+    config.private_dir.mkdir(parents=True)
+    (config.private_dir / "old").touch()
+    with contextlib.suppress(ZeroDivisionError), lock_instance(config):
+        assert tree(root) == {"run/weightd.sock.lock"}
+        assert lock.read_text() == f"{os.getpid()}\n"
+        assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
+        stale_socket(config.children_socket)
+        (config.private_dir / "x").touch()
+        if fails:
+            raise ZeroDivisionError
+    assert tree(root) == set()
+    assert not config.private_dir.exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: bool) -> None:
+    with other_daemon(config) as first:
+        before = tree(root)
+        lock = root / "run/weightd.sock.lock"
+        assert refused(config) == f"weightd is running already on this socket, as pid {first.pid} ({lock})"
+        assert tree(root) == before
+        if killed:
+            first.send_signal(signal.SIGKILL)
+    # What a killed daemon left is removed.
+    assert len(tree(root)) == (3 if killed else 0)
+    with lock_instance(config):
+        assert tree(root) == {"run/weightd.sock.lock"}
+    assert tree(root) == set()
+
+
+@pytest.mark.parametrize("address", ["ipc://{}/run/./weightd.sock", "tcp://127.0.0.1:5555"])
+def test_another_name_of_the_same_socket_is_the_same_socket(root: Path, config: DaemonConfig, address: str) -> None:
+    twin = dataclasses.replace(config, socket=address.format(root))
+    first = config if address.startswith("ipc") else twin
+    with lock_instance(first):
+        # Of a TCP address the lock is in the runtime directory.
+        assert tree(root) == {"run/weightd.sock.lock" if first is config else f"run/{twin.daemon_key}.lock"}
+        assert f"running already on this socket, as pid {os.getpid()} " in refused(twin)
+    assert tree(root) == set()
+
+
+def test_two_daemons_on_two_sockets_share_directories(root: Path, config: DaemonConfig) -> None:
+    other = dataclasses.replace(config, socket=f"ipc://{root}/run/other.sock")
+    with lock_instance(config):
+        (config.private_dir / "mine").touch()
+        with lock_instance(other):
+            (other.private_dir / "theirs").touch()
+        assert (config.private_dir / "mine").exists()
+    assert tree(root) == set()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig) -> None:
+    path = config.children_socket
+    path.parent.mkdir()
+    path.write_text("precious")
+    assert refused(config) == f"{path}: expected a socket or nothing there, and will not remove what is there"
+    assert tree(root) == {str(path.relative_to(root))}
+    assert not config.private_dir.exists()
+    path.unlink()
+    with lock_instance(config):
+        path.write_text("precious")  # it has taken the socket's place
+    assert path.read_text() == "precious"
+
+
+def test_a_socket_on_which_another_program_listens_is_left_alone(config: DaemonConfig) -> None:
+    path = config.children_socket
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert refused(config) == f"{path}: another program listens there"
+    assert path.is_socket()
+
+
+@pytest.mark.parametrize("which", ["runtime", "private", "lock"])
+def test_a_link_in_the_place_of_what_is_its_own_is_refused(root: Path, config: DaemonConfig, which: str) -> None:
+    places = {"runtime": root / "run", "private": config.private_dir, "lock": root / "run/weightd.sock.lock"}
+    place = places[which]
+    place.parent.mkdir(exist_ok=True)
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere/precious").write_text("precious")
+    place.symlink_to(root / "elsewhere" / ("precious" if which == "lock" else ""))
+    begin = "cannot open the lock" if which == "lock" else f"{place}: expected a directory of this user, not a link"
+    assert refused(config).startswith(begin)
+    assert (root / "elsewhere/precious").read_text() == "precious"
+    assert tree(root) - {str(place.relative_to(root))} == {"elsewhere/precious"}
+
+
+@pytest.mark.parametrize("which", ["run", "cache"])
+def test_a_directory_in_which_everybody_may_exchange_files_is_refused(
+    root: Path, config: DaemonConfig, which: str
+) -> None:
+    directory = root / which
+    directory.mkdir()
+    directory.chmod(0o777)
+    assert re.match(rf"{directory}: every user may remove .*: expected mode 0775, or the sticky bit", refused(config))
+    directory.chmod(0o1777)
+    with lock_instance(config):
+        pass
+
+
+def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonConfig) -> None:
+    before = os.umask(0)
+    try:
+        with lock_instance(config):
+            assert {stat.S_IMODE((root / each).stat().st_mode) for each in ("run", "cache")} == {0o755}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("step", ["weightd_daemon.handover.instance_lock.wait_until_gone", "pathlib.Path.unlink"])
+def test_another_users_files_are_an_error_of_one_line(
+    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def denied(path: Path, *_: object, **__: object) -> None:
+        if path in (config.private_dir, config.children_socket):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    stale_socket(config.children_socket)
+    monkeypatch.setattr(step, denied)
+    assert refused(config).endswith(": Permission denied")
+
+
+# --- what is a keeper's ---------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:
+    with lock_instance(config, kept=True):
+        # It is not made, either: that is done when it is known that there is no keeper.
+        assert not config.private_dir.exists()
+    config.private_dir.mkdir(parents=True)
+    (config.private_dir / "pages").touch()
+    stale_socket(config.children_socket)
+    with lock_instance(config, kept=True):
+        assert tree(root) == {"run/weightd.sock.lock", f"cache/{config.daemon_key}/pages"}
+    assert tree(root) == {f"cache/{config.daemon_key}/pages"}
+
+
+@pytest.fixture
+def keeper(config: DaemonConfig) -> Iterator[ShimClient]:
+    config.private_dir.mkdir(parents=True)
+    (config.private_dir / "left").touch()
+    made = client.start_shim(config.private_dir)
+    yield made
+    if made.descriptor >= 0:  # else the test has let go of it
+        made.close()
+    os.waitpid(made.pid, 0)
+
+
+def test_a_directory_whose_keeper_does_not_end_is_refused(
+    config: DaemonConfig, keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd_daemon.handover.instance_lock._PATIENCE_S", 0.05)
+    why = f"{config.private_dir}: the processes of an earlier weightd have not ended within 0.05 s; kill them"
+    assert refused(config).startswith(why)
+    assert (config.private_dir / "left").exists()
+
+
+def test_a_private_directory_is_made_once_its_keeper_has_ended(
+    config: DaemonConfig, keeper: ShimClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        if keeper.descriptor >= 0:
+            keeper.close()
+
+    # Only when somebody waits for it.
+    monkeypatch.setattr(time, "sleep", sleep)
+    with caplog.at_level(logging.INFO, "weightd"):
+        make_private_directory(config.private_dir)
+    assert [each.getMessage() for each in caplog.records] == [
+        "waiting for the processes of the daemon before this one to end"
+    ]
+    assert list(config.private_dir.iterdir()) == []
+    assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
+
+
+def test_a_lock_that_was_removed_before_it_was_had_is_nobodys(
+    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = Path(config.socket.removeprefix("ipc://") + ".lock")
+    real, others = fcntl.flock, iter([lambda: lock.replace(f"{lock}.old")])
+
+    def flock(descriptor: int, how: int) -> None:
+        next(others, lambda: None)()
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with lock_instance(config):
+        assert lock.read_text() == f"{os.getpid()}\n"

@@ -1,0 +1,228 @@
+"""A daemon's keeper: started, handed from daemon to daemon, and replaced when it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import testkit.manager
+from testkit.keeping import LIMIT_S, ended
+from weightd_daemon.processes.spec import ProcessSpec
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimLost
+from weightd_daemon.config.daemon import DaemonConfig
+from weightd_daemon.handover import state, shim_launcher
+from weightd_daemon.handover.instance_lock import make_private_directory
+from weightd_daemon.handover.shim_launcher import ShimLauncher
+from weightd_daemon.handover.systemd_manager import SHIM, ServiceManager
+from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.platform.processes import reap
+
+ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DaemonConfig:
+    return DaemonConfig("ipc:///weightd.sock", str(tmp_path / "run"), str(tmp_path / "cache"))
+
+
+class Service(testkit.manager.Manager):
+    """A service manager that keeps what it is given, and the keepers that have been seen."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / "clients", directory / "notify")
+        self._environment = {"NOTIFY_SOCKET": str(directory / "notify")}
+        self.keepers: set[int] = set()
+
+    def start(self, config: DaemonConfig, *more: int) -> ShimLauncher:
+        """The next daemon, which is passed these descriptors, too."""
+        self.drain_notifications()
+        manager = ServiceManager({**self._environment})
+        manager.inherited = {SHIM: [os.dup(self.stored_fds[SHIM]), *more]} if self.stored_fds else {}
+        made = ShimLauncher(manager, config)
+        self.keepers.add(made.pid)
+        self.drain_notifications()
+        return made
+
+    def close(self) -> None:
+        super().close()
+        for pid in self.keepers:
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path)
+    yield made
+    made.close()
+
+
+def started(daemon: ShimLauncher, name: str, log: Path) -> int:
+    """Start a child that says its arguments; return its pid."""
+    child = daemon.start(ProcessSpec(name, ["sh", "-c", 'echo "$0 $1"'], [], log, ENVIRONMENT))
+    assert select.select([child.pidfd], [], [], LIMIT_S)[0]
+    assert reap(child) == 0
+    return child.pid
+
+
+def test_without_a_service_manager_that_holds_on_to_it_it_ends(
+    service: Service, config: DaemonConfig, tmp_path: Path
+) -> None:
+    daemon = service.start(config)
+    assert (daemon.inherited_state, daemon.surviving_processes()) == (None, [])
+    assert config.private_dir.stat().st_mode & 0o777 == 0o700
+    started(daemon, "c", tmp_path / "log")
+    assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
+    service.forget()
+    daemon.close()
+    assert ended(daemon.pid)
+    assert not config.private_dir.exists()
+
+
+def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
+    first = service.start(config)
+    child = first.start(ProcessSpec("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
+    state.write(first.handover_path, [], [])
+    os.close(child.pidfd)
+    first.close()
+    # A descriptor that nobody expects is closed.
+    read, write = os.pipe()
+    second = service.start(config, write)
+    assert os.read(read, 1) == b""
+    os.close(read)
+    assert second.pid == first.pid
+    assert second.inherited_state == state.read(second.handover_path)
+    [there] = second.surviving_processes()
+    assert (there.pid, there.name) == (child.pid, "c")
+    os.close(second.watch(there).pidfd)
+    second.close()
+
+
+def test_without_a_word_of_the_daemon_before_everything_begins_anew(
+    service: Service, config: DaemonConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = service.start(config)
+    (config.private_dir / "left").touch()
+    first.close()
+    with caplog.at_level(logging.INFO, "weightd"):
+        second = service.start(config)
+    assert second.inherited_state is None
+    assert second.pid != first.pid
+    assert ended(first.pid)
+    assert [path.name for path in config.private_dir.iterdir()] == [client.LOG_NAME]
+    warning, *_ = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == f"every model is loaded anew: {first.handover_path}: No such file or directory"
+    second.close()
+
+
+def test_with_another_directory_the_old_processes_end_first(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = service.start(config)
+    child = first.start(ProcessSpec("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
+    state.write(first.handover_path, [], [])
+    first.close()
+
+    def make(path: Path) -> None:
+        assert select.select([child.pidfd], [], [], 0)[0]
+        make_private_directory(path)
+
+    monkeypatch.setattr(shim_launcher, "make_private", make)
+    second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
+    assert (second.inherited_state, second.pid != first.pid) == (None, True)
+    assert ended(first.pid)
+    os.close(child.pidfd)
+    second.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    first = service.start(config)
+    state.write(first.handover_path, [], [])
+    first.close()
+    os.kill(first.pid, how)
+    if how is signal.SIGSTOP:
+        # It is only slow: while the next daemon waits for the lock, it goes on, and ends.
+        monkeypatch.setattr(client, "_PATIENCE_S", 2.0)
+        threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT)).start()
+    second = service.start(config)
+    assert (second.inherited_state, second.pid != first.pid, second.surviving_processes()) == (None, True, [])
+    assert ended(first.pid)
+    second.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    # Short, but long enough for a keeper to start in.
+    monkeypatch.setattr(client, "_PATIENCE_S", 4.0 if how is signal.SIGSTOP else LIMIT_S)
+    daemon = service.start(config)
+    lost = daemon.pid
+    (config.private_dir / "m.1").mkdir()
+    os.kill(lost, how)
+    pid = started(daemon, "c", tmp_path / "log")
+    service.keepers.add(daemon.pid)
+    assert (daemon.pid != lost, ended(lost), pid > 0) == (True, True, True)
+    assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
+    # What other generations have there is still theirs.
+    assert (config.private_dir / "m.1").exists()
+    service.drain_notifications()
+    state.write(daemon.handover_path, [], [])
+    daemon.close()
+    following = service.start(config)
+    assert following.pid == daemon.pid
+    following.close()
+
+
+def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(service.start(config)) as daemon:
+        os.kill(daemon.pid, signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "wait_until_gone", mock.Mock(return_value=False))
+            with pytest.raises(ShimLost, match="its children do not end"):
+                started(daemon, "c", tmp_path / "log")
+        started(daemon, "c", tmp_path / "log")
+        service.keepers.add(daemon.pid)
+
+
+def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(client, "start", mock.Mock(side_effect=refused))
+    with pytest.raises(PathInUse, match="the limit of processes and threads is reached"):
+        service.start(config)
+
+
+def test_a_directory_that_is_not_free_is_refused(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_private_directory(config.private_dir)
+    other = client.start_shim(config.private_dir)
+    service.keepers.add(other.pid)
+    # As if it had been free when it was looked at.
+    monkeypatch.setattr(shim_launcher, "make_private", mock.Mock())
+    with pytest.raises(
+        PathInUse, match=r"^cannot start the keeper of the processes: .*another keeper has the directory"
+    ):
+        service.start(config)
+    assert other.surviving_processes() == []
+    other.kill()

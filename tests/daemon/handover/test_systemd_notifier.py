@@ -1,0 +1,293 @@
+"""What a service manager is told of models that are a few switches here."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.handover.systemd_notifier import SystemdNotifier
+from weightd_daemon.models.model import ServedModel
+
+EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
+LOAD_TIMEOUT_S = 100.0
+
+
+class FakeModel:
+    """Loads, until a test says that it serves."""
+
+    def __init__(self, name: str = "m", *, required: bool = True, device: str = "cpu") -> None:
+        self.name = name
+        self.config = ModelConfig(path="/m.onnx", required=required, load_timeout=LOAD_TIMEOUT_S)
+        self.main = SimpleNamespace(progress="pinning", cause="", device=device)
+        self.deployments = [SimpleNamespace(main=self.main, serving=None)]
+        self.serves = self.has_failed = False
+        self.why_unready = "it loads"
+
+    def unready(self, now: float) -> str:
+        return self.why_unready
+
+    def serving(self, workers: int = 2) -> FakeModel:
+        self.serves, self.why_unready, self.main.progress = True, "", "serving"
+        self.deployments[0].serving = SimpleNamespace(enlisted=dict.fromkeys(map(str, range(workers))))
+        return self
+
+
+class Stage:
+    """A herald, and what it looks at."""
+
+    def __init__(self, *models: FakeModel, watchdog: float | None = None) -> None:
+        self.herald = SystemdNotifier(watchdog)
+        self.models = list(models)
+        self.now = 1000.0
+
+    @property
+    def seen(self) -> list[ServedModel]:
+        return cast("list[Model]", self.models)
+
+    def look(self, seconds: float = 0.0, note: str = "") -> list[str]:
+        self.now += seconds
+        return self.herald.poll(self.seen, self.now, note)
+
+    def told(self, seconds: float = 0.0) -> list[str]:
+        """Without the status."""
+        return [each for each in self.look(seconds) if not each.startswith("STATUS=")]
+
+    def status(self) -> str:
+        [status] = [each for each in self.look() if each.startswith("STATUS=")]
+        return status.removeprefix("STATUS=")
+
+    def ready(self) -> bool:
+        return self.herald.is_ready
+
+    def failed(self) -> bool:
+        return self.herald.has_failed(self.seen)
+
+
+# --- ready ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("models", [[], [FakeModel(required=False)]])
+def test_it_is_ready_at_once_where_nothing_is_required(models: list[FakeModel]) -> None:
+    stage = Stage(*models)
+    assert stage.told()[0] == "READY=1"
+    assert stage.ready()
+    assert "READY=1" not in stage.told(1.0)
+
+
+def test_it_is_ready_once_every_required_model_serves() -> None:
+    one, two, other = FakeModel("one"), FakeModel("two"), FakeModel("other", required=False)
+    stage = Stage(one, two, other)
+    assert stage.told() == [EXTEND]
+    one.serving()
+    assert stage.told(1.0) == [EXTEND]
+    assert not stage.ready()
+    two.serving()
+    assert stage.told(1.0)[0] == "READY=1"
+    assert stage.ready()
+    # It is told once, and then there is nothing to extend.
+    for two.serves, two.main.progress in ((False, "building"), (True, "serving")):
+        assert stage.told(1.0) == []
+
+
+def test_a_start_may_take_longer_while_it_goes_on() -> None:
+    model = FakeModel()
+    stage = Stage(model)
+    for progress in ("pinning", "spawned, 0/3 processes up", "building", "attaching 0/2"):
+        model.main.progress = progress
+        assert stage.told(LOAD_TIMEOUT_S) == [EXTEND]
+        # What copies or waits for memory is not bounded by load_timeout alone.
+        assert stage.told(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
+
+
+def test_a_start_that_is_stuck_gets_no_more_time() -> None:
+    ready, stuck, other = FakeModel("ready").serving(), FakeModel("stuck"), FakeModel("other", required=False)
+    stage = Stage(ready, stuck, other)
+    assert stage.told() == [EXTEND]
+    # Who serves need not go on, and who is not required gets no time.
+    other.main.progress = "building"
+    assert stage.told(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
+    other.main.progress = "attaching 0/1"
+    assert stage.told(0.1) == []
+    stuck.main.progress = "building"
+    assert stage.told(1.0) == [EXTEND]
+
+
+# --- failed ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_has_failed_if_a_required_model_fails_before_it_is_ready() -> None:
+    required, other = FakeModel("required"), FakeModel("other", required=False)
+    stage = Stage(required, other)
+    other.has_failed = True
+    assert not stage.failed()
+    required.has_failed = True
+    assert stage.failed()
+    required.has_failed = False
+    required.serving()
+    stage.look()
+    required.serves, required.has_failed = False, True
+    assert not stage.failed()
+
+
+def test_what_is_new_beside_what_goes_on_and_fails_does_not_end_it() -> None:
+    old, new = FakeModel("old"), FakeModel("new")
+    stage = Stage(old, new)
+    stage.herald.on_resumed(["old"])
+    old.serving()
+    assert "READY=1" not in stage.told()
+    new.has_failed = True
+    assert not stage.failed()
+    old.has_failed = True
+    assert stage.failed()
+    old.has_failed = False
+    assert "READY=1" in stage.told()
+
+
+# --- signs of life --------------------------------------------------------------------------------------------------
+
+
+def signs(stage: Stage, seconds: float) -> list[float]:
+    """Look whenever something is due, for so long; return when there was a sign of life."""
+    begin = stage.now
+    found: list[float] = []
+    while stage.now <= begin + seconds:
+        if "WATCHDOG=1" in stage.look():
+            found.append(stage.now - begin)
+        assert stage.herald.next_event_at > stage.now
+        stage.now = stage.herald.next_event_at
+    return found
+
+
+@pytest.mark.parametrize("watchdog", [0.3, 1.5, 3.0, 10.0, 30.0, 600.0])
+def test_signs_of_life_come_well_within_the_time(watchdog: float) -> None:
+    found = signs(Stage(FakeModel().serving(), watchdog=watchdog), 10 * watchdog)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert found[0] == 0.0
+    assert max(gaps) <= watchdog / 3 + 1.0
+    assert max(gaps) <= watchdog / 2
+    assert min(gaps) >= watchdog / 3 - 1e-6
+
+
+def test_signs_of_life_do_not_come_more_often_because_something_happens() -> None:
+    stage = Stage(FakeModel().serving(), watchdog=30.0)
+    assert ["WATCHDOG=1" in stage.look(0.5) for _ in range(40)].count(True) == 2
+
+
+def test_a_sign_of_life_does_not_wait_because_the_daemon_was_stopped() -> None:
+    """The clock of the daemon stood still then, the manager's did not."""
+    stage = Stage(FakeModel().serving(), watchdog=30.0)
+    assert "WATCHDOG=1" in stage.told()
+    assert stage.told(1.0) == []
+    stage.herald.on_suspended(9.0)
+    assert stage.told() == ["WATCHDOG=1"]
+    assert stage.told() == []
+
+
+def test_without_a_required_model_that_is_ready_there_is_none() -> None:
+    one, two, other = (FakeModel(name, required=name != "other").serving() for name in ("one", "two", "other"))
+    stage = Stage(one, two, other, FakeModel("loads"), watchdog=3.0)
+    assert signs(stage, 30.0) == []
+    stage.models.pop()
+    assert signs(stage, 3.0)
+    other.why_unready = "nobody there"
+    assert signs(stage, 3.0)
+    two.why_unready = "no worker has answered for 31 s"
+    assert signs(stage, 30.0) == []
+    two.why_unready = ""
+    assert signs(stage, 3.0)[0] == 0.0
+
+
+def test_what_a_reload_adds_is_not_missed_before_it_has_served() -> None:
+    stage = Stage(FakeModel("there").serving(), watchdog=3.0)
+    stage.look()
+    added = FakeModel("added")
+    stage.models.append(added)
+    added.main.progress = "building"
+    assert signs(stage, 10 * LOAD_TIMEOUT_S)[-1] > 9 * LOAD_TIMEOUT_S
+    added.has_failed = True
+    assert signs(stage, 10.0)
+    added.has_failed = False
+    added.serving()
+    assert signs(stage, 10.0)
+    added.why_unready = "no worker has answered for 31 s"
+    assert signs(stage, 10.0) == []
+    # Whoever comes under its name is another one.
+    stage.models.remove(added)
+    assert signs(stage, 10.0)
+    stage.models.append(FakeModel("added"))
+    assert signs(stage, 10.0)
+
+
+def test_a_model_that_is_loaded_again_is_a_sign_of_life_as_long_as_that_goes_on() -> None:
+    model = FakeModel().serving()
+    stage = Stage(model, watchdog=3.0)
+    stage.look()
+    model.serves, model.why_unready, model.main.progress = False, "it loads", "building"
+    assert signs(stage, 2 * LOAD_TIMEOUT_S)[-1] > LOAD_TIMEOUT_S
+    assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1:] == pytest.approx([20.0], abs=3.0)
+    model.main.progress = "attaching 1/2"
+    assert signs(stage, 10.0)
+    model.has_failed = True
+    assert signs(stage, 10.0) == []
+
+
+def test_workers_that_are_replaced_are_a_sign_of_life_however_long_the_pauses_are() -> None:
+    model = FakeModel()
+    stage = Stage(model.serving(2), watchdog=3.0)
+    stage.look()
+    model.serving(0).why_unready = "no worker is there; they are being replaced"
+    for _ in range(20):
+        for model.main.progress in ("serving 0/2, backing off", "attaching 0/2"):
+            assert signs(stage, 30.0)[-1] > 27.0
+    # Stuck: nothing that is bounded takes so long.
+    assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1] < LOAD_TIMEOUT_S + 120.0
+    model.serving(1).why_unready = "no worker has answered for 31 s"
+    assert signs(stage, 10.0) == []
+
+
+# --- status ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_is_one_line_told_when_it_changes() -> None:
+    one, two = FakeModel("one"), FakeModel("two", device="ascend:0", required=False)
+    two.main.progress, two.main.cause = "failed", "no such\nfile"
+    stage = Stage(one, two)
+    stage.look()
+    assert stage.herald.next_event_at == stage.now + 1.0
+    stage = Stage(one, two)
+    # Every user of the host may read it: it names no model, and no path.
+    assert stage.status() == "1 model is pinning; 1 model is failed on ascend:0; serving 0 models from 0 workers"
+    assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
+    [status] = [each for each in stage.look(note="/etc/c: not TOML\nas before") if each.startswith("STATUS=")]
+    assert status.startswith("STATUS=the configuration file is not in force, see weightctl status; 1 model is pinning;")
+    assert stage.status()
+    one.serving(3)
+    assert stage.status() == "1 model is failed on ascend:0; serving 1 models from 3 workers"
+    two.serving(1)
+    assert stage.status() == "serving 2 models from 4 workers"
+    assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
+
+
+def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> None:
+    model = FakeModel(device="ascend:0")
+    model.main.progress, model.main.cause = "building", "the last one failed"
+    look = Stage(model).herald.poll(cast("list[Model]", [model]), 0.0, load_progress=lambda _: "43 %, about 20 s left")
+    status = "STATUS=1 model is building on ascend:0, 43 %, about 20 s left; "
+    assert [each for each in look if each.startswith(status)]
+
+
+def test_a_status_is_short_enough_to_be_heard_and_plain_text() -> None:
+    models = [FakeModel(f"model{number}", device=f"ascend:{number}") for number in range(100)]
+    for number, model in enumerate(models):
+        model.main.progress = "bad\0 \x1b[31m\udcff" + "é" * number
+    stage = Stage(*models, watchdog=3.0)
+    message = "\n".join(stage.look()).encode()
+    [status] = [each for each in message.split(b"\n") if each.startswith(b"STATUS=")]
+    assert 1000 < len(status) <= 1024 + len("STATUS=")
+    assert status.decode().endswith("...")
+    assert b"\0" not in message
+    assert b"\x1b" not in message

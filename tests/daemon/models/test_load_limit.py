@@ -1,0 +1,65 @@
+"""How many workers attach at once, by what the host has."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec
+from weightd_daemon.generations.states import ChildEvent
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.models.load_limit import LoadLimiter
+
+ATTACHING = ChildEvent.HELLO, ChildEvent.ADMIT, ChildEvent.ATTACH
+NEED = 2 * 100 + 64
+
+
+class Host:
+    """A host with these cores and MiB."""
+
+    def __init__(self, cores: int, free_mib: int) -> None:
+        self.free_mib = free_mib
+        self.attaching = LoadLimiter(lambda: self.free_mib * MIB, lambda: cores)
+
+    def generation(self, nbytes: int = 100 * MIB) -> Generation:
+        generation = Generation("m.1", GenerationSpec(4, 100.0))
+        self.attaching.limit(generation, lambda: nbytes, 2.0)
+        return generation
+
+
+def attach(generation: Generation, count: int, role: Role = Role.WORKER) -> None:
+    for number in range(count):
+        child = generation.processes.add(f"{role}{number}", role, "cpu")
+        for event in ATTACHING if role is Role.WORKER else (ChildEvent.HELLO, ChildEvent.BUILD):
+            child.advance(event)
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_mib", "expected"),
+    [(4, 100 * NEED, 4), (4, 3 * NEED, 3), (4, 3 * NEED - 1, 2), (4, NEED - 1, 1), (4, 0, 1), (1, 100 * NEED, 1)],
+)
+def test_as_many_as_cores_and_memory_allow_and_one_always(cores: int, free_mib: int, expected: int) -> None:
+    assert Host(cores, free_mib).generation().attach_limit() == expected
+
+
+@pytest.mark.parametrize(("cores", "free_mib"), [(5, 100 * NEED), (100, 5 * NEED)])
+def test_what_others_build_is_taken_off(cores: int, free_mib: int) -> None:
+    """Their holders as their workers; what they have taken already is free no more, so this is never too much."""
+    host = Host(cores, free_mib)
+    ours, theirs = host.generation(), host.generation()
+    attach(ours, 2)
+    assert ours.attach_limit() == 5
+    attach(theirs, 1, Role.HOLDER)
+    attach(theirs, 1)
+    assert (ours.attach_limit(), theirs.attach_limit()) == (3, 3)
+    attach(theirs, 20)
+    assert ours.attach_limit() == 1
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    host = Host(4, 100 * NEED)
+    ended = host.generation()
+    ended.fail("no such file", 0.0)
+    host.generation()
+    assert [each.generation for each in host.attaching._generations].count(ended) == 0  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,134 @@
+"""How far a load is: what is told never goes back, never reaches the end, and nothing is told that nobody knows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd_daemon.models.load_progress import LoadEstimate, LoadProgress, LoadSpeed
+from weightd_protocol.schema import FieldError, decode, plain
+
+MB = 10**6
+SECONDS = st.floats(0, 1e6)
+PACES = st.builds(LoadSpeed, st.integers(0, 2**40), SECONDS, st.none() | SECONDS)
+STEPS = st.lists(
+    st.tuples(SECONDS, st.sampled_from(["copying", "copying", "pinned", "loads", "wait"]), st.integers(0, 2**40)),
+    max_size=20,
+)
+
+
+@given(st.none() | PACES, STEPS, st.integers(0, 2**40))
+def test_whatever_happens_it_never_goes_back_nor_says_that_it_is_over(
+    before: LoadSpeed | None, steps: list[tuple[float, str, int]], nbytes: int
+) -> None:
+    now = 1000.0
+    load = LoadEstimate(before, now)
+    told = 0.0
+    for seconds, step, copied in steps:
+        now += seconds
+        if step == "copying":
+            load.on_copy_progress(copied, nbytes)
+        elif step == "pinned":
+            load.on_copied(nbytes, now)
+        elif step == "loads":
+            load.on_load_started(now)
+        share = load.progress(now)
+        assert (share.fraction_done is None) >= (before is None)
+        assert share.remaining_s is None or (share.remaining_s > 0 and share.fraction_done is not None)
+        assert share.fraction_copied is None or 0 < share.fraction_copied <= 1
+        if share.fraction_done is not None:
+            assert told <= share.fraction_done <= 0.99
+            told = share.fraction_done
+
+
+def told(load: LoadEstimate, now: float) -> tuple[float, float]:
+    """What is told where both are known, but for what floats leave of it."""
+    share = load.progress(now)
+    assert share.fraction_done is not None
+    assert share.remaining_s is not None
+    return round(share.fraction_done, 6), round(share.remaining_s, 6)
+
+
+def test_one_that_goes_as_the_last_one_is_told_to_the_second() -> None:
+    load = LoadEstimate(LoadSpeed(100 * MB, 60.0, 40.0), 0.0)
+    assert load.progress(1.0) == LoadProgress(0.01, 99.0)
+    load.on_copy_progress(25 * MB, 100 * MB)
+    assert load.progress(10.0) == LoadProgress(0.1, 90.0, 0.25)
+    load.on_copied(100 * MB, 40.0)
+    assert load.progress(45.0) == LoadProgress(0.4, None)  # of the wait for room nobody knows
+    load.on_load_started(50.0)
+    assert told(load, 80.0) == (0.7, 30.0)
+    assert load.progress(109.0).remaining_s == 1.0
+    assert load.on_serving(110.0) == LoadSpeed(100 * MB, 60.0, 40.0)
+
+
+def test_a_copy_that_is_slower_than_the_last_one_takes_back_nothing_that_was_told() -> None:
+    load = LoadEstimate(LoadSpeed(100 * MB, 60.0, 40.0), 0.0)
+    assert load.progress(20.0).fraction_done == 0.2
+    load.on_copy_progress(5 * MB, 100 * MB)
+    assert load.progress(20.0) == LoadProgress(0.2, 440.0, 0.05)
+
+
+def test_a_larger_file_takes_longer_and_its_copy_as_long_as_it_does() -> None:
+    load = LoadEstimate(LoadSpeed(100 * MB, 10.0, 1.0), 0.0)
+    load.on_copy_progress(10 * MB, 200 * MB)
+    assert told(load, 1.0) == (0.025, 39.0)
+    load.on_copied(200 * MB, 20.0)
+    load.on_load_started(20.0)
+    assert told(load, 30.0) == (0.75, 10.0)
+
+
+def test_what_was_not_copied_takes_no_time_and_leaves_what_is_known_of_that() -> None:
+    load = LoadEstimate(LoadSpeed(100 * MB, 10.0, 30.0), 0.0)
+    load.on_copied(100 * MB, 0.0)
+    load.on_load_started(0.0)
+    assert load.progress(5.0) == LoadProgress(0.5, 5.0)
+    assert load.on_serving(12.0) == LoadSpeed(100 * MB, 12.0, 30.0)
+
+
+def test_one_that_takes_longer_than_the_last_one_comes_nearer_and_nearer() -> None:
+    load = LoadEstimate(LoadSpeed(0, 10.0), 0.0)
+    load.on_load_started(0.0)
+    shares = [load.progress(seconds) for seconds in (9.0, 9.9, 10.0, 11.0, 20.0, 1000.0)]
+    assert [each.remaining_s is None for each in shares] == [False, False, True, True, True, True]
+    done = [each.fraction_done or 0.0 for each in shares]
+    assert done == sorted(done)
+    assert (round(done[0], 6), done[-1]) == (0.9, 0.99)
+    assert 0.94 < done[2] < done[3] < done[4]
+
+
+def test_of_the_first_one_only_the_copy_is_known() -> None:
+    load = LoadEstimate(None, 0.0)
+    assert load.progress(5.0) == LoadProgress()
+    load.on_copy_progress(3, 4)
+    assert load.progress(10.0) == LoadProgress(fraction_copied=0.75)
+    load.on_copied(4, 10.0)
+    load.on_load_started(10.0)
+    assert load.progress(15.0) == LoadProgress()
+    assert load.on_serving(30.0) == LoadSpeed(4, 20.0, 10.0)
+
+
+def test_one_that_nobody_has_seen_begin_teaches_nothing() -> None:
+    load = LoadEstimate(None, 0.0)
+    assert load.on_serving(1.0) is None
+
+
+def test_of_what_a_damaged_file_says_nothing_is_told_that_nobody_would_wait_for() -> None:
+    load = LoadEstimate(LoadSpeed(1, 86400.0, 86400.0), 0.0)
+    load.on_copy_progress(1, 2**40)
+    load.on_copied(2**40, 1.0)
+    load.on_load_started(1.0)
+    assert load.progress(2.0).remaining_s is None
+    with pytest.raises(FieldError, match="load_s"):
+        decode(LoadSpeed, {"nbytes": 1, "load_s": 1e308})
+
+
+def test_whatever_a_load_took_can_be_written_down() -> None:
+    load = LoadEstimate(None, 0.0)
+    load.on_copy_progress(1, 1)
+    load.on_copied(1, 1e9)
+    load.on_load_started(1e9)
+    pace = load.on_serving(3e9)
+    assert pace is not None
+    assert decode(LoadSpeed, plain(pace)) == pace

@@ -1,0 +1,229 @@
+"""What a reload does to models, which are a few switches here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from weightd_daemon.config.batching import BatchingConfig
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.versions import IdSequence
+from weightd_protocol.errors import Unavailable
+
+ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))
+LEAVES = f"drain {ONE.predict_timeout:g} replaced"
+
+
+class FakeModel:
+    """Serves, fails and is gone when a test says so, and keeps a record of what it is told."""
+
+    def __init__(self, name: str, config: ModelConfig, numbers: IdSequence) -> None:
+        self.name = name
+        self.config = config
+        self.numbers = numbers
+        self.desk = SimpleNamespace(scheduler=SimpleNamespace(idle=True, line=SimpleNamespace(count=0)))
+        self.successor: FakeModel | None = None
+        self.note = ""
+        self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
+        self.replaced: FakeModel | None = None
+        self.comes_again = False
+        self.may_retry = False
+        self.deaths = 0
+        self.done: list[str] = []
+
+    def reconfigure(self, config: ModelConfig) -> bool:
+        if config.has_same_load(self.config):
+            self.config = config
+        return self.config is config
+
+    def start(self, now: float) -> None:
+        self.done.append("start")
+
+    def retry(self, now: float) -> None:
+        self.done.append("retry")
+
+    def replaces(self, old: FakeModel) -> None:
+        self.replaced = old
+
+    def come_again(self, now: float) -> None:
+        self.comes_again = True
+
+    def will_leave(self) -> None:
+        self.done.append("will leave")
+
+    def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
+        self.draining = True
+        self.done.append(f"drain {patience:g}{' replaced' if replaced else ''}")
+
+    def adopt(self, old: FakeModel, now: float) -> None:
+        assert old.draining == (old.desk.scheduler.line.count > 0), "it would have refused what waits"
+        self.done.append(f"adopt {old.config.path}")
+
+    def dispose(self) -> None:
+        self.done.append("dispose")
+
+    def unready(self, now: float) -> str:
+        return "no such file"
+
+
+class Yard:
+    """A fleet, and every model that it has made."""
+
+    def __init__(self, **configs: ModelConfig) -> None:
+        self.made: list[FakeModel] = []
+        self.fleet = ModelRegistry(self.make)
+        self.fleet.start(configs, 0.0)
+        for each in self.made:
+            each.will_serve = each.complete = True
+            each.done.clear()
+
+    def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
+        self.made.append(FakeModel(name, config, numbers))
+        return cast(ServedModel, self.made[-1])
+
+    def reload(self, **configs: ModelConfig) -> ConfigDiff:
+        change = self.fleet.compare(configs)
+        self.fleet.apply(change, configs, 0.0)
+        return change
+
+    def serving(self) -> list[tuple[str, ModelConfig]]:
+        """Who serves by now, each with its configuration."""
+        self.fleet.reconcile(0.0)
+        return [(name, model.config) for name, model in self.fleet.models.items()]
+
+
+def test_what_has_not_changed_is_not_touched_and_a_new_model_takes_requests_at_once() -> None:
+    yard = Yard(a=ONE)
+    assert str(yard.reload(a=ONE)) == "no model changes"
+    assert str(yard.reload(b=TWO, a=ONE)) == "added b"
+    assert [each.done for each in yard.made] == [[], ["start"]]
+    assert yard.serving() == [("b", TWO), ("a", ONE)]
+
+
+def test_a_model_that_has_failed_is_loaded_again_as_it_is() -> None:
+    yard = Yard(a=ONE, b=TWO, c=THREE)
+    yard.made[0].may_retry = yard.made[2].may_retry = True
+    # One that is changed, too, is made anew.
+    change = yard.reload(a=ONE, b=TWO, c=ONE)
+    assert (change, str(change)) == (ConfigDiff((), ("c",), (), ("a",)), "changed c; retried a")
+    assert [each.done for each in yard.made] == [["retry"], [], [], ["start"]]
+
+
+def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
+    yard = Yard(a=ONE, b=TWO)
+    b = yard.made[1]
+    b.desk.idle, b.deaths = False, 3
+    assert yard.reload(a=ONE) == ConfigDiff((), (), ("b",))
+    assert yard.serving() == [("a", ONE)]
+    assert (b.done, len(yard.fleet.all_models())) == (["will leave"], 2)
+    b.desk.idle = True
+    for _ in range(2):
+        yard.fleet.reconcile(0.0)
+        assert b.done == ["will leave", "drain 0"]
+    b.gone = True
+    yard.fleet.reconcile(0.0)
+    assert b.done == ["will leave", "drain 0", "dispose"]
+    assert (len(yard.fleet.all_models()), yard.fleet.deaths, yard.fleet.changing) == (1, 3, [])
+
+
+def test_a_changed_model_takes_over_once_it_is_complete() -> None:
+    yard = Yard(a=ONE)
+    assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
+    old, new = yard.made
+    assert (yard.serving(), new.done, len(yard.fleet.changing)) == ([("a", ONE)], ["start"], 1)
+    assert (new.replaced, old.comes_again) == (old, False)
+    new.complete = True
+    for _ in range(2):
+        assert yard.serving() == [("a", TWO)]
+        assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
+    # A worker that dies while it leaves: what it had is the new one's.
+    old.desk.scheduler.line.count = 1
+    yard.fleet.reconcile(0.0)
+    assert new.done[2:] == ["adopt /models/1.onnx"]
+    old.gone = True
+    yard.fleet.reconcile(0.0)
+    assert [each.config for each in yard.fleet.all_models()] == [TWO]
+
+
+def test_where_the_same_is_loaded_for_the_change_nothing_is() -> None:
+    yard = Yard(a=ONE)
+    assert yard.reload(a=TWO).changed == ("a",)
+    less = replace(ONE, batching=BatchingConfig(8, exact=False))
+    # It discards what loads, too.
+    assert yard.reload(a=less).changed == ("a",)
+    assert [each.done for each in yard.made] == [[], ["start", "drain 0"]]
+    assert yard.serving() == [("a", less)]
+
+
+def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
+    yard = Yard(a=ONE)
+    yard.reload(a=TWO)
+    old, failed = yard.made
+    failed.has_failed = True
+    assert yard.serving() == [("a", ONE)]
+    assert old.note == "the changed configuration is not in force: no such file"
+    assert failed.done == ["start", "drain 0"]
+    assert (failed.replaced, old.comes_again) == (old, True)
+    # The next reload tries it again.
+    assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
+    assert (old.note, len(yard.made)) == ("", 3)
+
+
+def test_what_does_not_serve_is_replaced_at_once() -> None:
+    yard = Yard(a=ONE)
+    yard.made[0].will_serve = False
+    yard.reload(a=TWO)
+    assert yard.serving() == [("a", TWO)]
+    assert yard.made[1].done == ["start", "adopt /models/1.onnx"]
+
+
+def test_asking_twice_for_the_same_change_is_asking_once_and_a_change_of_mind_discards_what_loads() -> None:
+    yard = Yard(a=ONE)
+    yard.reload(a=TWO)
+    assert yard.reload(a=TWO) == ConfigDiff((), (), ())
+    assert yard.reload(a=THREE) == ConfigDiff((), ("a",), ())
+    assert [each.draining for each in yard.made] == [False, True, False]
+    assert yard.reload(a=ONE) == ConfigDiff((), ("a",), ())
+    assert [each.draining for each in yard.made] == [False, True, True]
+    assert (yard.serving(), yard.made[0].successor) == ([("a", ONE)], None)
+
+
+def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothing_to_the_next_of_its_name() -> None:
+    yard = Yard(a=ONE)
+    yard.made[0].desk.idle = False
+    yard.reload(a=TWO)
+    yard.reload()
+    assert (yard.made[1].draining, len(yard.fleet.all_models())) == (True, 2)
+    yard.reload(a=TWO)
+    yard.fleet.reconcile(0.0)
+    assert (yard.made[0].done, yard.made[2].done) == (["will leave"], ["start"])
+
+
+@pytest.mark.parametrize("configs", [{"a": TWO, "b": TWO}, {"b": TWO}])
+def test_while_a_model_is_updated_nothing_changes(configs: dict[str, ModelConfig]) -> None:
+    yard = Yard(a=ONE)
+    yard.made[0].updating = True
+    with pytest.raises(Unavailable, match=r"^a is being updated: try again once that is over$"):
+        yard.reload(**configs)
+    assert (yard.serving(), len(yard.made)) == ([("a", ONE)], 1)
+
+
+def test_a_name_never_uses_a_number_twice() -> None:
+    yard = Yard(a=ONE, b=ONE)
+    yard.reload(b=ONE)
+    yard.reload(a=TWO, b=ONE)
+    a, b, again = yard.made
+    assert again.numbers is a.numbers
+    assert b.numbers is not a.numbers
+
+
+def test_the_end_is_told_to_everyone() -> None:
+    yard = Yard(a=ONE, b=TWO, c=THREE)
+    yard.reload(a=TWO, b=TWO)
+    yard.fleet.drain(0.0)
+    assert [each.draining for each in yard.made] == [True] * 4

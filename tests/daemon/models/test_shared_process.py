@@ -1,0 +1,220 @@
+"""Models of a group: one process has them all, gives each its turn, and takes all of them along."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.config.group_membership import Membership
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.shared_process import ModelFactory
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.versions import IdSequence
+from weightd_protocol.errors import FailedPrecondition
+from weightd_protocol.messages.worker import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
+from weightd_protocol.version import VERSION
+from weightd_common.model_group import joint_digest
+from weightd_common.safe_open import OPERATOR
+
+from .fakehost import CPU, FakeHost, request
+
+NAMES = ("one", "two")
+P1, P2 = "g@group.1.rank0", "g@group.2.rank0"
+DIGESTS = {"one": "1" * 64, "two": "2" * 64}
+TENSORS = {name: TensorSignature(f"x_{name}", "FP32", (-1, 2)) for name in NAMES}
+
+
+class Home:
+    """Two models of a group, and what their process says."""
+
+    def __init__(self, **config: Any) -> None:
+        self.host, self.now = FakeHost(), 1000.0
+        self.device = DeviceBudget("ascend:0")
+        group = Membership("g", "workspace", NAMES, "digest")
+        households = ModelFactory()
+        self.models: dict[str, ServedModel] = {}
+        for name in NAMES:
+            there = ModelConfig(
+                f"/{name}.mindir",
+                "mindspore_lite",
+                spares=0,
+                sharing="off",
+                devices=("ascend:0",),
+                group=group,
+                **config,
+            )
+            devices = {"ascend:0": self.device}
+            # As the fleet does: one is started before the next one is made.
+            self.models[name] = households.make(name, there, devices, self.host, self.host, IdSequence())
+            self.models[name].start(self.now)
+
+    def pinned(self, *names: str) -> Home:
+        for name in names or NAMES:
+            source = next(each for each in reversed(self.host.pinned) if each.path == f"/{name}.mindir")
+            self.models[name].on_snapshot_taken(
+                source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now
+            )
+        return self
+
+    def says(self, child: str, message: ChildMessage) -> Home:
+        self.models["one"].on_message(child, message, (), self.now)
+        return self
+
+    def loads(self, child: str = P1) -> Home:
+        self.says(child, Hello("1", joint_digest([DIGESTS[name] for name in NAMES]), {"weightd": VERSION}, CPU))
+        members = tuple(RankMember((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
+        self.says(child, JoinedGroup((), (), None, members))
+        proofs = tuple(SelfTestResult(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
+        return self.says(child, SelfTestDone("", (), None, None, proofs))
+
+    def serving(self) -> Home:
+        self.pinned().loads()
+        self.host.orders.clear()
+        return self
+
+    def asks(self, name: str) -> int:
+        spec = TensorSpec(TENSORS[name].name, "FP32", (5, 2))
+        asked = dataclasses.replace(request(), description=RequestDescription(name, (spec,)))
+        self.models[name].infer(asked, self.now)
+        return asked.number
+
+    def answers(self, number: int, child: str = P1) -> Home:
+        return self.says(child, Result(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
+
+    def ends(self, child: str, end: ExitCause) -> Home:
+        self.models["one"].on_exit(child, end, self.now)
+        return self
+
+    def later(self) -> Home:
+        self.now += 10.0
+        for model in self.models.values():
+            model.tick(self.now)
+        return self
+
+    def given(self) -> list[tuple[str, int, int]]:
+        """Who was given which request since the last time, for which of the models."""
+        there = [
+            (name, order.request, order.model_index) for name, order in self.host.orders if isinstance(order, Predict)
+        ]
+        self.host.orders = [each for each in self.host.orders if not isinstance(each[1], Predict)]
+        return there
+
+
+def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() -> None:
+    home = Home().pinned("two")
+    assert home.host.spawned == []
+    home.pinned("one")
+    assert home.host.spawned == [P1]
+    told = json.loads(home.host.programs[P1].members_json)
+    assert (told["share"], [each["model"] for each in told["models"]]) == ("workspace", ["/s/one", "/s/two"])
+    assert [each["pinned"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
+    assert [*home.device.reserved] == ["g@group.1"]
+
+
+def test_each_model_takes_what_is_its_own_and_has_its_turn() -> None:
+    home = Home().serving()
+    assert [model.is_serving for model in home.models.values()] == [True, True]
+    first, second, other = home.asks("one"), home.asks("one"), home.asks("two")
+    assert home.given() == [(P1, first, 0)]
+    home.answers(first)
+    assert home.given() == [(P1, other, 1)]
+    home.answers(other)
+    assert home.given() == [(P1, second, 0)]
+    home.answers(second)
+    assert home.host.answers == [first, other, second]
+
+
+def _dies(home: Home, running: int) -> None:
+    home.ends(P1, ExitCause(-signal.SIGSEGV))
+
+
+def _breaks(home: Home, running: int) -> None:
+    home.says(P1, ProcessFailed("it cannot go on")).ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
+
+
+def _fails(home: Home, running: int) -> None:
+    home.says(P1, Failed(running, "INTERNAL", "predict failed", is_exiting=True))
+    home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
+
+
+def _hangs(home: Home, running: int) -> None:
+    home.now += 100.0
+    home.models["two"].tick(home.now)
+    home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
+
+
+@pytest.mark.parametrize("loss", [_dies, _breaks, _fails, _hangs])
+def test_all_come_again_and_nothing_that_waits_is_lost(loss: Any) -> None:
+    home = Home(timeout=1000.0).serving()
+    running, waits = home.asks("one"), home.asks("two")
+    home.given()
+    loss(home, running)
+    assert not any(model.is_serving for model in home.models.values())
+    home.later()
+    assert home.host.spawned == [P1, P2]
+    home.loads(P2)
+    given = home.given()
+    while given:
+        [(_, number, _)] = given
+        home.answers(number, P2)
+        given = home.given()
+    assert waits in home.host.answers
+    refused = [number for number, _ in home.host.refused()]
+    assert sorted(home.host.answers + refused) == [running, waits]
+
+
+def test_without_the_snapshot_of_one_none_is_served() -> None:
+    home = Home().pinned("one")
+    source = next(each for each in home.host.pinned if each.path == "/two.mindir")
+    home.models["two"].on_snapshot_failed(source, "no such file", home.now)
+    assert [model.has_failed for model in home.models.values()] == [True, True]
+    assert "two: no such file" in home.models["one"].unready_reason(home.now)
+
+
+def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_its_models() -> None:
+    home = Home().pinned("one")
+    source = next(each for each in home.host.pinned if each.path == "/two.mindir")
+    home.models["two"].on_snapshot_failed(source, "no such file", home.now, is_transient=True)
+    assert [model.retry_delay_s(home.now) for model in home.models.values()] == [1.0, 1.0]
+    home.later()
+    assert not any(model.has_failed for model in home.models.values())
+    assert sorted(each.path for each in home.host.pinned) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2
+    home.pinned().loads(P2)
+    assert all(model.is_serving for model in home.models.values())
+
+
+def test_none_is_updated_alone() -> None:
+    home = Home().serving()
+    with pytest.raises(FailedPrecondition, match="one is in one process with two, the group g"):
+        home.models["one"].update(b"o", "u", home.now, path="/x.mindir", weights="", rollback=False, grant=OPERATOR)
+
+
+def test_the_process_goes_with_the_last_of_them() -> None:
+    home = Home().serving()
+    home.models["one"].drain(home.now)
+    assert home.models["two"].is_serving
+    asked = home.asks("two")
+    assert home.given() == [(P1, asked, 1)]
+    home.answers(asked)
+    home.models["two"].drain(home.now)
+    home.ends(P1, ExitCause(0))
+    assert [model.is_gone for model in home.models.values()] == [True, True]
+    assert (home.device.reserved, home.models["one"].record()) == ({}, None)
+
+
+def test_nobody_is_to_wait_for_its_room_while_one_of_them_is_served() -> None:
+    """One was removed, and what the other one is to become needs the room: it would wait for ever."""
+    home = Home().serving()
+    home.models["two"].mark_leaving()
+    assert [*home.device.leaving] == []
+    home.models["one"].mark_leaving()
+    assert [*home.device.leaving] == ["g@group.1"]

@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import gc
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from weightd_daemon.platform.clock import TICK_S, Clock
+from weightd_daemon.platform.event_loop import EventLoop, watch_signals
+from weightd_daemon.platform.zmq_sockets import watch_socket
+from weightd_daemon.platform.timers import Timer
+
+
+class Pipe:
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        self.read = b""
+
+    def on_readable(self) -> None:
+        self.read += os.read(self.reader, 64)
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[Pipe]]:
+    made = [Pipe() for _ in range(3)]
+    yield made
+    for pipe in made:
+        os.close(pipe.reader)
+        os.close(pipe.writer)
+
+
+@pytest.fixture
+def loop(pipes: list[Pipe]) -> Iterator[EventLoop]:
+    """A loop that waits for the pipes."""
+    made = EventLoop()
+    for pipe in pipes:
+        made.add(pipe.reader, pipe.on_readable)
+    yield made
+    made.close()
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: EventLoop, pipes: list[Pipe]) -> None:
+    os.write(pipes[0].writer, b"x" * 100)
+    os.write(pipes[2].writer, b"c")
+    loop.remove(pipes[2].reader)
+    loop.run_once(float("inf"))
+    loop.run_once(60.0)
+    loop.run_once(0.0)
+    assert [len(pipe.read) for pipe in pipes] == [100, 0, 0]
+
+
+def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
+    loop = EventLoop()
+    called: list[int] = []
+
+    def only(index: int) -> None:
+        called.append(index)
+        for pipe in pipes:
+            loop.remove(pipe.reader)
+
+    for index, pipe in enumerate(pipes):
+        loop.add(pipe.reader, functools.partial(only, index))
+        os.write(pipe.writer, b"x")
+    loop.run_once(60.0)
+    loop.run_once(0.0)
+    assert len(called) == 1
+    loop.close()
+
+
+@pytest.mark.parametrize("each", [1, 3, 1000])
+def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: EventLoop, each: int) -> None:
+    """A ZeroMQ socket tells once that something came, and whoever sends over it hears it instead of the loop."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://loop")
+        theirs.connect("inproc://loop")
+        received: list[bytes] = []
+
+        def on_message() -> None:
+            ours.send(b"heard")
+            for _ in range(each):
+                if not ours.poll(0):
+                    break
+                received.append(ours.recv())
+                ours.send(b"answer")
+
+        use = watch_socket(loop, ours, on_message)
+        for number in range(10):
+            theirs.send(b"%d" % number)
+            theirs.send(b"again")
+            ours.send(b"something else")
+            use()
+            while len(received) < 2 * (number + 1):
+                before = len(received)
+                loop.run_once(60.0)
+                assert len(received) > before
+        assert received[::2] == [b"%d" % number for number in range(10)]
+
+
+# --- writing, hangups and numbers that come back --------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        made = socket.socketpair()
+        for each in made:
+            each.setblocking(False)
+            stack.enter_context(each)
+        yield made
+
+
+def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    calls: list[str] = []
+    loop = EventLoop()
+    loop.add(ours.fileno(), lambda: calls.append(f"read {ours.recv(9)!r}"))
+    loop.run_once(0.0)
+    assert calls == []
+    with contextlib.suppress(BlockingIOError):
+        while ours.send(bytes(100_000)):
+            pass
+    loop.watch_writes(ours.fileno(), lambda: calls.append("write"))
+    loop.run_once(0.0)
+    assert calls == []
+    theirs.recv(10_000_000)
+    theirs.send(b"hello")
+    loop.run_once(60.0)
+    loop.run_once(60.0)
+    loop.unwatch_writes(ours.fileno())
+    loop.unwatch_writes(ours.fileno())
+    loop.run_once(0.0)
+    assert calls == ["read b'hello'", "write", "write"]
+    loop.close()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket, socket.socket], writes: bool) -> None:
+    ours, theirs = ends
+    calls: list[bytes] = []
+    loop = EventLoop()
+    loop.add(ours.fileno(), lambda: calls.append(ours.recv(1)))
+    loop.pause_reading(ours.fileno())
+    theirs.send(b"ab")
+    loop.run_once(0.0)
+    assert calls == []
+    loop.resume_reading(ours.fileno())
+    loop.run_once(60.0)
+    assert calls == [b"a"]
+    loop.pause_reading(ours.fileno())
+    if writes:
+        loop.watch_writes(ours.fileno(), lambda: None)
+    theirs.close()
+    loop.run_once(60.0)
+    assert calls == [b"a", b"b"]
+    loop.resume_reading(ours.fileno())
+    loop.run_once(60.0)
+    assert calls == [b"a", b"b", b""]
+    loop.close()
+
+
+def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_nothing() -> None:
+    loop = EventLoop()
+    calls: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            loop.add(ours.fileno(), functools.partial(calls.append, number))
+            loop.pause_reading(ours.fileno())
+            theirs.close()
+        for _ in range(5):
+            loop.run_once(0.001)
+        assert sorted(calls) == [*range(20)]
+        loop.close()
+
+
+def test_an_event_is_not_told_to_who_has_the_number_next() -> None:
+    loop = EventLoop()
+    calls: list[str] = []
+    there = [os.pipe() for _ in range(2)]
+
+    def replace(index: int) -> None:
+        """Close the other one, and have its number for something that has nothing to read and never will."""
+        calls.append("old")
+        other = there[1 - index][0]
+        loop.remove(other)
+        os.dup2(empty[0], other)
+        loop.add(other, lambda: calls.append("new"))
+
+    empty = os.pipe()
+    for index, (reader, writer) in enumerate(there):
+        loop.add(reader, functools.partial(replace, index))
+        os.write(writer, b"x")
+    loop.run_once(60.0)
+    assert calls == ["old"]
+    loop.close()
+    for descriptor in (*there[0], *there[1], *empty):
+        os.close(descriptor)
+
+
+def test_room_to_write_is_not_told_to_who_has_the_number_next(
+    pipes: list[Pipe], ends: tuple[socket.socket, socket.socket]
+) -> None:
+    ours, theirs = ends
+    loop, calls = EventLoop(), list[str]()
+
+    def replace() -> None:
+        """Have the number for something that cannot be written to."""
+        calls.append("read")
+        loop.remove(ours.fileno())
+        os.dup2(pipes[0].reader, ours.fileno())
+        loop.add(ours.fileno(), pipes[0].on_readable)
+        loop.watch_writes(ours.fileno(), lambda: calls.append("new"))
+
+    loop.add(ours.fileno(), replace)
+    loop.watch_writes(ours.fileno(), lambda: calls.append("old"))
+    theirs.send(b"x")
+    loop.run_once(60.0)
+    assert calls == ["read"]
+    loop.close()
+
+
+@pytest.mark.parametrize("seconds", [-float("inf"), -1.0, 0.0, 0.0009, 0.0019])
+def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: EventLoop, seconds: float) -> None:
+    begin = time.monotonic()
+    loop.run_once(seconds)
+    assert seconds <= time.monotonic() - begin < 5.0
+
+
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobody_waiting(
+    loop: EventLoop, pipes: list[Pipe]
+) -> None:
+    calls: list[bytes] = []
+
+    def again() -> None:
+        calls.append(pipes[0].read)
+        os.write(pipes[0].writer, b"x")
+        if len(calls) < 3:
+            loop.call_soon(again)
+
+    for _ in range(2):
+        loop.call_soon(again)
+    for _ in range(3):
+        loop.run_once(60.0)
+    assert calls == [b"", b"x", b"xx"]
+    loop.run_once(60.0)
+    loop.run_once(0.0)
+    assert (len(calls), pipes[0].read) == (3, b"xxx")
+
+
+def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: EventLoop, pipes: list[Pipe]) -> None:
+    turns: list[int] = []
+
+    def turn() -> None:
+        turns.append(len(pipes[0].read))
+        os.write(pipes[0].writer, b"x")
+        if len(turns) == 2:
+            loop.stop()
+            loop.on_turn_end(None)
+
+    loop.on_turn_end(turn)
+    os.write(pipes[0].writer, b"x")
+    loop.run()
+    loop.run_once(60.0)
+    assert (turns, pipes[0].read) == ([1, 2], b"xxx")
+
+
+# --- a process that is stopped --------------------------------------------------------------------------------------
+
+
+class StoppedEpoll:
+    """Reports what is ready only if it is asked not to wait: as `select.epoll` does after a stop beyond the time-out.
+
+    Args:
+        loop: whose it is from now on.
+        real: the clock; each wait takes all of its time, and the first one `stop` seconds more.
+    """
+
+    def __init__(self, loop: EventLoop, real: list[float], stop: float) -> None:
+        self.waits: list[float] = []
+        self._epoll: select.epoll = vars(loop)["_epoll"]
+        self._real = real
+        self._stop = stop
+        vars(loop)["_epoll"] = self
+
+    def poll(self, seconds: float) -> list[tuple[int, int]]:
+        self.waits.append(seconds)
+        if seconds:
+            self._real[0] += seconds + self._stop
+            self._stop = 0.0
+            return []
+        return self._epoll.poll(0.0)
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[EventLoop, list[str], StoppedEpoll]:
+    """Return a loop, what will have been called, and its poll: a message waits, and a timer will be due."""
+    real = [1000.0]
+    loop, calls = EventLoop(Clock(lambda: real[0])), list[str]()
+    loop.add(pipe.reader, lambda: calls.append(f"read {os.read(pipe.reader, 9)!r}"))
+    loop.on_suspended(lambda seconds: calls.append(f"stopped for {seconds:g}"))
+    timer = Timer(lambda now: calls.append(f"timer at {now:g}"))
+    timer.set(1000.0 + due)
+    loop.add_timer(timer)
+    os.write(pipe.writer, b"x")
+    return loop, calls, StoppedEpoll(loop, real, stop)
+
+
+def test_what_has_come_is_handled_before_an_overdue_timer(pipes: list[Pipe]) -> None:
+    """The loop is late, but not by so much that it shows."""
+    loop, calls, epoll = stopped_loop(pipes[0], due=0.25, stop=0.25)
+    loop.run_once(60.0)
+    assert calls == ["read b'x'", "timer at 1000.5"]
+    assert epoll.waits == [0.25, 0.0]
+    loop.close()
+
+
+@pytest.mark.parametrize("due", [0.25, 0.75, 100.0])
+def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], due: float) -> None:
+    loop, calls, epoll = stopped_loop(pipes[0], due, stop=3600.0)
+    loop.run_once(60.0)
+    waited = min(due, TICK_S)
+    assert calls == ["read b'x'", f"stopped for {3600.0 + waited:g}"]
+    while len(calls) == 2:
+        loop.run_once(3600.0)
+    assert calls[2:] == [f"timer at {1000.0 + due:g}"]
+    assert max(epoll.waits) == waited
+    loop.close()
+
+
+def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
+    real = [1000.0]
+    loop, calls = EventLoop(Clock(lambda: real[0])), list[float]()
+
+    def on_pause(seconds: float) -> None:
+        calls.append(seconds)
+        timer.set(0.0)
+
+    timer = Timer(calls.append)
+    timer.set(1001.0)
+    loop.add_timer(timer)
+    loop.call_soon(lambda: real.__setitem__(0, 1009.0))
+    loop.on_suspended(on_pause)
+    loop.run_once(0.0)
+    assert calls == [9.0, 1000.0]
+    loop.close()
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+USED = [signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_more_signals_than_the_pipe_holds_are_no_error() -> None:
+    with watch_signals(USED) as wakeups:
+        os.set_blocking(wakeups, True)
+        fcntl.fcntl(wakeups, fcntl.F_SETPIPE_SZ, 4096)
+        for _ in range(5000):
+            signal.raise_signal(signal.SIGUSR1)
+        assert os.read(wakeups, 1) == bytes([signal.SIGUSR1])
+
+
+def _handlers() -> list[object]:
+    return [signal.getsignal(number) for number in USED]
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _fail_after_a_signal() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+    raise ZeroDivisionError
+
+
+def test_what_was_before_is_there_again() -> None:
+    calls: list[int] = []
+    mine = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+    try:
+        gc.collect()  # loops of other tests have descriptors too
+        before, descriptors = _handlers(), _descriptors()
+        with pytest.raises(ZeroDivisionError), watch_signals(USED):
+            _fail_after_a_signal()
+        assert _handlers() == before
+        assert calls == []
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls == [signal.SIGUSR1]
+        assert signal.set_wakeup_fd(-1) == -1
+        assert _descriptors() == descriptors
+    finally:
+        signal.signal(signal.SIGUSR1, mine)
+
+
+def test_an_outer_block_goes_on_after_an_inner_one() -> None:
+    with watch_signals(USED) as outer:
+        with watch_signals(USED) as inner:
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
+                signal.raise_signal(number)
+            assert os.read(inner, 64) == bytes([signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1])
+        signal.raise_signal(signal.SIGUSR2)
+        assert os.read(outer, 64) == bytes([signal.SIGUSR2])

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from weightd_daemon.platform.exit_cause import ExitCause, ExitClassifier, ExitInitiator
+
+PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "blames", "killed"),
+    [
+        (ExitCause(0), "exited with status 0", True, False),
+        (ExitCause(65, "no such file"), "exited with status 65: no such file", True, False),
+        (ExitCause(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True, True),
+        (ExitCause(-signal.SIGFPE), "killed by SIGFPE", True, True),
+        (ExitCause(-signal.SIGABRT), "killed by SIGABRT", True, True),
+        (
+            ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON),
+            "killed by SIGABRT (weightd has ended it)",
+            False,
+            True,
+        ),
+        (ExitCause(-signal.SIGTERM), "killed by SIGTERM", False, True),
+        (ExitCause(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
+        (
+            ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL),
+            "killed by SIGKILL (the kernel was out of memory)",
+            False,
+            True,
+        ),
+        (ExitCause(-63), "killed by signal 63", False, True),
+        (ExitCause(None, initiator=ExitInitiator.SHIM), "its keeper is lost", False, True),
+        (ExitCause(None, "no such interpreter"), "no such interpreter", False, False),
+    ],
+)
+def test_an_end_says_what_it_was_and_whether_what_ran_may_be_why(
+    end: ExitCause, text: str, blames: bool, killed: bool
+) -> None:
+    assert (str(end), end.may_be_own_fault, end.is_killed) == (text, blames, killed)
+
+
+def test_who_has_ended_a_child_is_found_out() -> None:
+    kills = 7
+    coroner = ExitClassifier(lambda: kills)
+    assert coroner.classify("a", -signal.SIGKILL, "") == ExitCause(-signal.SIGKILL)
+    kills += 2
+    assert coroner.classify("crash", -signal.SIGSEGV, "words") == ExitCause(-signal.SIGSEGV, "words")
+    ends = [coroner.classify(name, -signal.SIGKILL, "").initiator for name in "bcd"]
+    assert ends == [ExitInitiator.KERNEL, ExitInitiator.KERNEL, ExitInitiator.UNKNOWN]
+    coroner.record_signal("e")
+    assert coroner.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON)
+    assert coroner.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT)
+    coroner.record_signal("f")
+    assert coroner.classify("f", 0, "") == ExitCause(0)
+    assert coroner.classify("g", None, "words") == ExitCause(None, "words", ExitInitiator.SHIM)

@@ -1,0 +1,110 @@
+"""A process that is started has what it is given, and the thread that starts it has no descriptor of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from weightd_daemon.platform import process_spawner
+
+LISTED = "import os; print(*sorted(os.listdir('/proc/self/fd'), key=int), os.getsid(0) == os.getpid())"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
+    """Return the threads of other tests: each begins without one, as the daemon does when it starts."""
+    monkeypatch.setattr(process_spawner, "_spawners", [])
+    return {each for each in threading.enumerate() if each.name == "spawning"}
+
+
+def printed(*descriptors: int, program: str = LISTED, **options: Any) -> str:
+    """Return what a program prints that has these descriptors after its first three."""
+    reader, writer = os.pipe()
+    pid = process_spawner.spawn([sys.executable, "-c", program], os.environ, [0, writer, 2, *descriptors], **options)
+    os.close(writer)
+    with os.fdopen(reader, encoding="ascii") as file:
+        text = file.read().strip()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return text
+
+
+def open_descriptors(thread: object = "self") -> list[int]:
+    """Return the descriptors of a thread of this process; of the main thread there is one more, to look."""
+    return sorted(int(each.name) for each in Path(f"/proc/{thread}/fd").iterdir())
+
+
+@pytest.mark.parametrize("refused", [(), ("unshare",)])
+def test_the_thread_has_no_descriptor_of_the_process(
+    refused: tuple[str, ...], known: set[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What closes a descriptor, as a program that begins does, may wait for the file system of a client."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in refused:
+        monkeypatch.setattr(libc, name, mock.Mock(return_value=-1))
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(return_value=libc))
+    early = os.open(os.devnull, os.O_RDONLY)
+    process_spawner.start_thread()
+    late, count = os.open(os.devnull, os.O_RDONLY), len(open_descriptors())
+    os.set_inheritable(late, True)
+    # The last one is that with which it looks.
+    assert printed(early) == "0 1 2 3 4 True"
+    assert printed(session=False) == "0 1 2 3 False"
+    [thread] = {each for each in threading.enumerate() if each.name == "spawning"} - known
+    own = open_descriptors(thread.native_id)
+    assert own[:3] == [0, 1, 2]
+    assert len(own) == 4
+    assert len(open_descriptors()) == count
+    os.close(early)
+    os.close(late)
+
+
+def test_descriptors_have_their_order_and_a_child_only_sigint_blocked() -> None:
+    with socket.socket() as a, socket.socket(socket.AF_UNIX) as b:
+        a.bind(("127.0.0.1", 0))
+        b.bind(b"\0weightd-spawning-%d" % os.getpid())
+        program = (
+            "import signal, socket; print(*(socket.socket(fileno=each).getsockname() for each in (5, 3, 4))); "
+            "print(*signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+        )
+        names, blocked = printed(b.fileno(), a.fileno(), b.fileno(), program=program).splitlines()
+        assert names == f"{b.getsockname()} {b.getsockname()} {a.getsockname()}"
+    assert blocked == str(int(signal.SIGINT))
+
+
+def test_a_system_that_refuses_it_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_spawner, "_unshare", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    # What else this process lets its children inherit is that of the program that started it.
+    assert printed().startswith("0 1 2 3")
+    assert (
+        "new processes may wait for descriptors of clients: unshare: [Errno 1] Operation not permitted" in caplog.text
+    )
+
+
+def test_a_process_that_was_forked_has_a_thread_of_its_own() -> None:
+    process_spawner.start_thread()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        os._exit(printed() != "0 1 2 3 True")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_where_no_thread_can_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, blocked = len(open_descriptors()), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(OSError, match="can't start new thread"):
+            process_spawner.start_thread()
+    assert (len(open_descriptors()), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (count, blocked)
+    assert printed() == "0 1 2 3 True"

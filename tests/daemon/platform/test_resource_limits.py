@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd_daemon.platform.resource_limits import ResourceShortage, check_threads, find_shortage, with_limit_hint
+
+# As they were written under a limit.
+ONNXRUNTIME = (
+    "onnxruntime: env.cc:327 PosixThread(const char*, int, unsigned int (*)(int), const onnxruntime::ThreadOptions&) "
+    "pthread_create failed, error code: 11 error msg: Resource temporarily unavailable | "
+)
+OPENBLAS = "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 4: Resource temporarily unavailable"
+SNAPSHOT = "thread.start() | _start_new_thread(self._bootstrap, ()) | RuntimeError: can't start new thread"
+SUBPROCESS = "self.pid = _fork_exec( | ^^^ | BlockingIOError: [Errno 11] Resource temporarily unavailable"
+TERMINATED = (
+    "terminate called after throwing an instance of 'std::system_error' | what(): Resource temporarily unavailable"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (SNAPSHOT, ResourceShortage.TASKS),
+        (ONNXRUNTIME, ResourceShortage.TASKS),
+        (OPENBLAS, ResourceShortage.TASKS),
+        (SUBPROCESS, ResourceShortage.TASKS),
+        (TERMINATED, ResourceShortage.TASKS),
+        ("Resource temporarily unavailable (src/thread.cpp:241) | Fatal Python error: Aborted", ResourceShortage.TASKS),
+        ("it cannot be forked: cannot fork: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot start /usr/bin/python3: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("its fork server cannot be started: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot take a snapshot: [Errno 11] Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot start /usr/bin/python3: Cannot allocate memory", ResourceShortage.MEMORY),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", ResourceShortage.MEMORY),
+        ("data = file.read() | MemoryError", ResourceShortage.MEMORY),
+        ("cannot copy /m.onnx to /cache: Too many open files", ResourceShortage.FILES),
+        ("cannot start /usr/bin/python3: Too many open files in system", ResourceShortage.HOST_FILES),
+        # Something else.
+        ("", None),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", None),
+        ("connection.recv(1) | BlockingIOError: [Errno 11] Resource temporarily unavailable", None),
+        ("cannot copy /m.onnx to /cache: No space left on device", None),
+        ("No module named 'numpy'", None),
+    ],
+)
+def test_what_is_missing(text: str, what: ResourceShortage | None) -> None:
+    assert find_shortage(text) is what
+
+
+@given(st.text())
+def test_any_other_text_stays_as_it_is(text: str) -> None:
+    assert find_shortage(text) is not None or with_limit_hint(text) == text
+
+
+def host(directory: Path, group: str) -> Path:
+    """A host where this process is in a control group that may have 64 processes and threads."""
+    directory.joinpath("cgroup").write_text(f"0::/{group}\n")
+    mount = directory / "hierarchy"
+    directory.joinpath("mountinfo").write_text(f"30 23 0:26 / {mount} rw shared:9 - cgroup2 cgroup2 rw\n")
+    (mount / "a").mkdir(parents=True)
+    (mount / "a" / "pids.max").write_text("64\n")
+    (mount / "a" / "pids.current").write_text("60\n")
+    return directory
+
+
+@pytest.fixture(params=[True, False], ids=["limited", "unlimited"])
+def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether this process has a limit of its own, which is its number and 1000."""
+
+    def limit(number: int) -> tuple[int, int]:
+        return (1000 + number if request.param else resource.RLIM_INFINITY), resource.RLIM_INFINITY
+
+    monkeypatch.setattr("weightd_daemon.platform.resource_limits.resource.getrlimit", limit)
+    is_limited: bool = request.param
+    return is_limited
+
+
+@pytest.mark.parametrize("group", ["a", "b"])
+def test_the_limit_is_named_and_what_raises_it(tmp_path: Path, limited: bool, group: str) -> None:
+    proc = host(tmp_path, group)
+    found = {what: with_limit_hint(text, proc) for what, text in [
+        ("tasks", SNAPSHOT), ("files", "Too many open files"), ("memory", "MemoryError"),
+    ]}  # fmt: skip
+    assert found["tasks"].startswith(
+        "cannot start a process or thread: the limit of processes and threads is reached ("
+    )
+    assert found["tasks"].endswith(f"; original error: {SNAPSHOT}")
+    assert ("RLIMIT_NPROC 1006" in found["tasks"], "ulimit -u" in found["tasks"]) == (limited, limited)
+    is_in_group = group == "a"
+    assert (f"pids.max 64 of {tmp_path}/hierarchy/a, 60 in use" in found["tasks"]) is is_in_group
+    assert ("TasksMax=" in found["tasks"]) is is_in_group
+    assert ("kernel.threads-max" in found["tasks"]) is not (limited or is_in_group)
+    assert ("RLIMIT_NOFILE 1007" in found["files"]) is limited
+    assert ("RLIMIT_AS 1009" in found["memory"]) is limited
+
+
+# As another user than root, whom this limit does not concern; after the import, for what is installed may be root's.
+_UNDER_A_LIMIT = """
+import os, resource, sys, time
+sys.path[:] = {path!r}
+from weightd_daemon.platform.resource_limits import check_threads
+from weightd_daemon.platform.directories import ClaimError
+def check(count):
+    # What has ended counts until the kernel has taken it away.
+    while len(os.listdir("/proc/self/task")) > 1:
+        time.sleep(0.001)
+    check_threads(count)
+check(2)
+check(0)
+os.setgroups([])
+os.setresgid(61234, 61234, 61234)
+os.setresuid(61234, 61234, 61234)
+resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+check(1)
+try:
+    check(2)
+except ClaimError as error:
+    print(error)
+check(1)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_a_process_that_may_start_no_thread() -> None:
+    program = _UNDER_A_LIMIT.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "RLIMIT_NPROC 2" in done.stdout
+
+
+def test_a_process_that_may_start_threads() -> None:
+    check_threads(2)

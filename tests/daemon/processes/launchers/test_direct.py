@@ -1,0 +1,29 @@
+"""Children of this process that another child has forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from testkit.keeping import FORKING
+from weightd_daemon.processes.launchers.direct import DirectLauncher
+
+
+def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", FORKING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        DirectLauncher().kill_orphans_of(parent.pid, {pid})
+        os.kill(pid, 0)
+        DirectLauncher().kill_orphans_of(parent.pid, set())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    # Whoever waits for that itself still can.
+    assert parent.returncode == -signal.SIGKILL

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S, START_TIMEOUT_S, ForkServers
+from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.platform.exit_cause import ExitCause
+
+ONNX = ModelConfig("/m.onnx", "onnxruntime", "/python")
+LITE = ModelConfig("/m.mindir", "mindspore_lite", "/python37")
+CARD = replace(LITE, devices=("ascend:0",))
+FIRST, SECOND, THIRD = "forkserver.1", "forkserver.2", "forkserver.3"
+
+
+class Host:
+    """Writes down what is started and ended."""
+
+    def __init__(self) -> None:
+        self.started: list[ProcessSpec] = []
+        self.ended: list[str] = []
+        self.fails = False
+        self.servers = ForkServers(Path("/private"), "ipc://s", self.start, self.ended.append)
+
+    def start(self, launch: ProcessSpec) -> None:
+        if self.fails:
+            raise OSError(errno.ENOENT, "No such file or directory")
+        self.started.append(launch)
+
+    def find(self, config: ModelConfig) -> str:
+        server = self.servers.find(WorkerProgram(config.python, config.engine, config.path, "cpu"))
+        assert server is not None
+        return server.name or server.reason
+
+
+def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
+    host = Host()
+    host.servers.reconcile(
+        [ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")]
+    )
+    assert [" ".join([*each.command, *each.arguments]) for each in host.started] == [
+        "/python -m weightd_worker.forkserver --engine onnxruntime --address ipc://s --name forkserver.1",
+        "/python37 -m weightd_worker.forkserver --engine mindspore_lite --address ipc://s --name forkserver.2",
+    ]
+    assert [each.log for each in host.started] == [Path("/private/forkserver.1.log"), Path("/private/forkserver.2.log")]
+    assert (host.find(ONNX), host.find(LITE)) == (FIRST, SECOND)
+    assert host.servers.find(WorkerProgram("/other", "onnxruntime", "/m.onnx", "cpu")) is None
+
+
+def test_one_that_no_model_wants_any_more_is_ended() -> None:
+    host = Host()
+    host.servers.reconcile([ONNX, LITE])
+    host.servers.reconcile([LITE])
+    assert (host.ended, len(host.started)) == ([FIRST], 2)
+    assert not host.servers.is_fork_server(FIRST)
+    assert host.servers.is_fork_server(SECOND)
+    # Its end says nothing.
+    host.servers.on_exit(FIRST, ExitCause(-9))
+    assert len(host.started) == 2
+
+
+def test_one_that_is_lost_is_followed_by_another_at_once_but_not_for_ever() -> None:
+    host = Host()
+    host.servers.reconcile([ONNX])
+    host.servers.on_exit(FIRST, ExitCause(-9))
+    assert host.find(ONNX) == SECOND
+    host.servers.on_exit(SECOND, ExitCause(1, "No module named 'onnxruntime'"))
+    assert "No module named 'onnxruntime'" in host.find(ONNX)
+    (server,) = host.servers.servers.values()
+    server.restart_backoff.due_at = 0.0
+    assert host.find(ONNX) == THIRD
+    assert not server.reason
+
+
+def test_one_that_cannot_be_started_is_told_as_the_reason() -> None:
+    host = Host()
+    host.fails = True
+    host.servers.reconcile([ONNX])
+    assert host.find(ONNX) == "its fork server cannot be started: No such file or directory"
+
+
+def test_one_that_loads_has_longer_to_answer() -> None:
+    host = Host()
+    host.servers.reconcile([ONNX])
+    (server,) = host.servers.servers.values()
+    assert host.servers.fork_deadline(FIRST, has_channel=False) == server.started_at + START_TIMEOUT_S
+    soon = [host.servers.fork_deadline(FIRST, has_channel=True)]
+    host.servers.on_child_forked(FIRST)
+    soon.append(host.servers.fork_deadline(FIRST, has_channel=False))
+    assert all(server.started_at + FORK_TIMEOUT_S <= each < server.started_at + START_TIMEOUT_S for each in soon)
+
+
+def test_what_all_of_a_kind_have_forked_is_counted() -> None:
+    host = Host()
+    host.servers.reconcile([ONNX])
+    host.servers.on_child_forked(FIRST)
+    host.servers.on_exit(FIRST, ExitCause(-9))
+    host.servers.on_child_forked(SECOND)
+    host.servers.on_child_forked("m.1.holder")
+    (server,) = host.servers.servers.values()
+    assert server.fork_count == 2

@@ -1,0 +1,77 @@
+"""Where ranks meet: a port that is free, and a table of their cards."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from weightd_daemon.processes import spec, rendezvous
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.generations.actions import Role
+from weightd_common.rendezvous import RendezvousInfo
+
+
+def test_a_port_is_one_on_which_nobody_listens() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", rendezvous.free_port()))
+
+
+@pytest.mark.parametrize(
+    ("visible", "ips", "expected"),
+    [
+        ("", {}, [("0", "10.0.0.1"), ("1", "10.0.0.2")]),
+        ("3,2", {"ascend:0": "10.0.0.9", "ascend:1": "10.0.0.8"}, [("3", "10.0.0.9"), ("2", "10.0.0.8")]),
+        ("3,2", {"ascend:0": "10.0.0.9"}, [("3", None), ("2", None)]),
+        # Of one that is not listed nothing is known but its number.
+        ("0", {}, [("0", "10.0.0.1"), ("1", "10.0.0.2")]),
+    ],
+)
+def test_a_table_names_cards_as_the_host_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    ips: dict[str, str],
+    expected: list[tuple[str, str | None]],
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    conf = tmp_path / "hccn.conf"
+    conf.write_text("address_0=10.0.0.1\naddress_1=10.0.0.2\n")
+    monkeypatch.setattr(rendezvous, "_HCCN_CONF", conf)
+    table = json.loads(rendezvous.generate_rank_table(["ascend:0", "ascend:1"], ips, 7000))
+    devices = table["server_list"][0]["device"]
+    assert [(each["device_id"], each.get("device_ip")) for each in devices] == expected
+    assert {each["device_port"] for each in devices} == {"7000"}
+
+
+@pytest.mark.parametrize("table", ["", "{}"])
+def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> None:
+    files = GenerationFiles(tmp_path / "m.1")
+    files.create(table)
+    told = RendezvousInfo(0, 2, 120, 68, rank_table="/given.json")
+    program = WorkerProgram("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
+    argv = spec.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
+    expected = told._replace(table=str(files.rank_table)) if table else told
+    assert RendezvousInfo.from_json(argv[argv.index("--ranks") + 1]) == expected
+    assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
+
+
+@pytest.mark.parametrize(
+    ("there", "shares"),
+    [({0, 1, 2, 5, 6}, ["0-1", "2,5"]), ({0, 1}, ["0", "1"]), ({3}, ["", ""])],
+    ids=["several", "one", "too few"],
+)
+def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, there: set[int], shares: list[str]) -> None:
+    monkeypatch.setattr(rendezvous, "allowed", lambda: frozenset(there))
+    config = ModelConfig("/m", engine="mindspore", ranks=RanksConfig(groups=(("cpu", "cpu"),), size=2))
+    snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
+    told = [
+        rendezvous.rank_program(config, snapshot, "cpu", rank, rendezvous.Rendezvous()).rendezvous for rank in (0, 1, None)
+    ]
+    assert [each and each.cores for each in told] == [*shares, ""]

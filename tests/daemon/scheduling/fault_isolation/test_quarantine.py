@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from weightd_daemon.scheduling.fault_isolation import quarantine as quarantine_module
+from weightd_daemon.scheduling.fault_isolation.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_protocol.errors import Internal
+from weightd_protocol.messages.inference import RequestDescription, TensorSpec
+from weightd_common import memfd
+
+_numbers = itertools.count(1)
+
+
+def request(frame: bytes = b"abc") -> Request:
+    number = next(_numbers)
+    specs = (TensorSpec("a", "UINT8", (3,)),)
+    return Request(number, b"c", f"id{number}", RequestDescription("m", specs), [frame], 0.0, 1e9, len(frame))
+
+
+def shared(owner: str, content: bytes = b"abc") -> Request:
+    """A request with that content in memory of its client."""
+    made = request(content)
+    descriptor = memfd.create(len(content))
+    os.pwrite(descriptor, content, 0)
+    made.locations = TensorLocations(
+        {0: TensorLocation(SharedRegion(1, descriptor, len(content), os.close), 0, len(content))}, {}
+    )
+    made.frames, made.nbytes, made.origin = (), 0, ClientOrigin(f"{owner} 1", owner)
+    return made
+
+
+def without_content() -> Request:
+    """A request of that size whose content cannot be computed: whoever tries fails."""
+    made = request()
+    made.frames = ()
+    return made
+
+
+@pytest.fixture
+def quarantine(monkeypatch: pytest.MonkeyPatch) -> Quarantine:
+    monkeypatch.setattr(quarantine_module, "_MAX_KNOWN", 4)
+    return Quarantine()
+
+
+def test_what_is_held_is_refused_for_a_time_and_nothing_else_is(quarantine: Quarantine) -> None:
+    quarantine.check_request(request(), 0.0)
+    quarantine.add(request(), 100.0)
+    with pytest.raises(Internal, match=r"it is refused for 299 s more$"):
+        quarantine.check_request(request(), 101.0)
+    quarantine.check_request(request(b"abd"), 101.0)
+    quarantine.check_request(request(b"abcd"), 101.0)
+    assert quarantine.count(101.0) == 1
+    quarantine.check_request(request(), 100.0 + QUARANTINE_S)
+    assert quarantine.count(100.0 + QUARANTINE_S) == 0
+
+
+def test_one_hang_is_no_proof_but_a_second_one_is(quarantine: Quarantine) -> None:
+    for _ in range(MAX_HANGS - 1):
+        assert not quarantine.on_hang(request(), 0.0)
+        quarantine.check_request(request(), 1.0)
+    assert quarantine.on_hang(request(), 2.0)
+    with pytest.raises(Internal):
+        quarantine.check_request(request(), 3.0)
+
+
+def test_a_content_that_was_answered_is_beyond_suspicion(quarantine: Quarantine) -> None:
+    for _ in range(5):
+        assert not quarantine.on_hang(request(), 0.0)
+        quarantine.on_answered(request(), 0.0)
+    assert not quarantine.on_hang(request(), 0.0)
+    quarantine.on_answered(request(b"abd"), 0.0)  # another one of that size
+    assert quarantine.on_hang(request(), 0.0)
+
+
+def test_another_model_begins_anew(quarantine: Quarantine) -> None:
+    quarantine.add(request(), 0.0)
+    quarantine.on_hang(request(b"abd"), 0.0)
+    quarantine.clear()
+    quarantine.check_request(request(), 1.0)
+    assert not quarantine.on_hang(request(b"abd"), 1.0)
+
+
+def test_what_it_remembers_is_bounded_and_the_oldest_gives_way(quarantine: Quarantine) -> None:
+    for number in range(5):
+        quarantine.add(request(b"%d" % number), number / 10)
+        assert not quarantine.on_hang(request(b"s%d" % number), 0.0)
+    assert quarantine.count(0.0) == 4
+    quarantine.check_request(request(b"0"), 0.5)
+    with pytest.raises(Internal):
+        quarantine.check_request(request(b"4"), 0.5)
+    assert not quarantine.on_hang(request(b"s0"), 0.0)
+    assert quarantine.on_hang(request(b"s4"), 0.0)
+
+
+def test_what_is_held_is_no_suspect_any_more(quarantine: Quarantine) -> None:
+    quarantine.on_hang(request(), 0.0)
+    quarantine.add(request(), 0.0)  # workers died of it, too
+    assert quarantine.count(QUARANTINE_S) == 0
+    assert not quarantine.on_hang(request(), QUARANTINE_S)
+
+
+def test_a_suspect_is_forgotten_in_time(quarantine: Quarantine) -> None:
+    assert not quarantine.on_hang(request(), 0.0)
+    assert quarantine.may_be_suspected(request(), QUARANTINE_S - 0.1)
+    assert not quarantine.on_hang(request(), QUARANTINE_S)
+    assert not quarantine.may_be_suspected(without_content(), 2 * QUARANTINE_S)
+
+
+def test_what_is_held_twice_does_not_keep_others_longer(quarantine: Quarantine) -> None:
+    one, other = request(b"one"), request(b"two")
+    quarantine.add(one, 0.0)
+    quarantine.add(other, 1.0)
+    quarantine.add(one, 299.0)  # it was running on further workers when it was held
+    quarantine.check_request(other, 302.0)
+
+
+def test_no_content_is_computed_while_nothing_of_its_size_is_known() -> None:
+    others, cleared, expired = Quarantine(), Quarantine(), Quarantine()
+    others.add(request(b"abcd"), 0.0)
+    others.on_hang(request(b"abcd"), 0.0)
+    for each in (cleared, expired):
+        each.add(request(), 0.0)
+    cleared.clear()
+    assert expired.count(QUARANTINE_S) == 0
+    for each in (others, cleared, expired):
+        each.check_request(without_content(), 0.0)
+        each.on_answered(without_content(), 0.0)
+
+
+def test_who_asks_pays_for_what_is_held_and_who_answers_for_suspects(quarantine: Quarantine) -> None:
+    quarantine.add(request(), 0.0)
+    quarantine.on_answered(without_content(), 0.0)
+    quarantine.clear()
+    quarantine.on_hang(request(), 0.0)
+    quarantine.check_request(without_content(), 0.0)
+
+
+def test_what_is_held_of_shared_memory_is_refused_only_to_its_owner(quarantine: Quarantine) -> None:
+    quarantine.add(shared("ann"), 0.0)
+    for innocent in (request(), shared("bob"), shared("ann", b"abd")):
+        quarantine.check_request(innocent, 1.0)
+    with pytest.raises(Internal):
+        quarantine.check_request(shared("ann"), 1.0)
+
+
+def test_what_is_held_of_a_message_is_refused_to_everybody_wherever_it_is(quarantine: Quarantine) -> None:
+    quarantine.add(request(), 0.0)
+    for guilty in (request(), shared("ann"), shared("bob")):
+        with pytest.raises(Internal):
+            quarantine.check_request(guilty, 1.0)
+
+
+def test_nobody_is_suspected_or_cleared_by_shared_memory_of_another(quarantine: Quarantine) -> None:
+    for _ in range(MAX_HANGS - 1):
+        quarantine.on_hang(request(), 0.0)
+        quarantine.on_hang(shared("ann"), 0.0)
+    quarantine.on_answered(shared("bob"), 0.0)
+    quarantine.on_answered(shared("ann"), 0.0)
+    assert not quarantine.on_hang(shared("ann"), 0.0)
+    assert not quarantine.on_hang(shared("bob"), 0.0)
+    assert quarantine.on_hang(request(), 0.0)

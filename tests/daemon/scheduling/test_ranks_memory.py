@@ -1,0 +1,159 @@
+"""Memory of clients and a seat of ranks: one of them may write there, and only where no other one still reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.lockstep import LockstepTracker
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.scheduling.request import Request
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.worker import ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+
+KILLED = ExitCause(-9, initiator=ExitInitiator.DAEMON)
+ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))
+
+
+def memory(gone: Callable[[int], object] = os.close) -> SharedRegion:
+    return SharedRegion(1, os.memfd_create("test"), 100, gone)
+
+
+class Bench:
+    """A desk with one request, whose inputs are the first 8 bytes of its client's memory."""
+
+    def __init__(self, room: int = 8) -> None:
+        self.desk = Dispatcher("m", ModelConfig(path="/m.onnx", engine="onnxruntime"), self, self.order, lambda _: None)
+        self.memory = memory()
+        self.rooms: list[tuple[str, bool]] = []
+        self.told: list[tuple[str, bool]] = []
+        places = TensorLocations({0: TensorLocation(self.memory, 0, 8)}, {0: TensorLocation(self.memory, room, 8)})
+        self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=places)
+        self.desk.infer(self.request, 0.0)
+
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+        self.told.append(("answer", request.may_still_write))
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        self.told.append((error.code, request.may_still_write))
+
+    def gathered(self, request: Request, nbytes: int) -> None:
+        pass
+
+    def released(self, request: Request) -> None:
+        self.told.append(("released", bool(request.pending_writes)))
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        pass
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        pass
+
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[SharedRegion]) -> None:
+        assert isinstance(order, Predict)
+        assert order.regions is not None
+        assert (list(frames), list(memories)) == ([], [self.memory])
+        assert [each.tensor_index for each in order.regions.inputs] == [0]
+        self.rooms.append((process, bool(order.regions.outputs)))
+
+    def load(self, name: str, *, reply: int | None = 1) -> list[tuple[str, bool]]:
+        """Another group has the request: return who has room for outputs."""
+        self.rooms.clear()
+        ranks = (f"{name}0", f"{name}1")
+        self.desk.add_rank_slot(name, LockstepTracker(ranks, None if reply is None else ranks[reply]), 0.0)
+        self.desk.dispatch(0.0)
+        return [*self.rooms]
+
+    def result(self, process: str) -> str:
+        spec = TensorSpec("y", "UINT8", (1, 8))
+        return self.desk.on_result(process, Result(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("room", "reply", "given"),
+    [
+        (8, 1, [("a0", False), ("a1", True)]),
+        (8, 0, [("a0", True), ("a1", False)]),
+        # Whose share would be where, nobody knows before they answer.
+        (8, None, [("a0", False), ("a1", False)]),
+        # What one writes there another one may still have to read, and so may the group that runs it again.
+        (7, 1, [("a0", False), ("a1", False)]),
+    ],
+)
+def test_who_replies_has_the_room_and_only_where_no_input_is(
+    room: int, reply: int | None, given: list[tuple[str, bool]]
+) -> None:
+    assert Bench(room).load("a", reply=reply) == given
+
+
+def test_what_has_been_written_is_the_answer_once_all_have_run() -> None:
+    bench = Bench()
+    bench.load("a")
+    assert (bench.result("a1"), bench.told) == ("", [])
+    assert bench.desk.on_done("a0", 1, 0.0) == ""
+    assert bench.told == [("answer", False)]
+
+
+def test_what_a_lost_group_has_written_is_written_again_by_the_next() -> None:
+    bench = Bench()
+    bench.load("a")
+    bench.result("a1")
+    bench.desk.on_exit("a0", ExitCause(-11), 0.0)
+    # It has answered, so it writes no more, though it has not ended yet.
+    assert bench.load("b") == [("b0", False), ("b1", True)]
+
+
+def lost(bench: Bench) -> None:
+    bench.desk.on_exit("a0", ExitCause(-11), 0.0)
+
+
+def broken(bench: Bench) -> None:
+    assert bench.desk.on_done("a1", 1, 0.0) != ""
+
+
+def failed(bench: Bench) -> None:
+    assert bench.desk.on_batch_failed("a0", Failed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
+
+
+@pytest.mark.parametrize("lose", [lost, broken, failed])
+def test_while_the_one_that_had_the_room_may_still_write_the_next_has_none(lose: Callable[[Bench], None]) -> None:
+    bench = Bench()
+    bench.load("a")
+    lose(bench)
+    assert bench.load("b") == [("b0", False), ("b1", False)]
+    bench.desk.on_exit("a1", KILLED, 0.0)
+    bench.desk.on_exit("b0", KILLED, 0.0)
+    assert bench.load("c") == [("c0", False), ("c1", True)]
+
+
+def test_who_takes_a_request_back_is_told_when_the_one_that_may_write_has_done_so() -> None:
+    bench = Bench()
+    bench.load("a")
+    bench.desk.cancel(b"c", "id", 0.0)
+    assert bench.desk.on_done("a0", 1, 0.0) == ""
+    assert bench.told == [("CANCELLED", True)]
+    assert bench.result("a1") == ""
+    assert bench.told == [("CANCELLED", True), ("released", False)]
+
+
+def test_the_region_is_kept_until_nobody_can_be_given_it_again() -> None:
+    gone: list[int] = []
+    bench = Bench()
+    bench.memory = memory(gone.append)
+    bench.request.locations = TensorLocations({0: TensorLocation(bench.memory, 0, 8)}, {})
+    bench.load("a")
+    bench.desk.on_disconnect(b"c", 0.0)
+    del bench.memory, bench.request
+    assert gone == []
+    for process in ("a0", "a1"):
+        bench.desk.on_exit(process, KILLED, 0.0)
+    [descriptor] = gone
+    os.close(descriptor)

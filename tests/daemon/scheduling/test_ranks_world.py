@@ -1,0 +1,533 @@
+"""Groups of ranks that compute as real ones do: they mix whatever has arrived, and none of them notices.
+
+The model's answer is the sum of what its ranks make of their inputs, so if one of them is at another request, or has
+left one out, the numbers are wrong and nobody says so. Ranks die, hang, fail, refuse, report late, twice or wrongly;
+clients take back, run out of time, and offer memory; the daemon is restarted at any moment. Whatever happens, each
+request is answered once, by all ranks of one group, and rightly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from testkit import desks
+from testkit.examples import examples
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.lockstep import LockstepTracker
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
+from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.ranks import Done
+
+TIMEOUT_S, WIDTH = 50.0, 2
+
+ROOM = 4096
+"""Bytes of a client's memory between any two requests."""
+
+DESCRIPTIONS = {rows: RequestDescription("m", (TensorSpec("x", "INT64", (rows, WIDTH)),)) for rows in range(1, 40)}
+PARTS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8, max_split_rows=4)
+ALONE = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4)
+
+FACTORS, FACTOR = {1: (9,), 2: (2, 7), 3: (2, 3, 4)}, 9
+"""What each rank makes of its inputs, and all of them together."""
+
+Report = tuple[Result | Failed | Done, list[bytes]]
+
+
+@dataclass
+class Rank:
+    """A process: what it has been given and has not run, what it says and is not heard yet, the last step."""
+
+    name: str
+    step: int
+    orders: deque[tuple[Predict, Sequence[Any]]] = field(default_factory=deque[tuple[Predict, Sequence[Any]]])
+    reports: deque[Report] = field(default_factory=deque[Report])
+    given: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    missing: int = 0
+
+
+@dataclass
+class Group:
+    """Ranks, of which all answer if none is the one to `reply`, and another process that they need."""
+
+    name: str
+    ranks: list[Rank]
+    reply: int | None
+    terms: BatchingPolicy
+    is_dying: bool = False
+
+    @property
+    def broker(self) -> str:
+        return f"{self.name}.broker"
+
+
+def rooms(order: Predict) -> list[tuple[int, int]]:
+    return [] if order.regions is None else [(each.offset, each.nbytes) for each in order.regions.outputs]
+
+
+class World(RuleBasedStateMachine):
+    """A desk, its clients, and its groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1.0
+        self.numbers = itertools.count(1)
+        self.names = (f"g{number}" for number in itertools.count())
+        self.sent: dict[int, tuple[Request, bytes]] = {}
+        self.answers: dict[int, bytes | str] = {}
+        self.groups: dict[str, Group] = {}
+        # The processes that are still to be told of, and whose they were.
+        self.dying: dict[str, Group] = {}
+        self.heard: dict[tuple[str, int], set[str]] = {}
+        self.hearing: tuple[Group, int] | None = None
+        self.written: set[int] = set()
+        self.memory = SharedRegion(1, os.memfd_create("world"), 2**40, os.close)
+        os.truncate(self.memory.fileno(), self.memory.nbytes)
+
+    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), terms=st.sampled_from([NO_BATCHING, PARTS]))
+    def begin(self, sizes: list[int], terms: BatchingPolicy) -> None:
+        self.terms = terms
+        self.desk = self.new_desk()
+        for size in sizes:
+            self.load(size, joins=False)
+
+    def new_desk(self) -> Dispatcher:
+        config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
+        return Dispatcher("m", config, self, self.order, lambda _: None)
+
+    # --- what the desk tells ------------------------------------------------------------------------------------
+
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+        """All ranks of one group have told of it, of the last part if there are several."""
+        assert request.number not in self.answers
+        self.check_all_have_told()
+        [y] = result.description.outputs
+        assert y.shape == request.description.inputs[0].shape
+        placed = request.locations.outputs[0][: y.nbytes] if result.shared_outputs else None
+        self.answers[request.number] = bytes(frames[0]) if placed is None else placed
+        self.written |= {request.number} if request.may_still_write else set()
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        assert request.number not in self.answers
+        if "groups of ranks were" in str(error):
+            assert max(request.deaths, request.lost_slots) >= 2
+        self.answers[request.number] = error.code
+        self.written |= {request.number} if request.may_still_write else set()
+
+    def gathered(self, request: Request, nbytes: int) -> None:
+        assert request.number not in self.answers
+        self.check_all_have_told()
+
+    def check_all_have_told(self) -> None:
+        assert self.hearing is not None
+        group, number = self.hearing
+        assert not group.is_dying
+        assert self.heard[group.name, number] == {rank.name for rank in group.ranks}
+
+    def released(self, request: Request) -> None:
+        self.written.remove(request.number)
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        """Nobody asks."""
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Nobody asks."""
+
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
+        """A rank is given something: nothing is ever taken back, and there is one job at a time."""
+        group = self.groups[process.partition(".")[0]]
+        [rank] = [each for each in group.ranks if each.name == process]
+        if isinstance(order, BeginBatch):
+            assert not rank.orders
+            assert group.reply is not None
+            rank.missing = order.items
+            return
+        assert isinstance(order, Predict)
+        assert rank.missing or not rank.orders
+        rank.missing = max(0, rank.missing - 1)
+        for begin, nbytes in rooms(order):
+            assert group.reply == group.ranks.index(rank)
+            assert not any(begin < at + size and at < begin + nbytes for at, size in self.theirs())
+        rank.orders.append((order, frames))
+        rank.given.append((order.request, order.step))
+
+    def theirs(self) -> list[tuple[int, int]]:
+        """Where ranks may still write."""
+        groups = [*self.groups.values(), *self.dying.values()]
+        ranks = {id(rank): rank for group in groups for rank in group.ranks}
+        return [room for rank in ranks.values() for order, _ in rank.orders for room in rooms(order)]
+
+    # --- what clients do ----------------------------------------------------------------------------------------
+
+    @rule(
+        several=st.lists(st.tuples(st.sampled_from([1, 1, 2, 3, 5, 9]), st.integers(0, 3)), max_size=4),
+        wait=st.sampled_from([1e9, 1e9, 1e9, 70.0, 20.0]),
+        client=st.sampled_from(["ann", "bob"]),
+    )
+    def ask(self, several: list[tuple[int, int]], wait: float, client: str) -> None:
+        for rows, room in several:
+            number = next(self.numbers)
+            x = np.arange(rows * WIDTH, dtype=np.int64) + 1000 * number
+            # No room, or where the inputs are not, or where they are.
+            begin = number * ROOM
+            x_there, y_there = (
+                TensorLocation(self.memory, begin, x.nbytes),
+                TensorLocation(self.memory, begin + ROOM // 2, x.nbytes),
+            )
+            places = [
+                NO_LOCATIONS,
+                NO_LOCATIONS,
+                TensorLocations({}, {0: y_there}),
+                TensorLocations({0: x_there}, {0: x_there}),
+            ][room]
+            os.pwrite(self.memory.fileno(), x.tobytes(), begin)
+            frames = [] if places.inputs else [x.tobytes()]
+            deadline, origin = self.now + wait, ClientOrigin(client, client)
+            request = Request(
+                *(number, client.encode(), f"id{number}", DESCRIPTIONS[rows], frames),
+                *(self.now, deadline, x.nbytes, origin, places),
+            )
+            self.sent[number] = request, x.tobytes()
+            try:
+                self.desk.infer(request, self.now)
+            except RequestError as error:
+                self.refuse(request, error)
+        self.turn()
+
+    @rule(rest=st.integers(0, 4))
+    def cancel(self, rest: int) -> None:
+        for number, (request, _) in list(self.sent.items()):
+            if number % 5 == rest and number not in self.answers:
+                self.desk.cancel(request.client, request.id, self.now)
+                assert number in self.answers or request.deadline <= self.now
+
+    @rule(client=st.sampled_from([b"ann", b"bob"]))
+    def vanish(self, client: bytes) -> None:
+        self.desk.on_disconnect(client, self.now)
+        for number, (request, _) in self.sent.items():
+            assert number in self.answers or request.client != client or request.deadline <= self.now
+
+    @rule(seconds=st.sampled_from([0.3, 5.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tick()
+
+    def tick(self) -> None:
+        desks.expire(self.desk, self.now)
+        for process, _ in list(self.desk.overdue_processes(self.now)):
+            self.drop(process)
+        self.turn()
+        self.desk.dispatch(self.now)
+
+    def turn(self) -> None:
+        desks.run_turns(self.desk, self.now)
+
+    # --- what groups do -----------------------------------------------------------------------------------------
+
+    @rule(size=st.integers(1, 3), joins=st.booleans())
+    def load(self, size: int, joins: bool) -> None:
+        if len(self.groups) < 3:
+            name = next(self.names)
+            ranks = [Rank(f"{name}.rank{number}", 0) for number in range(size)]
+            terms = self.terms if not (joins and self.terms.can_merge) else ALONE
+            self.groups[name] = Group(name, ranks, None if joins else size - 1, terms)
+            self.enlist(self.groups[name])
+            self.desk.dispatch(self.now)
+
+    def enlist(self, group: Group) -> None:
+        names = tuple(rank.name for rank in group.ranks)
+        reply = None if group.reply is None else names[group.reply]
+        lockstep = LockstepTracker(names, reply, group.ranks[0].step)
+        self.desk.add_rank_slot(group.name, lockstep, self.now, support_processes=[group.broker], policy=group.terms)
+
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        """Those that can begin do; some of what ranks have to say is heard."""
+        for _ in range(count):
+            for group in list(self.groups.values()):
+                self.begin_with(group)
+            talking = [rank.name for group in self.groups.values() for rank in group.ranks if rank.reports]
+            if talking:
+                self.hear(data.draw(st.sampled_from(talking)))
+
+    def begin_with(self, group: Group) -> None:
+        """What all ranks are at runs: each has a share in the answer of each other."""
+        if group.is_dying or not all(rank.orders for rank in group.ranks):
+            return
+        for rank in group.ranks:
+            if rank.orders[0][0].step != rank.step + 1:
+                self.desk.on_process_failed(rank.name, "it has missed a step", self.now)
+                self.drop(rank.name)
+                return
+        self.now += 0.01
+        inputs = [self.read(rank) for rank in group.ranks]
+        rows = len(inputs[0])
+        y = np.zeros_like(inputs[0])
+        for x, factor in zip(inputs, FACTORS[len(inputs)], strict=True):
+            y += factor * np.resize(x, (rows, WIDTH))
+        shares = np.array_split(y, len(group.ranks))
+        for index, rank in enumerate(group.ranks):
+            order, _ = rank.orders.popleft()
+            rank.step = order.step
+            if group.reply not in (None, index):
+                rank.reports.append((Done(order.request), []))
+                continue
+            mine = shares[index] if group.reply is None else y
+            spec = TensorSpec("y", "INT64", mine.shape)
+            placed = rooms(order)
+            for begin, _ in placed:
+                self.write(begin, mine.tobytes())
+            result = Result(order.request, ResponseDescription("m", (spec,)), (0,) if placed else None)
+            rank.reports.append((result, [] if placed else [mine.tobytes()]))
+
+    def read(self, rank: Rank) -> np.ndarray[Any, np.dtype[np.int64]]:
+        order, frames = rank.orders[0]
+        [x] = order.description.inputs
+        if order.regions is not None and order.regions.inputs:
+            content = os.pread(self.memory.fileno(), x.nbytes, order.regions.inputs[0].offset)
+        else:
+            content = bytes(frames[0])
+        return np.frombuffer(content, np.int64).reshape(x.shape)
+
+    def write(self, begin: int, content: bytes) -> None:
+        """Outputs go where they have room, which is still there for them."""
+        number = begin // ROOM
+        assert number not in self.answers or number in self.written
+        os.pwrite(self.memory.fileno(), content, begin)
+
+    def hear(self, name: str, report: Report | None = None) -> None:
+        group = self.groups[name.partition(".")[0]]
+        [rank] = [each for each in group.ranks if each.name == name]
+        message, frames = rank.reports.popleft() if report is None else report
+        self.hearing = group, message.request
+        told = self.heard.setdefault((group.name, message.request), set())
+        told.add(name)
+        # They are received into memory that is used again.
+        views = [memoryview(bytearray(each)) for each in frames]
+        why = self.tell(name, message, views)
+        for view in views:
+            view[:] = b"?" * len(view)
+        self.hearing = None
+        if why:
+            self.drop(name)
+        elif len(told) == len(group.ranks):
+            told.clear()
+        self.turn()
+
+    def tell(self, name: str, message: Result | Failed | Done, frames: list[memoryview]) -> str:
+        match message:
+            case Result():
+                return self.desk.on_result(name, message, frames, self.now)
+            case Failed():
+                return self.desk.on_batch_failed(name, message, self.now)
+            case Done(number):
+                return self.desk.on_done(name, number, self.now)
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------
+
+    def victim(self, data: st.DataObject) -> tuple[Group, Rank] | None:
+        if not self.groups:
+            return None
+        group = self.groups[data.draw(st.sampled_from([*self.groups]))]
+        return group, data.draw(st.sampled_from(group.ranks))
+
+    @rule(data=st.data(), sign=st.sampled_from([signal.SIGSEGV, signal.SIGKILL]), broker=st.booleans())
+    def die(self, data: st.DataObject, sign: int, broker: bool) -> None:
+        found = self.victim(data)
+        if found is not None:
+            group, rank = found
+            name = group.broker if broker else rank.name
+            self.kill(group)
+            self.exited(name, ExitCause(-sign))
+
+    @rule(data=st.data(), leaving=st.booleans())
+    def fail(self, data: st.DataObject, leaving: bool) -> None:
+        """A rank fails in the middle, or refuses while others run it: one or the other ends them all."""
+        found = self.victim(data)
+        if found is not None and found[1].orders:
+            _, rank = found
+            order, _ = rank.orders.popleft()
+            self.hear(rank.name, (Failed(order.request, "INTERNAL", "no", leaving), []))
+
+    @rule(data=st.data())
+    def refuse_all(self, data: st.DataObject) -> None:
+        """All ranks refuse what they are given, before they begin."""
+        found = self.victim(data)
+        if found is None or not all(rank.orders for rank in found[0].ranks):
+            return
+        for rank in found[0].ranks:
+            order, _ = rank.orders.popleft()
+            rank.step = order.step
+            rank.reports.append((Failed(order.request, "INVALID_ARGUMENT", "no", is_exiting=False), []))
+
+    @rule(data=st.data())
+    def leave_out(self, data: st.DataObject) -> None:
+        """A rank does not run what it was given: the others are at that, and wait in vain."""
+        found = self.victim(data)
+        if found is not None and found[1].orders:
+            group, rank = found
+            rank.orders.popleft()
+            if len(group.ranks) == 1 and not rank.orders and not rank.reports:
+                self.wait(TIMEOUT_S)
+
+    @rule(data=st.data(), number=st.integers(0, 20))
+    def say_what_is_not_so(self, data: st.DataObject, number: int) -> None:
+        """A rank says that it has run what it has not been given, or what it was to give outputs of."""
+        found = self.victim(data)
+        if found is not None:
+            group, rank = found
+            is_asked = any(given == number for given, _ in rank.given)
+            if not is_asked or group.reply in (None, group.ranks.index(rank)):
+                self.hear(rank.name, (Done(number), []))
+                assert group.is_dying
+
+    @rule(data=st.data())
+    def say_twice(self, data: st.DataObject) -> None:
+        found = self.victim(data)
+        if found is not None and found[1].reports:
+            rank = found[1]
+            rank.reports.insert(1, rank.reports[0])
+
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        found = self.victim(data)
+        if found is not None and found[1].orders:
+            assert self.desk.on_cancelled(found[1].name, found[1].orders[0][0].request, self.now)
+            self.drop(found[1].name)
+
+    def drop(self, process: str) -> None:
+        """As the crew does: the seat is lost, and with one of its processes all."""
+        self.desk.release_slot(process)
+        group = self.groups.get(process.partition(".")[0])
+        if group is not None:
+            self.kill(group)
+        self.desk.dispatch(self.now)
+
+    def kill(self, group: Group) -> None:
+        group.is_dying = True
+        del self.groups[group.name]
+        self.dying.update(dict.fromkeys([group.broker, *(rank.name for rank in group.ranks)], group))
+
+    @precondition(lambda self: self.dying)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def bury(self, data: st.DataObject, count: int) -> None:
+        """It is told how some have ended that are killed; what they have said before that comes first."""
+        for _ in range(min(count, len(self.dying))):
+            self.exit_of(data.draw(st.sampled_from(sorted(self.dying))), data.draw(st.sampled_from(ExitInitiator)))
+
+    def exit_of(self, name: str, by: ExitInitiator) -> None:
+        for rank in self.dying[name].ranks:
+            while rank.name == name and rank.reports:
+                message, frames = rank.reports.popleft()
+                assert self.tell(name, message, [memoryview(each) for each in frames]) == ""
+        self.exited(name, ExitCause(-signal.SIGKILL, initiator=by))
+
+    def exited(self, name: str, end: ExitCause) -> None:
+        group = self.dying.pop(name)
+        for rank in group.ranks:
+            if rank.name == name:
+                for order, _ in rank.orders:
+                    for begin, _ in rooms(order):
+                        self.write(begin, b"?")
+                rank.orders.clear()
+        self.desk.on_exit(name, end, self.now)
+        self.desk.dispatch(self.now)
+        self.turn()
+
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        """Another daemon goes on with those groups of which all ranks come back with the same step."""
+        while self.dying:
+            self.exit_of(min(self.dying), ExitInitiator.DAEMON)
+        self.desk.hand_over(self.now)
+        assert self.answers.keys() == self.sent.keys()
+        # Nobody of the daemon before hears that nobody writes any more: its clients are gone with it.
+        for group in list(self.groups.values()):
+            if data.draw(st.booleans()):
+                self.begin_with(group)
+            for rank in group.ranks:
+                rank.reports.clear()
+                rank.given.clear()
+                # It may have been lost to what one of them has just said: nobody is there to hear how it ends.
+                self.dying.pop(rank.name, None)
+            if any(rank.orders for rank in group.ranks) or len({rank.step for rank in group.ranks}) > 1:
+                self.groups.pop(group.name, None)
+        self.written.clear()
+        self.heard.clear()
+        self.desk = self.new_desk()
+        for group in self.groups.values():
+            self.enlist(group)
+
+    # --- what holds ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def who_gets_an_answer_gets_its_own(self) -> None:
+        for number, answer in self.answers.items():
+            if not isinstance(answer, str):
+                x = np.frombuffer(self.sent[number][1], np.int64)
+                got = np.frombuffer(answer, np.int64)
+                assert (got == FACTOR * x).all()
+
+    @invariant()
+    def all_ranks_are_given_the_same_in_the_same_order(self) -> None:
+        for group in self.groups.values():
+            assert all(rank.given == group.ranks[0].given for rank in group.ranks)
+            steps = [step for _, step in group.ranks[0].given]
+            assert all(later == step + 1 for step, later in itertools.pairwise(steps))
+
+    @invariant()
+    def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
+        if not hasattr(self, "desk") or self.desk.scheduler.queue.next_unchecked is not None:
+            return
+        idle = [seat.policy for seat in self.desk.scheduler.slots.accepting.values() if not seat.batches]
+        cuts = self.desk.scheduler.queue.splits
+        for each in self.desk.scheduler.queue:
+            cut = cuts.get(each.number)
+            assert each.isolation or not idle or (cut is not None and cut.policy not in idle)
+
+    def teardown(self) -> None:
+        """Whatever was asked ends."""
+        if not hasattr(self, "desk"):
+            return
+        for _ in range(5):
+            # Who is stuck ends, and another group comes.
+            self.now += 1000.0
+            self.tick()
+            self.load(2, joins=False)
+            self.work()
+        while self.dying:
+            self.exit_of(min(self.dying), ExitInitiator.DAEMON)
+        self.work()
+        assert self.answers.keys() == self.sent.keys()
+        assert (self.written, self.desk.output_leases.leases) == (set(), {})
+        assert self.desk.is_idle
+
+    def work(self) -> None:
+        for _ in range(1000):
+            for group in list(self.groups.values()):
+                self.begin_with(group)
+            talking = [rank.name for group in self.groups.values() for rank in group.ranks if rank.reports]
+            if not talking:
+                break
+            self.hear(talking[-1])
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -1,0 +1,606 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from testkit.examples import examples
+from weightd_daemon.scheduling.request import Isolation, Request
+from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
+from weightd_daemon.scheduling.slot import MAX_QUICK_S
+from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
+from weightd_protocol.messages.inference import RequestDescription
+
+_numbers = itertools.count(1)
+
+# What a quick seat may have: one job runs, one is ready.
+CREDIT = 2
+
+
+def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
+    number = next(_numbers)
+    return Request(number, b"client", f"id{number}", RequestDescription("m", ()), (), 0.0, deadline, nbytes)
+
+
+def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
+    made = Scheduler(max_queue, max_bytes)
+    for worker in workers:
+        made.slots.add_new(worker, (worker,))
+    for _ in range(waiting):
+        made.submit(request(), 0.0)
+    return made
+
+
+def assigned(made: Scheduler) -> list[tuple[str, int]]:
+    return [(seat.name, job.number) for seat, job in made.assign(0.0)]
+
+
+def has(made: Scheduler, process: str) -> list[Request]:
+    seat = made.slots.slot_of(process)
+    return [request for job in seat.batches.values() for request in job.requests] if seat is not None else []
+
+
+def numbers(requests: Iterable[Request]) -> list[int]:
+    return [each.number for each in requests]
+
+
+# --- who runs where and when ----------------------------------------------------------------------------------------
+
+
+def test_in_the_order_in_which_they_came_on_the_least_busy_worker_up_to_its_credit() -> None:
+    made = scheduler("a", "b", waiting=6)
+    waiting = numbers(made.queue)
+    assert assigned(made) == [*zip("abab", waiting, strict=False)]
+    assert made.slots.finish("b", waiting[1], 0.0) is not None
+    assert assigned(made) == [("b", waiting[4])]
+
+
+def test_what_a_dead_worker_had_waits_again_at_the_head_unless_that_has_ended() -> None:
+    made = scheduler("a", waiting=4)
+    waiting = numbers(made.queue)
+    assigned(made)
+    made.release_slot("a")
+    assert numbers(made.queue) == waiting
+    made.slots.add_new("a", ("a",))
+    assigned(made)
+    made.end_matching(lambda each: each.number == waiting[0])
+    made.release_slot("a")
+    assert numbers(made.queue) == waiting[1:]
+
+
+def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> None:
+    made = scheduler("a")
+    late, later, good = (request(deadline=deadline) for deadline in (1.0, 2.0, 9.0))
+    for each in (late, later, good):
+        made.submit(each, 0.0)
+    assert [job.single_request for _, job in made.assign(1.0)] == [later, good]
+    assert [each for each, _ in made.expire(2.0)] == [late, later]
+    # The worker is busy with it all the same.
+    assert made.slots.in_flight("a") == CREDIT
+    assert made.slots.finish("a", later.number, 2.0) is None
+    assert made.slots.in_flight("a") == 1
+
+
+def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
+    made = Scheduler(100, 10_000, 4.0)
+    made.slots.add_new("a", ("a",))
+    made.submit(request(), 0.0)
+    [(_, number)] = assigned(made)
+    assert made.take_overdue(3.99) == []
+    [(seat, job)] = made.take_overdue(4.0)
+    assert (seat.name, job.number, made.slots.slot_of("a"), made.is_idle) == ("a", number, None, True)
+
+
+def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
+    made, (first, lonely, last) = scheduler("a"), (request(), request(), request())
+    lonely.isolation = Isolation.ALONE
+    for each in (first, lonely, last):
+        made.submit(each, 0.0)
+    for each in (first, lonely, last):
+        assert assigned(made) == [("a", each.number)]
+        made.slots.finish("a", each.number, 0.0)
+
+
+def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
+    made = scheduler("a", waiting=1)
+    [(_, first)] = assigned(made)
+    made.submit(request(), 0.0)
+    assert list(made.assign(MAX_QUICK_S)) == []
+    made.slots.finish("a", first, MAX_QUICK_S)
+    made.submit(request(), MAX_QUICK_S)
+    assert len(list(made.assign(MAX_QUICK_S))) == 1
+
+
+def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wait_for_that() -> None:
+    made, (one, two, free) = scheduler("a", "b"), (request(), request(), request())
+    one.isolation = two.isolation = Isolation.CONFINED
+    for each in (one, two, free):
+        made.submit(each, 0.0)
+    assert assigned(made) == [("a", one.number), ("b", free.number)]
+    made.slots.finish("b", free.number, 0.0)
+    assert assigned(made) == []
+    made.slots.finish("a", one.number, 0.0)
+    assert assigned(made) == [("a", two.number)]
+
+
+# --- what is told, and when it has to be asked ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "nbytes", "words"),
+    [
+        (scheduler(waiting=3, max_queue=3), 0, "3 requests wait already, the bound is 3"),
+        (scheduler(waiting=3, max_bytes=30), 1, "30 bytes wait already, 1 more are over the bound of 30"),
+    ],
+)
+def test_a_refusal_says_what_is_full(made: Scheduler, nbytes: int, words: str) -> None:
+    with pytest.raises(ResourceExhausted, match=f"^{words}$"):
+        made.submit(request(nbytes=nbytes), 0.0)
+
+
+def test_one_request_may_be_larger_than_the_bound_if_it_is_alone() -> None:
+    scheduler(max_bytes=100).submit(request(nbytes=1000), 0.0)
+
+
+def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -> None:
+    made = scheduler("a")
+    for deadline in (3.0, 5.0, 4.0):
+        made.submit(request(deadline=deadline), 0.0)
+    assert made.next_event_at == 3.0
+    assigned(made)
+    assert [str(error) for _, error in made.expire(3.0)] == ["was running at its deadline"]
+    assert made.next_event_at == MAX_QUICK_S  # to see whether the worker computes for long
+    assert made.take_overdue(MAX_QUICK_S) == []
+    assert made.next_event_at == 4.0
+    assert [str(error) for _, error in made.expire(4.0)] == ["was waiting in the queue at its deadline"]
+    assert made.next_event_at == 5.0
+
+
+def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
+    """The clock has stood still for 5 s. What runs may have been answered: that is read first."""
+    due: list[float] = []
+    made = Scheduler(100, 10_000, predict_timeout=2.0, schedule_by=due.append)
+    made.slots.add_new("a", ("a",))
+    running, ready, waiting, patient, late = (request(deadline=each) for each in (4.0, 20.0, 4.0, 20.0, 0.9))
+    for each in (running, ready, waiting, patient):
+        made.submit(each, 0.0)
+    list(made.assign(0.0))
+    made.submit(late, 0.0)
+    made.on_suspended(5.0, 1.0)
+    assert [each.deadline for each in (running, ready, waiting, patient, late)] == [1.5, 15.0, -1.0, 15.0, -4.1]
+    assert min(due) == -4.1
+    assert made.take_overdue(1.9) == []
+    assert {each.number for each, _ in made.expire(1.0)} == {late.number, waiting.number}
+    assert made.slots.finish("a", running.number, 1.4) is not None
+    assert made.expire(1.6) == []
+
+
+def test_nothing_is_due_when_nothing_is_there() -> None:
+    made = scheduler("a", waiting=1)
+    [(worker, number)] = assigned(made)
+    made.slots.finish(worker, number, 0.0)
+    # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
+    assert made.expire(made.next_event_at) == []
+    assert made.next_event_at == float("inf")
+
+
+def retry_after(made: Scheduler, now: float) -> float | None:
+    with pytest.raises(ResourceExhausted) as refused:
+        made.submit(request(), now)
+    return refused.value.retry_after
+
+
+def test_a_refusal_says_when_there_may_be_room() -> None:
+    made = scheduler(max_queue=6, waiting=6)
+    assert retry_after(made, 0.0) is None  # nothing is known
+    made.slots.add_new("a", ("a",))
+    made.slots.add_new("b", ("b",))
+    assert retry_after(made, 0.0) is None
+    [(worker, number), *_] = assigned(made)
+    made.slots.finish(worker, number, 5.0)
+    while made.queue.count < 6:
+        made.submit(request(), 5.0)
+    # What one took, six in the queue, two workers.
+    assert retry_after(made, 5.0) == pytest.approx(5.0 * 6 / 2)
+    # The other one has computed for longer than that.
+    assert retry_after(made, 8.0) == pytest.approx(8.0 * 6 / 2)
+
+
+def test_a_refusal_never_says_at_once() -> None:
+    made = scheduler("a", max_queue=1, waiting=1)
+    [(worker, number)] = assigned(made)
+    made.slots.finish(worker, number, 0.0)
+    made.submit(request(), 0.0)
+    assert retry_after(made, 0.0) == 0.01
+
+
+class Untouched(bytes):
+    """Of a client that nobody has to look at."""
+
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            raise AssertionError("it is looked at")
+        return True
+
+
+def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
+    made = scheduler()
+    for count in range(5):
+        for client in (Untouched(b"other %d" % count), b"me"):
+            each = request()
+            each.client, each.id = client, "x" if count < 2 else "y"
+            made.submit(each, 0.0)
+    assert [(each.client, each.id) for each in made.end_of_client(b"me", "x")] == [(b"me", "x")] * 2
+    assert (made.end_of_client(b"me", "x"), len(made.end_of_client(b"me")), made.queue.count) == ([], 3, 5)
+
+
+# --- against a model ------------------------------------------------------------------------------------------------
+
+MAX_QUEUE = 6
+MAX_BYTES = 50
+TIMEOUT_S = 4.0
+WORKERS = ["a", "b", "c"]
+CLIENTS = [b"c", b"d"]
+
+
+class Wish(NamedTuple):
+    """A request before it is made."""
+
+    nbytes: int
+    wait: float
+    client: bytes
+    name: str
+    where: str
+    starts: bool
+
+
+WISHES = st.lists(
+    st.builds(
+        Wish,
+        nbytes=st.sampled_from([0, 0, 10, 25, 60]),
+        wait=st.sampled_from([1e9, 1e9, 5.0, 1.0, 0.0]),
+        client=st.sampled_from(CLIENTS),
+        name=st.sampled_from(["x", "y"]),
+        where=st.sampled_from(["", "", "", "", "", "alone", "confined", "aside"]),
+        starts=st.booleans(),
+    ),
+    min_size=2,
+    max_size=MAX_QUEUE,
+)
+"""In bunches: of requests that come one by one few ever meet."""
+
+
+class Against(RuleBasedStateMachine):
+    """A scheduler beside a model of lists: each request ends exactly once, or still waits or runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.due = float("inf")
+        self.count = 0
+        self.queue: list[Request] = []
+        self.confined: list[Request] = []
+        self.aside: list[Request] = []
+        self.enlisted: set[str] = set()
+        self.running: dict[str, list[Request]] = {}
+        self.since: dict[str, float] = {}
+        self.slow: set[str] = set()
+        self.late: list[Request] = []
+        self.expired: set[int] = set()
+        self.submitted: set[int] = set()
+        self.ended: list[int] = []
+
+    @initialize(workers=st.integers(1, 2), several=WISHES)
+    def begin(self, workers: int, several: list[Wish]) -> None:
+        self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S, self.due_by)
+        for worker in WORKERS[:workers]:
+            self.enlist(worker)
+        self.submit(several)
+
+    def due_by(self, latest: float) -> None:
+        self.due = min(self.due, latest)
+
+    @rule(several=WISHES)
+    def submit(self, several: list[Wish]) -> None:
+        for each in several:
+            self._submit(each)
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, MAX_QUICK_S, TIMEOUT_S]), several=WISHES, data=st.data())
+    def wait(self, seconds: float, several: list[Wish], data: st.DataObject) -> None:
+        """What comes is begun with, and a worker answers or dies. In one rule: of many, a run has most switched off."""
+        self.submit(several)
+        self.assign()
+        self.now += seconds
+        if any(self.running.values()):
+            data.draw(st.sampled_from([self.answer, self.die]))(data)
+
+    def _submit(self, wish: Wish) -> None:
+        self.count += 1
+        deadline = self.now + wish.wait
+        new = Request(
+            self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
+        )
+        new.isolation, aside = Isolation.__members__.get(wish.where.upper(), Isolation.BATCHABLE), wish.where == "aside"
+        if wish.starts:
+            self.assign()
+            if not aside and self._starts(new):
+                return
+        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
+        if len(self.waiting) >= MAX_QUEUE or over:
+            with pytest.raises(ResourceExhausted):
+                self.real.submit(new, self.now, needs_check=aside)
+        else:
+            self.real.submit(new, self.now, needs_check=aside)
+            (self.aside if aside else self._queue_of(new)).append(new)
+            self.submitted.add(new.number)
+        if wish.starts:
+            running = [*map(numbers, self.running.values())]
+            self.assign()
+            assert [*map(numbers, self.running.values())] == running
+
+    def _starts(self, new: Request) -> bool:
+        """It is given to a seat just as if it had been submitted: then nothing is left to assign."""
+        queue = self._queue_of(new)
+        queue.append(new)
+        turn = self._turn()
+        is_next = bool(turn) and turn[0] is new
+        queue.remove(new)
+        started = self.real.try_start(new, self.now)
+        assert (started is not None) == (is_next and new.deadline > self.now and bool(self._free(new)))
+        if started is None:
+            return False
+        seat, job = started
+        assert job.single_request is new
+        self._begins(seat.name, new)
+        self.submitted.add(new.number)
+        return True
+
+    @rule(rest=st.integers(0, 3))
+    def set_aside(self, rest: int) -> None:
+        chosen = [each for each in self.queue + self.confined if each.number % 4 == rest]
+        assert self.real.require_check(lambda each: each.number % 4 == rest) == chosen
+        self._forget(chosen)
+        self.aside += chosen
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        stranger = Request(10_000, b"c", "x", RequestDescription("m", ()), (), self.now, 1e9, 0)
+        each = data.draw(st.sampled_from([*self.aside, stranger]))
+        self.real.queue.admit(each)
+        if each is not stranger:
+            self.aside.remove(each)
+            self._queue_of(each).append(each)
+
+    @rule(client=st.sampled_from(CLIENTS))
+    def confine(self, client: bytes) -> None:
+        self.real.confine(lambda each: each.client == client)
+        moved = [each for each in self.queue if each.client == client]
+        self._forget(moved)
+        self.confined += moved
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        for each in self.waiting + running:
+            each.isolation = Isolation.CONFINED if each.client == client else each.isolation
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def enlist(self, worker: str) -> None:
+        self.real.slots.add_new(worker, (worker,))
+        self.enlisted.add(worker)
+        self.running.setdefault(worker, [])
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def dismiss(self, worker: str) -> None:
+        self.real.slots.retire(worker)
+        self.enlisted.discard(worker)
+
+    @rule()
+    def assign(self) -> None:
+        for seat, job in self.real.assign(self.now):
+            worker, [each] = seat.name, job.requests
+            while (queue := self._turn())[0].deadline <= self.now:
+                self.late.append(queue.pop(0))
+            assert each is queue.pop(0)
+            self._begins(worker, each)
+        while (queue := self._turn()) and self._free(queue[0]) and queue[0].deadline <= self.now:
+            self.late.append(queue.pop(0))
+        assert not queue or not self._free(queue[0])
+
+    def _begins(self, worker: str, each: Request) -> None:
+        free = self._free(each)
+        assert worker in free
+        assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
+        if not self.running[worker]:
+            self.since[worker] = self.now
+        self.running[worker].append(each)
+
+    def _queue_of(self, each: Request) -> list[Request]:
+        return self.confined if each.isolation is Isolation.CONFINED else self.queue
+
+    def _free(self, each: Request) -> list[str]:
+        """Who may be given it: if it is to be alone, who has nothing."""
+        credit = [name for name in self.enlisted if self._has_credit(name)]
+        return [name for name in credit if not self.running[name] or each.isolation is Isolation.BATCHABLE]
+
+    def _turn(self) -> list[Request]:
+        """The queue of whom has come first, of those that may run now."""
+        runs = any(each.isolation is Isolation.CONFINED for had in self.running.values() for each in had)
+        queues = [self.queue, [] if runs else self.confined]
+        return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
+
+    @precondition(lambda self: any(self.running.values()))
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had]))
+        each = data.draw(st.sampled_from(self.running[worker]))
+        runs = each is self.running[worker][0]
+        self.running[worker].remove(each)
+        finished = self.real.slots.finish(worker, each.number, self.now)
+        (self.slow.add if runs and self.now - self.since[worker] >= MAX_QUICK_S else self.slow.discard)(worker)
+        if runs:
+            self.since[worker] = self.now
+        if each.number in self.expired:
+            assert finished is None
+        else:
+            assert finished is not None
+            assert finished.request is each
+            self.ended.append(each.number)
+
+    @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
+    def answer_nonsense(self, worker: str, number: int) -> None:
+        if number not in [each.number for each in self.running.get(worker, [])]:
+            assert self.real.slots.finish(worker, number, self.now) is None
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had] or WORKERS))
+        ends = data.draw(st.booleans())
+        had = self._remove(worker)
+        assert has(self.real, worker) == had
+        but = had[0] if had and ends else None
+        self.real.release_slot(worker, excluding=[] if but is None else [but])
+        if but is not None:
+            self.ended += numbers(self._unanswered([but]))
+        self._put_back([each for each in self._unanswered(had) if each is not but])
+
+    @rule()
+    def look_for_the_overdue(self) -> None:
+        hung: list[tuple[str, Request]] = []
+        for worker, had in list(self.running.items()):
+            since = self.since.get(worker, self.now)
+            if had and self.now >= since + TIMEOUT_S:
+                hung.append((worker, had[0]))
+                self._put_back(self._unanswered(self._remove(worker)[1:]))
+            elif self.now >= since + MAX_QUICK_S and len(had) > 1:
+                self._put_back(had[1:])
+                self.running[worker] = had[:1]
+        assert [(seat.name, job.single_request) for seat, job in self.real.take_overdue(self.now)] == hung
+        self.ended += numbers(self._unanswered([each for _, each in hung]))
+        self.expired |= {each.number for _, each in hung}
+        self.due = self._next_event
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 10.0]))
+    def expire(self, seconds: float) -> None:
+        self.now += seconds
+        found: list[tuple[Request, RequestError]] = self.real.expire(self.now)
+        assert all(isinstance(error, DeadlineExceeded) for _, error in found)
+        self.ended += numbers(self.late)
+        found = [each for each in found if each[0] not in self.late]
+        self.late = []
+        self._end([each for each, _ in found], lambda each: each.deadline <= self.now)
+        self.due = self._next_event
+
+    @rule(rest=st.integers(0, 3))
+    def cancel(self, rest: int) -> None:
+        found = self.real.end_matching(lambda each: each.number % 4 == rest)
+        self._end([each for each, _ in found], lambda each: each.number % 4 == rest)
+
+    @rule(client=st.sampled_from(CLIENTS), name=st.sampled_from([None, "x", "y"]))
+    def cancel_of(self, client: bytes, name: str | None) -> None:
+        found = self.real.end_of_client(client, name)
+        self._end(found, lambda each: each.client == client and name in (None, each.id))
+
+    @rule(rest=st.integers(0, 3))
+    def withdraw(self, rest: int) -> None:
+        taken = [each for each in self.waiting if each.number % 4 == rest]
+        assert self.real.take_matching(lambda each: each.number % 4 == rest) == taken
+        self._forget(taken)
+        self.ended += numbers(taken)
+
+    @precondition(lambda self: len(self.waiting) == MAX_QUEUE)
+    @rule()
+    def give_up(self) -> None:
+        assert self.real.take_all_waiting() == self.late + self.waiting
+        self.ended += numbers(self.late + self.waiting)
+        self.late, self.queue, self.confined, self.aside = [], [], [], []
+
+    @property
+    def _next_event(self) -> float:
+        return AT_ONCE if self.aside else self.real.next_event_at
+
+    @property
+    def waiting(self) -> list[Request]:
+        return self.queue + self.confined + self.aside
+
+    def _forget(self, gone: list[Request]) -> None:
+        for queue in (self.queue, self.confined, self.aside):
+            queue[:] = [each for each in queue if each not in gone]
+
+    def _put_back(self, requests: list[Request]) -> None:
+        self.queue = [each for each in requests if each.isolation is not Isolation.CONFINED] + self.queue
+        self.confined = [each for each in requests if each.isolation is Isolation.CONFINED] + self.confined
+
+    def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
+        """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        due = [each for each in self.waiting + running if unfit(each)]
+        assert sorted(numbers(found)) == sorted(numbers(due))
+        self._forget(due)
+        for worker, had in self.running.items():
+            self.expired |= {each.number for each in had[:1] if each in due}
+            self.running[worker] = had[:1] + [each for each in had[1:] if each not in due]
+        self.ended += numbers(due)
+
+    def _remove(self, worker: str) -> list[Request]:
+        self.enlisted.discard(worker)
+        self.slow.discard(worker)
+        return self.running.pop(worker, [])
+
+    def _has_credit(self, worker: str) -> bool:
+        load = len(self.running[worker])
+        quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + MAX_QUICK_S
+        exclusive = any(each.isolation is not Isolation.BATCHABLE for each in self.running[worker])
+        return not load or (load < CREDIT and quick and not exclusive)
+
+    def _unanswered(self, had: list[Request]) -> list[Request]:
+        return [each for each in had if each.number not in self.expired]
+
+    @invariant()
+    def the_queues_are_equal(self) -> None:
+        assert list(self.real.queue) == self.waiting
+        assert self.real.queue.count == len(self.waiting)
+        assert self.real.queue.next_unchecked is (self.aside[0] if self.aside else None)
+        assert self.real.is_idle == (not self.waiting and not self.late and not any(self.running.values()))
+
+    @invariant()
+    def credit_is_kept(self) -> None:
+        for worker in WORKERS:
+            assert self.real.slots.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
+
+    @invariant()
+    def what_is_recalled_is_not_the_workers_any_more(self) -> None:
+        for seat, number in self.real.slots.take_recalled():
+            assert number not in numbers(self.running.get(seat.name, []))
+
+    @invariant()
+    def nothing_that_is_due_is_overlooked(self) -> None:
+        assert self.due <= self._next_event
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        for each in self.waiting + running + self.late:
+            assert self.real.next_event_at <= each.deadline
+        for worker, had in self.running.items():
+            if had:
+                assert self.real.next_event_at <= self.since[worker] + (MAX_QUICK_S if len(had) > 1 else TIMEOUT_S)
+
+    @invariant()
+    def each_request_is_in_one_place(self) -> None:
+        assert len(self.ended) == len(set(self.ended))
+        running = [number for had in self.running.values() for number in numbers(self._unanswered(had))]
+        assert sorted([*numbers(self.waiting + self.late), *running, *self.ended]) == sorted(self.submitted)
+
+    def teardown(self) -> None:
+        """The bytes that wait were counted exactly: once the queue is empty, the whole bound is there again."""
+        self.give_up()
+        for nbytes in (MAX_BYTES, 0):
+            self.real.submit(Request(nbytes, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, nbytes), self.now)
+        with pytest.raises(ResourceExhausted):
+            self.real.submit(Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, 1), self.now)
+
+
+TestAgainst = Against.TestCase
+TestAgainst.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -1,0 +1,134 @@
+"""The number of fields in a message is bounded before the message is parsed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc.service_pb2 import ModelInferRequest
+
+from weightd_gateway.error_codes import TooLarge
+from weightd_gateway.grpc.field_limits import MAX_FIELDS, check_fields, checked_parser, layout_of
+from weightd_gateway.grpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
+from weightd_protocol import limits
+
+LAYOUT = layout_of(INFERENCE["ModelInferRequest"].DESCRIPTOR)
+
+PARAMETERS = st.dictionaries(
+    st.text(max_size=4),
+    st.one_of(
+        st.just({}),
+        st.builds(lambda value: {"int64_param": value}, st.integers(-(2**63), 2**63 - 1)),
+        st.builds(lambda value: {"double_param": value}, st.floats(allow_nan=False)),
+        st.builds(lambda value: {"string_param": value}, st.text(max_size=200)),
+    ),
+    max_size=3,
+)
+CONTENTS = st.builds(lambda values: {"fp32_contents": values}, st.lists(st.floats(width=32), max_size=50))
+TENSORS = st.fixed_dictionaries(
+    {"name": st.text(max_size=4), "shape": st.lists(st.integers(0, 2**40), max_size=3), "parameters": PARAMETERS}
+)
+INPUTS = st.builds(lambda tensor, contents: {**tensor, "contents": contents}, TENSORS, CONTENTS)
+MESSAGES = st.builds(
+    lambda inputs, parameters, raw: ModelInferRequest(
+        model_name="m", inputs=inputs, parameters=parameters, raw_input_contents=raw
+    ),
+    st.lists(INPUTS, max_size=3),
+    PARAMETERS,
+    st.lists(st.binary(max_size=8), max_size=2),
+).map(ModelInferRequest.SerializeToString)
+
+
+def count(content: bytes) -> int:
+    """Return the smallest bound that a message is within."""
+    bound = 0
+    while True:
+        try:
+            check_fields(content, LAYOUT, bound)
+        except TooLarge:
+            bound += 1
+        else:
+            return bound
+
+
+def test_fields_of_all_depths_are_counted() -> None:
+    tensor = {"name": "x", "parameters": {"key": {"int64_param": 1}}, "contents": {"fp32_contents": [1.0, 2.0, 3.0]}}
+    # model_name; input, its name, parameter, key, value, number, contents, values.
+    assert count(ModelInferRequest(model_name="m", inputs=[tensor]).SerializeToString()) == 9
+
+
+@given(MESSAGES)
+def test_what_protobuf_writes_is_within_the_bound(content: bytes) -> None:
+    check_fields(content, LAYOUT)
+
+
+@given(MESSAGES, st.data())
+def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes, data: st.DataObject) -> None:
+    end = data.draw(st.integers(0, len(content)))
+    spoilt = bytearray(content[:end])
+    position = data.draw(st.integers(0, max(0, end - 1)))
+    spoilt[position : position + 1] = bytes([data.draw(st.integers(0, 255))])
+    try:
+        check_fields(bytes(spoilt), LAYOUT)
+    except DecodeError as error:
+        if "groups" not in str(error):
+            with pytest.raises(DecodeError):
+                ModelInferRequest.FromString(bytes(spoilt))
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_checked_without_another_error(content: bytes) -> None:
+    with contextlib.suppress(DecodeError, TooLarge):
+        check_fields(content, LAYOUT, 20)
+
+
+def test_the_largest_sensible_request_is_within_the_bound() -> None:
+    place = {
+        "shared_memory_region": {"string_param": "region"},
+        "shared_memory_offset": {"int64_param": 8},
+        "shared_memory_byte_size": {"int64_param": 8},
+    }
+    names = [f"tensor {number}" for number in range(limits.MAX_TENSORS)]
+    inputs = [{"name": name, "datatype": "FP32", "shape": [1, 2], "parameters": place} for name in names]
+    outputs = [{"name": name, "parameters": place} for name in names]
+    given = ModelInferRequest(model_name="m", id="1", inputs=inputs, outputs=outputs, parameters={"priority": {}})
+    check_fields(given.SerializeToString(), LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        (ModelInferRequest(parameters={str(n): {} for n in range(MAX_FIELDS)}).SerializeToString(), "parameters"),
+        (b"\x2a\x00" * (MAX_FIELDS + 1), "inputs"),
+        (b"\x2a\x80\x80\x01" + b"\x22\x00" * 8192, r"inputs\.parameters"),
+        (b"\x2a\x84\x80\x01\x2a\x80\x80\x01" + b"\x10\x01" * 8192, r"inputs\.contents"),
+        (b"\x22\x84\x80\x01\x12\x80\x80\x01" + b"\x08\x01" * 8192, r"parameters\.value"),
+        (b"\x78\x01" * (MAX_FIELDS + 1), "the message"),
+    ],
+)
+def test_the_error_names_the_field_the_bound_and_the_number(content: bytes, field: str) -> None:
+    text = f"^{field}: expected at most {MAX_FIELDS} fields in a message .*, got {MAX_FIELDS + 1} or more$"
+    with pytest.raises(TooLarge, match=text):
+        check_fields(content, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("RepositoryModelLoadRequest", {"parameters": {str(n): {} for n in range(2000)}}),
+        ("TraceSettingRequest", {"settings": {str(n): {"value": [""]} for n in range(2000)}}),
+    ],
+)
+def test_other_messages_have_the_same_bound(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(TooLarge, match=f"expected at most {MAX_FIELDS} fields"):
+        checked_parser(INFERENCE[name])(INFERENCE[name](**fields).SerializeToString())
+
+
+def test_each_request_has_a_layout() -> None:
+    for messages in (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA):
+        for each in messages.requests.values():
+            assert checked_parser(each)(b"") == each()

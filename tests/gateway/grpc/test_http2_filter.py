@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.tls_handshakes import Handshakes
+from weightd_gateway.grpc import http2_frames, http2_filter as relay
+from weightd_gateway.grpc.http2_frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
+from weightd_gateway.grpc.http2_filter import CALLS_BURST, CALLS_PER_S, Http2Filter
+from weightd_common.peers import Peer
+
+END_HEADERS = 4
+
+
+def frame(kind: int, content: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
+
+
+RESET_CALL = frame(http2_frames.HEADERS, b"\x82", END_HEADERS) + frame(http2_frames.RST_STREAM, bytes(4))
+# One read may bring more than the limit before it is looked at again.
+STEP = relay._STEP_BYTES // len(RESET_CALL) + 1
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written, and whether reading is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_paused = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+    def abort(self) -> None:
+        pass
+
+
+class Connected:
+    """A connection that has begun, at a clock that the test moves."""
+
+    def __init__(self, relay: Http2Filter, peer: Peer) -> None:
+        self.client = _Client(relay, peer)
+        self.near, self.far = FakeTransport(), FakeTransport()
+        self.client.connection_made(self.near)
+        self.client._is_connecting = True
+        self.client.data_received(PREFACE)
+        self.client.on_library_connected(self.far)
+
+    @property
+    def calls(self) -> int:
+        """How many calls gRPC's library has seen."""
+        return sum(kind == http2_frames.HEADERS for kind, _, _, _ in FrameHeads().feed(self.far.written, len(PREFACE)))
+
+
+_Client = relay._Client
+NOW = [0.0]
+PEER = Peer("uid 7", 7)
+
+
+@pytest.fixture
+def relayed(monkeypatch: pytest.MonkeyPatch) -> Http2Filter:
+    NOW[0] = 100.0
+    monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: NOW[0]))
+    return Http2Filter(Path("/nowhere"), PeerAdmission(100, 0.0), 5.0, Handshakes())
+
+
+def run(story: Any) -> None:
+    async def within() -> None:
+        story()
+
+    asyncio.run(within())
+
+
+def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(relayed: Http2Filter) -> None:
+    def story() -> None:
+        first, second = Connected(relayed, PEER), Connected(relayed, PEER)
+        first.client.data_received(RESET_CALL * 3000)
+        assert CALLS_BURST <= first.calls <= CALLS_BURST + STEP
+        assert first.near.is_paused
+        second.client.data_received(RESET_CALL * 10)
+        assert second.calls == 0
+        other = Connected(relayed, PEER._replace(key="uid 8"))
+        other.client.data_received(RESET_CALL * 10)
+        assert (other.calls, other.near.is_paused) == (10, False)
+        NOW[0] += 1.0
+        first.client._retry_held()
+        assert CALLS_BURST + CALLS_PER_S - STEP <= first.calls <= CALLS_BURST + CALLS_PER_S + STEP
+
+    run(story)
+
+
+def test_calls_that_bring_messages_have_none(relayed: Http2Filter) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        for _ in range(100):
+            connected.client.data_received(frame(http2_frames.HEADERS, b"\x82", END_HEADERS) * 100)
+            connected.client.on_library_data(frame(http2_frames.DATA, bytes(5)) * 100)
+        assert connected.calls == 10_000
+
+    run(story)
+
+
+def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Http2Filter) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        sent = b"".join(frame(http2_frames.HEADERS, bytes([0x82, n & 127]), END_HEADERS) for n in range(4000))
+        connected.client.data_received(sent)
+        # The kernel may hand over what it had before reading was paused.
+        connected.client.data_received(RESET_CALL)
+        for _ in range(10):
+            NOW[0] += 1.0
+            connected.client._retry_held()
+        assert connected.far.written == PREFACE + sent + RESET_CALL
+        assert not connected.near.is_paused
+
+    run(story)
+
+
+END_STREAM = 1
+
+
+def calls(*streams: int) -> bytes:
+    return b"".join(frame(http2_frames.HEADERS, b"\x82", END_HEADERS, each) for each in streams)
+
+
+def data(stream: int, nbytes: int = 16 * 1024) -> bytes:
+    return frame(http2_frames.DATA, bytes(nbytes), 0, stream)
+
+
+def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        sent = calls(1, 3) + data(1) * 100 + data(3) * 100
+        connected.client.data_received(sent)
+        passed_on = len(connected.far.written)
+        limit = MOST_UNANSWERED_BYTES + 2 * SHORT_BYTES
+        assert limit < passed_on < limit + 100_000
+        assert connected.near.is_paused
+        assert connected.client.is_full
+        for _ in range(20):
+            connected.client._retry_held()
+        assert len(connected.far.written) == passed_on
+        # A call has a place: its message may be long.
+        connected.client.expect(1)
+        assert (connected.far.written, connected.near.is_paused) == (PREFACE + sent, False)
+        connected.client.data_received(data(1) * 100)
+        connected.client.expect(-1)
+        assert connected.far.written == PREFACE + sent + data(1) * 100
+
+    run(story)
+
+
+@pytest.mark.parametrize("end", [frame(http2_frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)])
+def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: Http2Filter, end: bytes) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        connected.client.data_received(calls(1, 3) + data(1) * 100)
+        assert connected.near.is_paused
+        # No timer tries again: the end of the call does.
+        assert connected.client._retry_timer is None
+        connected.client.on_library_data(end)
+        assert (connected.far.written, connected.near.is_paused) == (PREFACE + calls(1, 3) + data(1) * 100, False)
+
+    run(story)
+
+
+def test_short_messages_are_never_limited(relayed: Http2Filter) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        streams = [*range(1, 101, 2)]
+        connected.client.data_received(calls(*streams) + b"".join(data(each, 60_000) for each in streams))
+        # Of one call many, each of which is answered.
+        for _ in range(50):
+            connected.client.data_received(data(1, 60_000))
+            connected.client.on_library_data(data(1, 5))
+        assert not connected.near.is_paused
+
+    run(story)
+
+
+def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_path: Path) -> None:
+    answer = data(1, 60_000) * 100
+
+    async def library(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(PREFACE))
+        connected.set()
+        await stopped.wait()
+        writer.write(answer)
+        writer.close()
+
+    async def story() -> None:
+        relay = Http2Filter(tmp_path / "grpc", PeerAdmission(100, 0.0), 5.0, Handshakes())
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        async with await asyncio.start_unix_server(library, tmp_path / "grpc"):
+            relay.on_connection(near, PEER, None)
+            reader, writer = await asyncio.open_unix_connection(sock=far)
+            writer.write(PREFACE)
+            await asyncio.wait_for(connected.wait(), 10.0)
+            stop = asyncio.create_task(_stop(relay))
+            await asyncio.sleep(0)
+            stopped.set()
+            assert await asyncio.wait_for(reader.read(), 10.0) == answer
+            await asyncio.wait_for(stop, 10.0)
+            writer.close()
+
+    connected, stopped = asyncio.Event(), asyncio.Event()
+    asyncio.run(story())
+
+
+async def _stop(relay: Http2Filter) -> None:
+    await relay.drain(10.0)
+    relay.abort()

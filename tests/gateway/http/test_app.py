@@ -1,0 +1,492 @@
+"""What callers get over HTTP, from a daemon that echoes: always JSON, each error with its status."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import http.client
+import json
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit.fakedaemon import FakeDaemon, silent
+from testkit.httpgateway import HttpGateway
+from testkit.waiting import until
+from weightd_gateway.tensors import DTYPES
+from weightd_gateway.auth import Authenticator, Caller, token_digest
+from weightd_gateway.http import app
+from weightd_protocol.codec import encode
+from weightd_protocol.messages.inference import Cancel, Error, Infer
+from weightd_protocol.messages.types import ClientMessage
+
+INFER = "/v2/models/m/infer"
+LENGTH = "Inference-Header-Content-Length"
+ONE = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [7]}]}
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def binary(arrays: dict[str, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
+    """Return a request with binary data, and the header that says where it begins."""
+    datatypes = {dtype: name for name, dtype in DTYPES.items()}
+    inputs = [
+        {
+            "name": name,
+            "datatype": datatypes[array.dtype],
+            "shape": array.shape,
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, array in arrays.items()
+    ]
+    header = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}, **more}).encode()
+    return header + b"".join(each.tobytes() for each in arrays.values()), {LENGTH: str(len(header))}
+
+
+# --- inference ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("datatype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_binary_data_is_the_same_bits_there_and_back(echo: HttpGateway, datatype: str, shape: Sequence[int]) -> None:
+    count = int(np.prod(shape))
+    content = np.random.default_rng(1).bytes(count * DTYPES[datatype].itemsize)
+    array = np.frombuffer(content, DTYPES[datatype]).reshape(shape)
+    if datatype == "BOOL":
+        array = array.view(np.uint8).__and__(1).view(np.bool_)
+    body, headers = binary({"x": array, "y": np.arange(3)})
+    status, answer, told = echo.ask("POST", INFER, body, headers)
+    assert status == 200
+    assert told["Content-Type"] == "application/octet-stream"
+    length = int(told[LENGTH])
+    x, y = json.loads(answer[:length])["outputs"]
+    assert (x["datatype"], x["shape"]) == (datatype, list(shape))
+    size = x["parameters"]["binary_data_size"]
+    assert answer[length : length + size] == array.tobytes()
+    assert y["parameters"]["binary_data_size"] == 24
+    assert answer[length + size :] == np.arange(3).tobytes()
+
+
+def test_values_in_json_and_a_mixture_of_forms(echo: HttpGateway) -> None:
+    assert echo.ask("POST", INFER, {"id": "a", **ONE})[:2] == (
+        200,
+        {
+            "model_name": "m",
+            "model_version": "1",
+            "id": "a",
+            "outputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [7]}],
+        },
+    )
+    body, headers = binary({"x": np.arange(2.0)}, outputs=[{"name": "x", "parameters": {"binary_data": False}}])
+    assert echo.ask("POST", INFER, body, headers)[1]["outputs"][0]["data"] == [0.0, 1.0]
+
+
+def test_a_large_body_is_received_where_it_is_sent_from(echo: HttpGateway) -> None:
+    array = np.random.default_rng(2).standard_normal((300, 300))
+    body, headers = binary({"x": array})
+    _, answer, told = echo.ask("POST", INFER, body, headers)
+    assert answer[int(told[LENGTH]) :] == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("length", "problem"),
+    [
+        ("100000", "expected at most"),
+        ("-1", "expected one number"),
+        ("+1", "expected one number"),
+        ("0x10", "expected one number"),
+        ("1e3", "expected one number"),
+        ("9" * 400, "expected one number"),
+        ("", "expected one number"),
+        ("10", "expected a map in JSON"),
+        ("0", "expected a map in JSON"),
+    ],
+)
+def test_a_length_of_the_header_that_lies(echo: HttpGateway, length: str, problem: str) -> None:
+    body, _ = binary({"x": np.arange(2)})
+    status, answer, _ = echo.ask("POST", INFER, body, {LENGTH: length})
+    assert status == 400
+    assert problem in answer["error"]
+
+
+def test_a_length_of_the_header_that_is_there_twice_or_missing(echo: HttpGateway) -> None:
+    body, headers = binary({"x": np.arange(2)})
+    connection = http.client.HTTPConnection("127.0.0.1", echo.port)
+    connection.putrequest("POST", INFER)
+    for name, value in [*headers.items(), *headers.items(), ("Content-Length", str(len(body)))]:
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert echo.ask("POST", INFER, body)[0] == 400
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def raw_deflate(content: bytes) -> bytes:
+    """As some have it: without the header of zlib."""
+    return zlib.compress(content)[2:-4]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("deflate", raw_deflate)]
+)
+def test_compressed_bodies_whose_header_is_as_long_as_uncompressed(
+    echo: HttpGateway, encoding: str, compress: Any
+) -> None:
+    array = np.zeros(100_000)
+    body, headers = binary({"x": array})
+    small = compress(body)
+    assert len(small) < len(body) / 10
+    status, answer, told = echo.ask("POST", INFER, small, {**headers, "Content-Encoding": encoding})
+    assert status == 200
+    assert answer[int(told[LENGTH]) :] == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "status", "problem"),
+    [
+        ("gzip", gzip.compress(bytes(2**26), mtime=0), 413, "expected a body of at most 1048576 bytes"),
+        ("deflate", zlib.compress(bytes(2**26)), 413, "expected a body of at most 1048576 bytes"),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-4], 400, "the body ends before what is compressed does"),
+        ("gzip", gzip.compress(b"{}", mtime=0) + b"more", 400, "there is more after the end"),
+        ("gzip", b"nonsense", 400, "expected a body in gzip"),
+        ("deflate", b"nonsense", 400, "expected a body in deflate"),
+        ("gzip", b"", 400, "expected a map in JSON"),
+        ("br", b"{}", 415, "expected one of gzip, deflate, identity, got br"),
+        ("gzip, gzip", b"{}", 415, "expected one of gzip"),
+    ],
+)
+def test_compressed_bodies_that_are_not_what_they_say(
+    echo: HttpGateway, encoding: str, content: bytes, status: int, problem: str
+) -> None:
+    found, answer, _ = echo.ask("POST", INFER, content, {"Content-Encoding": encoding})
+    assert found == status
+    assert problem in answer["error"]
+
+
+def spoken(gateway: HttpGateway, content: bytes) -> bytes:
+    """Send bytes, and return all that comes until the gateway hangs up."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as connection:
+        connection.sendall(content)
+        answer = bytearray()
+        while chunk := connection.recv(65536):
+            answer += chunk
+    return bytes(answer)
+
+
+def head(path: str = INFER, *lines: str) -> bytes:
+    """Return the head of a request after whose answer the gateway hangs up."""
+    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", *lines, "", "")).encode()
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_sent(echo: HttpGateway) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", echo.port, timeout=30)
+    connection.putrequest("POST", INFER)
+    connection.putheader("Content-Length", "1048577")
+    connection.putheader("Expect", "100-continue")
+    connection.endheaders()
+    response = connection.getresponse()
+    assert response.status == 413
+    assert "max_body_bytes" in json.loads(response.read())["error"]
+    connection.close()
+
+
+def test_who_asks_whether_to_go_on_is_told_to(echo: HttpGateway) -> None:
+    body = json.dumps(ONE).encode()
+    answer = spoken(echo, head(INFER, f"Content-Length: {len(body)}", "Expect: 100-continue") + body)
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+
+
+def test_chunks_are_a_body_within_the_same_bound(echo: HttpGateway) -> None:
+    body = json.dumps(ONE).encode()
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (body[:10], body[10:])) + b"0\r\n\r\n"
+    assert b" 200 OK\r\n" in spoken(echo, head(INFER, "Transfer-Encoding: chunked") + chunked)
+    endless = b"10000\r\n" + bytes(0x10000) + b"\r\n"
+    assert b" 413 " in spoken(echo, head(INFER, "Transfer-Encoding: chunked") + 20 * endless + b"0\r\n\r\n")
+    assert b" 400 " in spoken(echo, head(INFER, "Transfer-Encoding: chunked") + b"nonsense\r\n")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\nX\r\n\r\n",
+        b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 10_000 + b"\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 100 + b"\r\n",
+        b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so_in_json(echo: HttpGateway, request_: bytes) -> None:
+    answer = spoken(echo, request_)
+    first, _, rest = answer.partition(b"\r\n")
+    assert first.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
+
+
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "problem"),
+    [
+        ("GET", "/nothing", 404, "there is nothing at /nothing"),
+        ("GET", "/v2/models/m/versions/7", 404, "no version 7"),
+        ("GET", INFER, 405, "expected method POST, got GET"),
+        ("DELETE", "/v2", 405, "expected method GET, got DELETE"),
+        ("POST", "/v2/repository/models/m/load", 400, "weightctl update"),
+        ("POST", "/v2/cudasharedmemory/region/r/register", 400, "no memory of CUDA devices"),
+        ("GET", "/v2/systemsharedmemory/status", 400, "shared memory is off"),
+    ],
+)
+def test_errors_are_json_with_their_status(
+    echo: HttpGateway, method: str, path: str, status: int, problem: str
+) -> None:
+    found, answer, _ = echo.ask(method, path)
+    assert found == status
+    assert problem in answer["error"]
+
+
+def test_which_methods_there_are_is_told(echo: HttpGateway) -> None:
+    assert echo.ask("PUT", "/v2/logging")[2]["Allow"] == "GET, POST"
+
+
+def test_settings_are_read_only(echo: HttpGateway) -> None:
+    # Triton's client sends a length of 0 where it has nothing to say.
+    assert echo.ask("POST", "/v2/logging", b"", {"Content-Length": "0"})[0] == 200
+    assert echo.ask("GET", "/v2/trace/setting")[1]["trace_level"] == ["OFF"]
+    assert echo.ask("POST", "/v2/logging", {})[1]["log_verbose_level"] == 0
+    assert echo.ask("POST", "/v2/logging", {"log_info": False})[0] == 400
+
+
+def test_health_and_readiness(echo: HttpGateway) -> None:
+    assert echo.ask("GET", "/v2/health/live")[:2] == (200, {"live": True})
+    assert echo.ask("GET", "/v2/health/ready")[:2] == (200, {"ready": True})
+    assert echo.ask("GET", "/v2/models/m/ready")[:2] == (200, {"name": "m", "ready": True})
+    status, answer, _ = echo.ask("GET", "/v2/models/loading/ready")
+    assert (status, answer["ready"], answer["error"]) == (503, False, "loading: attaching 0/4")
+
+
+def test_so_many_strangers_wait_for_a_daemon_that_hangs(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_PROBES", 1)
+    ready, fake.handle = fake.handle, silent
+    with HttpGateway(fake.address) as gateway:
+        waiting = http.client.HTTPConnection("127.0.0.1", gateway.port)
+        waiting.request("GET", "/v2/health/ready")
+        fake.next()
+        assert gateway.ask("GET", "/v2/health/ready")[0] == 429
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200
+        waiting.close()
+        fake.handle = ready
+        until(lambda: gateway.ask("GET", "/v2/health/ready")[0] == 200, "there is room again")
+
+
+def test_one_connection_takes_one_request_after_another(echo: HttpGateway) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", echo.port)
+    for _ in range(3):
+        for path in ("/v2", "/nothing"):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            assert json.loads(response.read())
+    sock = connection.sock
+    connection.request("HEAD", "/v2")
+    response = connection.getresponse()
+    assert (response.read(), int(response.headers["Content-Length"]) > 0) == (b"", True)
+    assert connection.sock is sock
+    connection.close()
+
+
+def test_a_trace_is_passed_on_and_what_is_none_is_not(echo: HttpGateway) -> None:
+    for path in ("/v2", "/nothing"):
+        assert echo.ask("GET", path, headers={"traceparent": TRACE})[2]["traceparent"] == TRACE
+    for wrong in ("x", TRACE.upper(), f"ff{TRACE[2:]}", f"{TRACE}-more", "00-" + "0" * 32 + TRACE[35:]):
+        assert echo.ask("GET", "/v2", headers={"traceparent": wrong})[2]["traceparent"] is None
+
+
+# --- who asks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"])
+def test_a_host_of_this_host(echo: HttpGateway, host: str) -> None:
+    assert echo.ask("GET", "/v2", headers={"Host": host})[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "", "localhost@evil.example"])
+def test_another_host_is_a_page_s_that_has_its_name_point_here(echo: HttpGateway, host: str) -> None:
+    for path in ("/v2", "/v2/health/live", "/nothing"):
+        status, answer, _ = echo.ask("GET", path, headers={"Host": host})
+        assert status == 403
+        assert "`hosts`" in answer["error"]
+
+
+def token(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def test_who_has_no_token_is_told_how_to_have_one_and_may_only_ask_whether_there_is_somebody(fake: FakeDaemon) -> None:
+    with HttpGateway(fake.address, {"gateway": {"anonymous": ""}}) as gateway:
+        gateway.become(Authenticator({token_digest("secret"): Caller("research", "ann")}, {}, {}))
+        status, answer, headers = gateway.ask("POST", INFER, ONE)
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert "authorization: Bearer TOKEN" in answer["error"]
+        assert gateway.ask("POST", INFER, ONE, token("guess"))[0] == 401
+        basic = base64.b64encode(b"a:secret").decode()
+        assert gateway.ask("POST", INFER, ONE, {"Authorization": f"Basic {basic}"})[0] == 401
+        assert gateway.ask("GET", "/v2/health/ready")[:2] == (200, {"ready": True})
+        assert fake.next()[0].tenant is None  # type: ignore[union-attr]
+        assert gateway.ask("POST", INFER, ONE, token("secret"))[0] == 200
+        message, _ = fake.next()
+        assert isinstance(message, Infer)
+        assert message.parameters.tenant == "research"
+        assert gateway.ask("GET", "/v2", headers=token("secret"))[0] == 200
+        assert fake.next()[0].tenant == "research"  # type: ignore[union-attr]
+        gateway.become(Authenticator({}, {}, {}))
+        assert gateway.ask("GET", "/v2", headers=token("secret"))[0] == 401
+
+
+def test_the_kernel_tells_who_is_at_the_other_end_of_a_unix_socket(fake: FakeDaemon, directory: Path) -> None:
+    tables = {"gateway": {"anonymous": "", "http": [f"unix:{directory}/h.sock"]}, "users": {"root": "ops"}}
+    with HttpGateway(fake.address, tables) as gateway:
+        gateway.become(Authenticator({}, {}, {os.geteuid(): Caller("ops", "me")}))
+        assert (directory / "h.sock").stat().st_mode & 0o777 == 0o660
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"{directory}/h.sock")
+            connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: whatever\r\nConnection: close\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        assert fake.next()[0].tenant == "ops"  # type: ignore[union-attr]
+    assert not (directory / "h.sock").exists()
+
+
+# --- the daemon -----------------------------------------------------------------------------------------------------
+
+
+def refusing(message: ClientMessage, tensors: Sequence[bytes]) -> list[list[Any]]:
+    return [encode(Error(message.id, "RESOURCE_EXHAUSTED", "the queue is full", 1_500_000))]
+
+
+def test_what_the_daemon_refuses_has_its_status_and_when_to_try_again(fake: FakeDaemon) -> None:
+    with HttpGateway(fake.address) as gateway:
+        fake.handle = refusing
+        status, answer, headers = gateway.ask("POST", INFER, ONE)
+        assert (status, answer, headers["Retry-After"]) == (429, {"error": "the queue is full"}, "2")
+
+
+def test_a_daemon_that_is_away_is_unavailable_and_found_again(fake: FakeDaemon) -> None:
+    with HttpGateway(fake.address) as gateway:
+        assert gateway.ask("POST", INFER, ONE)[0] == 200
+        fake.stop()
+        assert gateway.ask("POST", INFER, ONE)[0] == 503
+        assert gateway.ask("GET", "/v2/health/ready")[0] == 503
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200
+        again = FakeDaemon(fake.address)
+        assert gateway.ask("POST", INFER, ONE)[0] == 200
+        again.stop()
+
+
+def test_priority_and_timeout_are_the_daemon_s(fake: FakeDaemon) -> None:
+    with HttpGateway(fake.address, {"gateway": {"timeout": 12.0}}) as gateway:
+        gateway.ask("POST", INFER, {**ONE, "parameters": {"timeout": 2_500_000, "priority": 3}})
+        gateway.ask("POST", INFER, ONE)
+    (first, _), (second, _) = fake.next(), fake.next()
+    assert isinstance(first, Infer)
+    assert isinstance(second, Infer)
+    assert (first.parameters.timeout, first.parameters.priority) == (2_500_000, 3)
+    assert (second.parameters.timeout, second.parameters.priority) == (12_000_000, None)
+
+
+def test_who_hangs_up_takes_the_request_back(fake: FakeDaemon) -> None:
+    fake.handle = silent
+    with HttpGateway(fake.address) as gateway:
+        body = json.dumps(ONE).encode()
+        with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+            connection.sendall(head(INFER, f"Content-Length: {len(body)}") + body)
+            infer, _ = fake.next()
+            assert gateway.gateway.daemon_client.admission.in_flight == 1
+        cancel, _ = fake.next()
+        assert isinstance(cancel, Cancel)
+        assert cancel.id == infer.id
+        until(lambda: not gateway.gateway.daemon_client.admission.in_flight, "the seat is given back")
+
+
+def test_what_is_beyond_the_bound_is_told_so_at_once(fake: FakeDaemon) -> None:
+    fake.handle = silent
+    with HttpGateway(fake.address, {"gateway": {"max_in_flight": 1}}) as gateway:
+        body = json.dumps(ONE).encode()
+        with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+            connection.sendall(head(INFER, f"Content-Length: {len(body)}") + body)
+            fake.next()
+            status, answer, headers = gateway.ask("POST", INFER, ONE)
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert "max_in_flight" in answer["error"]
+
+
+def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
+    settings = {"gateway": {"max_body_bytes": 8192, "max_memory_bytes": 16384}}
+    with HttpGateway(fake.address, settings) as gateway:
+        asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [2000], "data": [0] * 2000}]}
+        status, answer, _ = gateway.ask("POST", INFER, asked)
+    assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
+
+
+# --- shared memory --------------------------------------------------------------------------------------------------
+
+
+def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> None:
+    array = np.arange(6, dtype=np.float32)
+    (directory / "shared").write_bytes(bytes(16) + array.tobytes() + bytes(100))
+    region = {"shared_memory_region": "r", "shared_memory_offset": 16, "shared_memory_byte_size": 24}
+    place = {"shared_memory_region": "r", "shared_memory_offset": 64, "shared_memory_byte_size": 32}
+    asked = {
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [6], "parameters": region}],
+        "outputs": [{"name": "x", "parameters": place}],
+    }
+    with HttpGateway(fake.address, {"gateway": {"shared_memory": True}}, directory) as gateway:
+        assert "system_shared_memory" in gateway.ask("GET", "/v2")[1]["extensions"]
+        where = {"key": "/shared", "offset": 0, "byte_size": 140}
+        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[:2] == (200, {})
+        assert gateway.ask("GET", "/v2/systemsharedmemory/status")[1] == [{"name": "r", **where}]
+        status, answer, _ = gateway.ask("POST", INFER, asked)
+        assert (status, answer["outputs"][0]["parameters"]) == (200, {**place, "shared_memory_byte_size": 24})
+        assert (directory / "shared").read_bytes()[64:88] == array.tobytes()
+        wrong = {**asked, "outputs": [{"name": "x", "parameters": {**place, "shared_memory_byte_size": 20}}]}
+        assert "expected room for 24 bytes" in gateway.ask("POST", INFER, wrong)[1]["error"]
+        assert gateway.ask("POST", "/v2/systemsharedmemory/unregister")[0] == 200
+        assert gateway.ask("POST", INFER, asked)[0] == 404
+
+
+def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: FakeDaemon, directory: Path) -> None:
+    size = 2**21
+    with (directory / "large").open("wb") as file:
+        file.truncate(size)
+    parameters = {"shared_memory_region": "r", "shared_memory_byte_size": size}
+    asked = {"inputs": [{"name": "x", "datatype": "INT8", "shape": [size], "parameters": parameters}]}
+    settings = {"shared_memory": True, "max_body_bytes": 2**19, "max_memory_bytes": 2**20}
+    with HttpGateway(fake.address, {"gateway": settings}, directory) as gateway:
+        where = {"key": "/large", "offset": 0, "byte_size": size}
+        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200
+        status, answer, _ = gateway.ask("POST", INFER, asked)
+        assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
+        assert not gateway.gateway.daemon_client.admission.reserved_bytes
+
+
+def test_who_asks_again_and_again_for_what_fails_fills_no_log(
+    fake: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.stop()
+    caplog.set_level("WARNING", "weightd_gateway.http")
+    with HttpGateway(fake.address) as gateway:
+        for _ in range(20):
+            assert gateway.ask("POST", INFER, ONE, {"traceparent": TRACE})[0] == 503
+    [record] = caplog.records
+    assert f"POST {INFER} for anonymous: 503 in " in record.getMessage()
+    assert record.getMessage().endswith(f"traceparent {TRACE}")

@@ -1,0 +1,69 @@
+"""An answer as JSON, as binary data, or where the caller wants it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from weightd_gateway.tensors import MAX_VALUES
+from weightd_gateway.error_codes import TooLarge
+from weightd_gateway.http.infer_response import encode
+from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
+from weightd_protocol.errors import InvalidArgument
+
+ANSWER = {"y": np.array([[1.5, 2.0]], np.float32), "z": np.array(True)}
+
+
+def nowhere(how: OutputJson, content: memoryview) -> None:
+    raise AssertionError(how)
+
+
+def test_values() -> None:
+    header, content = encode("m", InferRequestJson([], None, is_binary=False, id="7"), ANSWER, nowhere)
+    assert not content
+    assert json.loads(header) == {
+        "id": "7",
+        "model_name": "m",
+        "model_version": "1",
+        "outputs": [
+            {"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [1.5, 2.0]},
+            {"name": "z", "datatype": "BOOL", "shape": [], "data": [True]},
+        ],
+    }
+
+
+def test_binary_data_follows_in_the_order_of_the_outputs() -> None:
+    header, content = encode("m", InferRequestJson([], None, is_binary=True), ANSWER, nowhere)
+    assert [bytes(each) for each in content] == [ANSWER["y"].tobytes(), b"\x01"]
+    told = json.loads(header)
+    assert [each["parameters"] for each in told["outputs"]] == [{"binary_data_size": 8}, {"binary_data_size": 1}]
+    assert "id" not in told
+
+
+def test_each_output_has_its_own_form() -> None:
+    region = {"shared_memory_region": "r", "shared_memory_offset": 4, "shared_memory_byte_size": 100}
+    placed: list[bytes] = []
+    wanted = InferRequestJson([], [OutputJson("y", region=region), OutputJson("z", is_binary=True)], is_binary=False)
+    header, content = encode("m", wanted, ANSWER, lambda _, put: placed.append(bytes(put)))
+    assert placed == [ANSWER["y"].tobytes()]
+    assert [bytes(each) for each in content] == [b"\x01"]
+    y, _ = json.loads(header)["outputs"]
+    assert y["parameters"] == {
+        "shared_memory_region": "r",
+        "shared_memory_offset": 4,
+        "shared_memory_byte_size": 8,
+    }
+    assert "data" not in y
+
+
+def test_an_output_that_json_cannot_hold_or_not_so_much_of_is_refused() -> None:
+    values = InferRequestJson([], None, is_binary=False)
+    with pytest.raises(InvalidArgument, match="output y: JSON has neither NaN"):
+        encode("m", values, {"y": np.array([np.nan])}, nowhere)
+    with pytest.raises(
+        TooLarge, match=r"output y: expected at most 1048576 values in JSON, of which 524287 are left, got 524289"
+    ):
+        encode("m", values, dict.fromkeys("xy", np.zeros(MAX_VALUES // 2 + 1, np.int8)), nowhere)
+    encode("m", InferRequestJson([], None, is_binary=True), {"y": np.array([np.nan])}, nowhere)

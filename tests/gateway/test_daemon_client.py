@@ -1,0 +1,136 @@
+"""The daemon as callers see it: a connection for each tenant, and errors that have a code, whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit.fakedaemon import FakeDaemon, directory, silent
+from weightd_gateway.auth import Caller
+from weightd_gateway.inference import InferenceRequest
+from weightd_gateway.inflight_limit import AdmissionControl
+from weightd_gateway.daemon_client import DaemonClient
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from weightd_protocol.messages.inference import Cancel
+from weightd_protocol.messages.status import Status, StatusResponse
+
+__all__ = ["directory"]
+
+ANN = Caller("ann", "a token")
+BEN = Caller("ben", "another")
+ITSELF = Caller(None, "itself")
+
+
+@pytest.fixture
+def fake(directory: Path) -> Iterator[FakeDaemon]:
+    fake = FakeDaemon(f"unix://{directory}/d.sock")
+    yield fake
+    fake.stop()
+
+
+Told = Callable[[DaemonClient], Coroutine[Any, Any, Any]]
+
+
+def asked(fake: FakeDaemon, what: Told, timeout: float = 30.0) -> Any:
+    async def ask() -> Any:
+        service = DaemonClient(fake.address, timeout, AdmissionControl(10, 2**20))
+        try:
+            return await what(service)
+        finally:
+            await service.close()
+
+    return asyncio.run(ask())
+
+
+def test_each_question_says_for_whom_it_is(fake: FakeDaemon) -> None:
+    async def each(service: DaemonClient) -> None:
+        for caller in (ANN, BEN, ITSELF, ANN):
+            await service.server(caller)
+
+    asked(fake, each)
+    assert [fake.next()[0].tenant for _ in range(4)] == ["ann", "ben", None, "ann"]  # type: ignore[union-attr]
+
+
+def test_a_status_is_asked_for_once_a_second_for_each_tenant_however_many_want_it(fake: FakeDaemon) -> None:
+    async def many(service: DaemonClient) -> None:
+        both = [service.status(caller) for caller in (ANN, BEN) for _ in range(50)]
+        await asyncio.gather(*both)
+        await service.status(ANN)
+
+    asked(fake, many)
+    assert sorted(fake.next()[0].tenant or "" for _ in range(2)) == ["ann", "ben"]  # type: ignore[union-attr]
+    assert fake.seen.empty()
+
+
+def test_who_does_not_wait_for_a_status_any_more_keeps_nobody_from_it(fake: FakeDaemon) -> None:
+    fake.handle = silent
+
+    async def two(service: DaemonClient) -> StatusResponse:
+        first = asyncio.create_task(service.status(ANN))
+        second = asyncio.create_task(service.status(ANN))
+        await asyncio.to_thread(fake.next)
+        first.cancel()
+        message, _ = await asyncio.to_thread(fake.next)
+        assert isinstance(message, Status)
+        fake.send(*encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, ())))
+        return await second
+
+    assert asked(fake, two).version == "9.9"
+
+
+def test_an_answer_is_the_arrays_that_were_asked_with(fake: FakeDaemon) -> None:
+    array = np.arange(100_000.0)
+
+    async def infer(service: DaemonClient) -> Any:
+        room = service.allocate(ANN, array.nbytes)
+        room[:] = array.view(np.uint8)
+        return await service.infer(
+            ANN, InferenceRequest("m", {"x": np.ndarray(array.shape, array.dtype, memoryview(room))})
+        )
+
+    assert asked(fake, infer)["x"].tobytes() == array.tobytes()
+
+
+NOTHING_TO_SEND: list[Told] = [
+    lambda service: service.metadata(ITSELF, "m" * 300),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {"x": np.array(["text"])})),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {"x" * 300: np.zeros(1)})),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {}, timeout=-1.0)),
+    lambda service: service.infer(ITSELF, InferenceRequest("m", {}, priority=99)),
+]
+
+
+@pytest.mark.parametrize("what", NOTHING_TO_SEND)
+def test_what_cannot_be_sent_is_an_error_with_a_code(fake: FakeDaemon, what: Told) -> None:
+    with pytest.raises(InvalidArgument):
+        asked(fake, what)
+    assert fake.seen.empty()
+
+
+def test_a_daemon_that_does_not_answer_or_is_not_there(fake: FakeDaemon) -> None:
+    fake.handle = silent
+    with pytest.raises(DeadlineExceeded):
+        asked(fake, lambda service: service.ready(ITSELF), timeout=0.1)
+    fake.stop()
+    with pytest.raises(Unavailable):
+        asked(fake, lambda service: service.ready(ITSELF))
+
+
+def test_a_task_that_is_cancelled_takes_its_request_back(fake: FakeDaemon) -> None:
+    fake.handle = silent
+
+    async def cancel(service: DaemonClient) -> None:
+        task = asyncio.create_task(service.infer(ANN, InferenceRequest("m", {"x": np.zeros(1)})))
+        infer, _ = await asyncio.to_thread(fake.next)
+        task.cancel()
+        message, _ = await asyncio.to_thread(fake.next)
+        assert isinstance(message, Cancel)
+        assert message.id == infer.id
+
+    asked(fake, cancel)

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testkit.certificates import AUTHORITY, SERVER
+from weightd_gateway.tls_handshakes import LOOP_SHARE, FairThrottle, Handshakes, HandshakeSlots
+from weightd_common.peers import Peer
+
+A, B = Peer("uid 1"), Peer("host 10.0.0.2")
+
+
+class World:
+    """Time that passes in work, and until the next call that is due."""
+
+    def __init__(self, share: float = LOOP_SHARE) -> None:
+        self.now = 0.0
+        self.busy = 0.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.done: list[str] = []
+        self.pace = FairThrottle(
+            share, lambda seconds, call: self.due.append((self.now + seconds, call)), lambda: self.now
+        )
+
+    def want(self, key: str, seconds: float) -> None:
+        def work() -> None:
+            self.now += seconds
+            self.busy += seconds
+            self.done.append(key)
+
+        self.pace.run(key, work)
+
+    def step(self) -> None:
+        self.now, call = self.due.pop(0)
+        call()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 0.01)), min_size=1, max_size=50))
+def test_all_work_is_done_within_its_share_of_the_time(wanted: list[tuple[str, float]]) -> None:
+    world = World()
+    for key, seconds in wanted:
+        world.want(key, seconds)
+    while world.due:
+        world.step()
+        assert world.busy <= LOOP_SHARE * world.now + 0.01
+    assert sorted(world.done) == sorted(key for key, _ in wanted)
+
+
+def test_a_peer_with_many_handshakes_holds_up_another_by_one() -> None:
+    world = World()
+    for _ in range(100):
+        world.want("a", 0.001)
+    world.step()
+    world.want("b", 0.001)
+    world.step()
+    assert world.done == ["a", "a", "b"]
+
+
+def test_work_that_fails_leaves_the_rest() -> None:
+    world = World()
+    world.want("a", 0.001)
+
+    def fail() -> None:
+        raise KeyError
+
+    world.pace.run("a", fail)
+    world.want("a", 0.001)
+    with pytest.raises(KeyError):
+        world.step()
+    world.step()
+    assert world.done == ["a", "a"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]) -> None:
+    places, has, waits = (
+        HandshakeSlots(8),
+        list[tuple[str, Callable[[], None]]](),
+        list[tuple[str, Callable[[], None]]](),
+    )
+
+    def beginning(key: str) -> Callable[[], None]:
+        def begin() -> None:
+            waits.remove((key, begin))
+            has.append((key, begin))
+
+        return begin
+
+    for key, comes in steps:
+        if comes:
+            begin = beginning(key)
+            waits.append((key, begin))
+            places.take(key, begin)
+        elif mine := [each for each in has + waits if each[0] == key]:
+            (waits if mine[-1] in waits else has).remove(mine[-1])
+            places.release(*mine[-1])
+        assert len(has) <= 8
+        assert all(any(key == each for each, _ in has) for key, _ in waits), (
+            "the first of a peer waits for no other peer"
+        )
+    for each in [*has]:
+        has.remove(each)
+        places.release(*each)
+    while has:
+        places.release(*has.pop())
+    assert not waits
+
+
+class Echo(asyncio.Protocol):
+    """Sends back what it receives, and closes the connection after the end of that."""
+
+    transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Contexts of a server and of a client."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(*SERVER.write(tmp_path_factory.mktemp("tls"), "server"))
+    return server, ssl.create_default_context(cadata=AUTHORITY)
+
+
+def connected(handshakes: Handshakes, peer: Peer, context: ssl.SSLContext) -> tuple[socket.socket, asyncio.Task[None]]:
+    """Return a client's socket, and the handshake of its connection."""
+    near, far = socket.socketpair()
+    for each in (near, far):
+        each.setblocking(False)
+    return far, asyncio.create_task(handshakes.complete(near, peer, context, 30.0, Echo))
+
+
+class Client:
+    """A client's end of TLS."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self.incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self._outgoing, server_hostname="localhost")
+
+    def sends(self) -> bytes:
+        """Return what it sends next in the handshake."""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self.tls.do_handshake()
+        return self._outgoing.read()
+
+    def says(self, data: bytes) -> bytes:
+        """Return data, encrypted."""
+        self.tls.write(data)
+        return self._outgoing.read()
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_what_follows_the_handshake_at_once_reaches_the_protocol(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], size: int
+) -> None:
+    async def story() -> None:
+        loop, client, handshakes = asyncio.get_running_loop(), Client(contexts[1]), Handshakes()
+        far, task = connected(handshakes, A, contexts[0])
+        with far:
+            hello = client.sends()
+            for begin in range(0, len(hello), size):
+                await loop.sock_sendall(far, hello[begin : begin + size])
+                await asyncio.sleep(0)
+            flight = b""
+            while not flight:
+                client.incoming.write(await loop.sock_recv(far, 65536))
+                flight = client.sends()
+            assert handshakes.in_progress == 1
+            await loop.sock_sendall(far, flight + client.says(b"ping"))
+            await task
+            assert handshakes.in_progress == 0
+            answer = b""
+            while not answer:
+                client.incoming.write(await loop.sock_recv(far, 65536))
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    answer = client.tls.read()
+            assert answer == b"ping"
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_peer_has_a_share_of_the_handshakes_under_way(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    async def story() -> None:
+        handshakes = Handshakes(8)
+        many = [connected(handshakes, A, contexts[0]) for _ in range(10)]
+        await asyncio.sleep(0)
+        other, task = connected(handshakes, B, contexts[0])
+        await asyncio.wait([each for _, each in many], return_when=asyncio.FIRST_COMPLETED)
+        refused = [each for _, each in many if each.done()]
+        assert len(refused) == 4
+        for each in refused:
+            with pytest.raises(ConnectionAbortedError, match="uid 1 has its share of 8 TLS handshakes"):
+                await each
+        assert not task.done()
+        for far in (other, *(far for far, _ in many)):
+            far.close()
+        await asyncio.gather(task, *(each for _, each in many), return_exceptions=True)
+        assert handshakes.in_progress == 0
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_who_leaves_a_handshake_unfinished_holds_up_no_other_peer(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    async def story() -> None:
+        loop, handshakes, client = asyncio.get_running_loop(), Handshakes(100, 8), Client(contexts[1])
+        hello = client.sends()
+        many = [connected(handshakes, A, contexts[0]) for _ in range(50)]
+        for far, _ in many:
+            far.send(hello)
+        await asyncio.gather(*(loop.sock_recv(far, 65536) for far, _ in many[:6]))
+        other, task = connected(handshakes, B, contexts[0])
+        await loop.sock_sendall(other, hello)
+        client.incoming.write(await loop.sock_recv(other, 65536))
+        await loop.sock_sendall(other, client.sends())
+        await task
+        assert not any(each.done() for _, each in many)
+        for far, _ in many:
+            far.close()
+        await asyncio.gather(*(each for _, each in many), return_exceptions=True)
+        other.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_no_time_is_spent_on_a_client_that_has_left(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    async def story() -> None:
+        far, task = connected(Handshakes(), A, contexts[0])
+        with far:
+            far.send(Client(contexts[1]).sends())
+            far.shutdown(socket.SHUT_WR)
+            with pytest.raises(OSError):  # noqa: PT011 - asyncio decides on the kind
+                await task
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.get_running_loop().sock_recv(far, 1) == b""
+
+    asyncio.run(asyncio.wait_for(story(), 30))

@@ -1,0 +1,462 @@
+"""The input with a known answer."""
+
+from __future__ import annotations
+
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import pytest
+
+from testkit import cases
+from testkit.fakeengine import Answer, FakeEngine
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.worker import Build
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
+from weightd_protocol.tensors import NUMPY_DTYPE
+from weightd_worker.selftest import selftest, sample, search
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
+
+Shape = Optional[Tuple[int, ...]]
+
+FAR = float("inf")
+
+
+def tensor(name: str, *shape: int, datatype: str = "FP32") -> TensorSignature:
+    return TensorSignature(name, datatype, shape)
+
+
+EVERYTHING = ModelSignature(
+    tuple(tensor(datatype.lower(), -1, 2, datatype=datatype) for datatype in sorted(ITEM_BYTES)),
+    (tensor("y", -1),),
+)
+
+
+class Once(FakeEngine):
+    """Only a new process gives back what its build took."""
+
+    can_rebuild = False
+
+
+def everything(inputs: Arrays) -> Arrays:
+    return {"y": np.concatenate([np.frombuffer(array.tobytes(), np.uint8) for array in inputs.values()])}
+
+
+def constantly(answer: Any) -> Answer:
+    return lambda _: {"y": answer}
+
+
+def row_sums(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"].sum(axis=1)}
+
+
+def picky(*sizes: int, error: Exception) -> Answer:
+    """A model that only runs on these sizes of x's first dimension."""
+
+    def answer(inputs: Arrays) -> Arrays:
+        if len(inputs["x"]) not in sizes:
+            raise error
+        return {"y": inputs["x"]}
+
+    return answer
+
+
+FREE = ModelSignature((tensor("x", -1, 4),), (tensor("y", -1),))
+FIXED = ModelSignature((tensor("x", 2, 4),), (tensor("y", 2, 4),))
+
+
+def test_every_process_and_every_numpy_makes_the_same_input() -> None:
+    """The digest was made by numpy 1.21 on Python 3.7 and by numpy 2.4 on Python 3.11."""
+    answer = selftest.run(FakeEngine(everything, EVERYTHING), cases.of(EVERYTHING, 1, 2))
+    assert answer.digest == "e1d2a8995705ae30764a120cb4bb6c3116fba8d3cf0c813539750965122f73ff"
+    assert answer.output_shapes == [{"y": (2 * sum(ITEM_BYTES.values()),)}, {"y": (4 * sum(ITEM_BYTES.values()),)}]
+
+
+def test_inputs_are_what_the_signature_says() -> None:
+    engine = FakeEngine(everything, EVERYTHING)
+    selftest.run(engine, cases.of(EVERYTHING, 1, 3))
+    for size, inputs in zip((1, 3), engine.received_inputs):
+        for each in EVERYTHING.inputs:
+            array = inputs[each.name]
+            assert array.dtype == NUMPY_DTYPE[each.datatype]
+            assert array.shape == (size, 2)
+            assert array.flags.c_contiguous
+            if array.dtype.kind == "f":
+                assert abs(array).max() <= 1
+                assert abs(array).min() > 0
+            else:
+                assert set(array.ravel().tolist()) <= {0, 1}
+
+
+def test_two_inputs_are_never_equal_and_so_a_swap_shows() -> None:
+    signature = ModelSignature((tensor("a", -1, 4), tensor("b", -1, 4)), (tensor("y", -1, 4),))
+    values = selftest.make_inputs(signature, {"a": (1, 4), "b": (1, 4)})
+    assert not np.array_equal(values["a"], values["b"])
+
+
+def test_the_digest_tells_every_bit_the_form_and_the_name_but_not_how_an_output_lies_in_memory() -> None:
+    def digest(array: Any, name: str = "y") -> str:
+        return selftest.from_answers(({},), [{name: array}]).digest
+
+    zeros = np.zeros((2, 3), np.float32)
+    assert digest(zeros) == digest(np.asfortranarray(zeros))
+    others: List[Any] = [zeros + 1e-30, -zeros, np.zeros((2, 3)), zeros.ravel(), zeros[:1], zeros.view(np.int32)]
+    assert digest(zeros) not in [digest(zeros, "z"), *map(digest, others)]
+
+
+def of_rank(rank: int) -> Answer:
+    def answer(inputs: Arrays) -> Arrays:
+        if inputs["x"].ndim != rank:
+            raise InvalidArgument("rank")
+        return {"y": inputs["x"]}
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("known", "shapes", "expected"),
+    [
+        # What the engine says of the rank is believed ...
+        ((2, 4), [(2, 4)], (2, 4)),
+        # ... but not that a dimension is fixed which is seen to be another, ...
+        ((8, 4), [(1, 4)], (-1, 4)),
+        ((2, 4), [(1, 4), (2, 4)], (-1, 4)),
+        ((), [(1, 4), (2, 4)], (-1, 4)),
+        # Of some they know nothing.
+        (None, [(1, 4), (2, 4)], (-1, 4)),
+        (None, [(), ()], ()),
+        # One observation cannot tell what is free.
+        (None, [(1, 4)], (-1, -1)),
+        # A rank that changes cannot be written down.
+        (None, [(1, 4), (2, 4, 1)], None),
+        (None, [], None),
+    ],
+)
+def test_output_shapes_that_the_engine_does_not_know_are_seen(
+    known: Shape, shapes: List[Tuple[int, ...]], expected: Shape
+) -> None:
+    signature = ModelSignature((), (TensorSignature("y", "BOOL", known),))
+    seen = selftest.from_answers(({}, {}), [{"y": np.zeros(shape)} for shape in shapes])
+    assert selftest.with_observed_outputs(signature, seen).outputs == (TensorSignature("y", "BOOL", expected),)
+
+
+# --- answers that are not equal to the last bit -----------------------------------------------------------------
+
+
+def answers(*arrays: Any) -> selftest.SelfTest:
+    return selftest.from_answers(({},), [{"y": np.asarray(each)} for each in arrays])
+
+
+ONES = np.ones((2, 2), np.float32)
+NAN = np.array([1, np.nan], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "far"),
+    [
+        (ONES, ONES, 0.0),
+        (ONES * 4, ONES * 5, 0.25),
+        (np.array([0, -4], np.float16), np.array([1, -4], np.float16), 0.25),
+        (np.array([0.0], np.float32), np.array([-0.0], np.float32), 0.0),
+        (np.array([0.0], np.float32), np.array([1e-30], np.float32), FAR),
+        (NAN, NAN * np.float32(2), 1.0),
+        (NAN, np.array([np.nan, 1], np.float32), FAR),
+        (np.array([1, np.inf], np.float32), np.array([1, -np.inf], np.float32), FAR),
+        (np.array([1], np.int32), np.array([2], np.int32), FAR),
+        (ONES, ONES.ravel(), FAR),
+        (ONES, ONES.astype(np.float64), FAR),
+        (ONES[:0], ONES[:0], 0.0),
+    ],
+)
+def test_how_far_answers_are_apart_is_a_share_of_the_largest_value(one: Any, other: Any, far: float) -> None:
+    assert selftest.difference(answers(one), answers(other)) == far
+
+
+def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
+    assert selftest.difference(answers(ONES), selftest.from_answers(({},), [{"z": ONES}])) == FAR
+    assert selftest.difference(answers(ONES), answers(ONES, ONES)) == FAR
+
+
+# --- the search -------------------------------------------------------------------------------------------------
+
+
+class SentMessages:
+    """What the daemon would hear; it may be the end of the process."""
+
+    def __init__(self, deadly: Sequence[SelfTestCase] = ()) -> None:
+        self.deadly = deadly
+        self.tried: List[SelfTestCases] = []
+        self.unfit: SelfTestCases = ()
+
+    def __call__(self, trying: SelfTestCases, unfit: SelfTestCases) -> None:
+        self.tried.append(trying)
+        self.unfit = unfit
+        if any(case in self.deadly for case in trying):
+            raise SystemExit
+
+
+SEARCH = Build(())
+
+
+def found(
+    engine: FakeEngine, order: Build = SEARCH, told: Optional[SentMessages] = None, **more: Any
+) -> selftest.SelfTest:
+    return search.find_selftest(engine, order, lambda: engine.build("again"), told or SentMessages(), **more)
+
+
+def rebuilds(engine: FakeEngine) -> int:
+    return engine.done.count("build again")
+
+
+def x(*shape: int) -> SelfTestCase:
+    return {"x": shape}
+
+
+@pytest.mark.parametrize("inputs", [{}, {"x": ()}, {"x": (2, 4)}])
+def test_a_fixed_model_is_asked_one_thing_twice(inputs: SelfTestCase) -> None:
+    signature = ModelSignature(tuple(tensor(name, *shape) for name, shape in inputs.items()), (tensor("y", 2),))
+    engine = FakeEngine(constantly(np.zeros(2)), signature)
+    assert found(engine).cases == (inputs,)
+    assert [{name: array.shape for name, array in each.items()} for each in engine.received_inputs] == [inputs] * 2
+
+
+def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
+    engine, told = FakeEngine(row_sums, FREE), SentMessages()
+    known = found(engine, told=told)
+    assert (known.cases, known.note, rebuilds(engine)) == (cases.of(FREE, 1, 2), "", 0)
+    assert known.digest == selftest.run(engine, known.cases).digest
+    assert [len(each["x"]) for each in engine.received_inputs[:4]] == [1, 1, 2, 2]
+    assert told.tried == [(x(1, 4),), (x(2, 4),), ()]
+
+
+@pytest.mark.parametrize(("error", "builds"), [(ModelCorrupted("failed"), 1), (InvalidArgument("refused"), 0)])
+@pytest.mark.parametrize(("sizes", "expected", "failures"), [((1,), (1,), 1), ((48, 3), (48,), 7), ((3,), (), 9)])
+def test_what_does_not_run_is_left_out_and_the_model_is_whole(
+    sizes: Tuple[int, ...], expected: Tuple[int, ...], failures: int, error: Exception, builds: int
+) -> None:
+    engine, told = FakeEngine(picky(*sizes, error=error), FREE), SentMessages()
+    known = found(engine, told=told)
+    assert known.cases == cases.of(FREE, *expected)
+    assert (rebuilds(engine), len(told.unfit)) == (builds * failures, failures)
+    none = "the model runs on none of 9 inputs made from its signature; the key canary can name one"
+    assert known.note == ("" if expected else none)
+
+
+IMAGE = ModelSignature((tensor("x", -1, 3, -1, -1), tensor("n", -1)), (tensor("y", -1),))
+
+
+def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None:
+    sizes = [each["x"][2:] for each in search.candidate_cases(IMAGE)]
+    assert sizes == [(64, 64), (224, 224), (32, 32), (48, 48), (1, 1), (2, 2)]
+    assert {(each["x"][0], each["n"]) for each in search.candidate_cases(IMAGE)} == {(1, (1,))}
+    known = found(FakeEngine(lambda inputs: {"y": inputs["x"][:, 0, 0, 0]}, IMAGE))
+    assert known.cases == ({"x": (1, 3, 64, 64), "n": (1,)}, {"x": (2, 3, 128, 128), "n": (2,)})
+
+
+def test_nothing_large_is_made_up() -> None:
+    volume = ModelSignature((tensor("x", -1, 8, -1, -1, -1),), ())
+    assert [each["x"][2] for each in search.candidate_cases(volume)] == [64, 32, 48, 1, 2]
+    assert search.double_case(volume, x(1, 8, 64, 64, 64)) is None
+    huge = ModelSignature((tensor("x", -1, 2**22),), ())
+    assert list(search.candidate_cases(huge)) == [x(1, 2**22)]
+    assert list(search.candidate_cases(ModelSignature((tensor("x", -1, 2**29),), ()))) == []
+
+
+def test_a_large_input_takes_little_more_than_itself() -> None:
+    count = 40 * 2**20
+    signature = ModelSignature((tensor("x", count, datatype="UINT8"),), ())
+    tracemalloc.start()
+    try:
+        array = selftest.make_inputs(signature, {"x": (count,)})["x"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert array.shape == (count,)
+    assert len(set(array[-7:].tolist())) > 1
+    assert peak < 3 * array.nbytes
+
+
+def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -> None:
+    """It is what the daemon does; a model that takes 32 and 64 alone, and kills whoever asks for another size."""
+    deadly = cases.of(FREE, 1, 2, 64)
+    unfit: SelfTestCases = ()
+    for _ in range(3):
+        told = SentMessages(deadly)
+        with pytest.raises(SystemExit):
+            found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told)
+        unfit = (*told.unfit, *told.tried[-1])
+    assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
+    told = SentMessages(deadly)
+    assert found(
+        FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told
+    ).cases == (x(32, 4),)
+    assert told.tried == [(x(32, 4),), ()]
+
+
+def test_what_worked_before_is_run_at_once_and_if_it_does_not_work_now_another_is_found() -> None:
+    before = cases.of(FREE, 48, 96)
+    told = SentMessages()
+    assert found(FakeEngine(row_sums, FREE), Build((), selftest_cases=before), told).cases == before
+    assert told.tried == [before, ()]
+    engine = FakeEngine(picky(1, 2, error=ModelCorrupted("failed")), FREE)
+    assert found(engine, Build((), selftest_cases=before)).cases == cases.of(FREE, 1, 2)
+    assert rebuilds(engine) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
+def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -> None:
+    engine = FakeEngine(
+        of_rank(rank), ModelSignature((TensorSignature("x", "FP32", None),), (TensorSignature("y", "FP32", None),))
+    )
+    known = found(engine)
+    assert ({len(case["x"]) for case in known.cases}, known.note) == ({rank}, "")
+    assert [each["y"] for each in known.output_shapes] == [case["x"] for case in known.cases]
+    assert known.digest == selftest.run(engine, known.cases).digest
+    # That is one rank of many.
+    assert selftest.with_observed_outputs(engine.signature, known) == engine.signature
+
+
+def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
+    signature = ModelSignature((tensor("x", -1, 2), tensor("z", 3, -1)), (tensor("y", -1, 2),))
+    refused = InvalidArgument("no")
+    for runs_on, cases_found in ((4, ({"x": (4, 2), "z": (3, 7)},)), (8, ({"x": (8, 2), "z": (3, 7)},)), (1, ())):
+        known = found(FakeEngine(picky(runs_on, error=refused), signature, gears=((4, 7), (8, 7))))
+        assert known.cases == cases_found
+    assert known.note.startswith("the model runs on none of 2 inputs")
+
+
+def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try() -> None:
+    assert found(Once(row_sums, FREE)).cases == (x(1, 4),)
+    with pytest.raises(BuildError, match=r"^it does not run on the canary, x \[1, 4\]: died$"):
+        found(Once(picky(error=ModelCorrupted("died")), FREE))
+    for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
+        last = Once(picky(error=ModelCorrupted("died")), signature)
+        assert found(last, Build((), unfit_cases=unfit)).cases == ()
+        assert (len(last.received_inputs), rebuilds(last)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "note"),
+    [
+        ((), "it is off: nothing shows whether a worker answers as the model does"),
+        ((x(1, 4),), "the search was given up, it took too long or too many processes died; "),
+    ],
+)
+def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
+    engine = FakeEngine(row_sums, FREE)
+    known = found(engine, Build((), search_selftest=False, unfit_cases=unfit))
+    assert (known.cases, known.digest, known.note[: len(note)], engine.received_inputs) == ((), "", note, [])
+
+
+def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
+    told = SentMessages()
+    assert found(
+        FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), told
+    ).cases == (x(7, 4),)
+    assert told.tried == [(x(7, 4),), ()]
+    wrong: Sequence[Tuple[SelfTestCase, str]] = (
+        ({"z": (1, 4)}, "canary: expected inputs x, got z"),
+        (x(1, 5), r"canary.x: expected a shape like \[-1, 4\], got \[1, 5\]"),
+        (x(4), r"canary.x: expected a shape like \[-1, 4\], got \[4\]"),
+        (x(2**27, 4), "canary: expected at most 1073741824 bytes, got 2147483648"),
+        (x(3, 4), r"the model does not run on the configured canary, x \[3, 4\]: refused"),
+    )
+    for case, cause in wrong:
+        with pytest.raises(BuildError, match=f"^{cause}$"):
+            found(
+                FakeEngine(picky(1, error=InvalidArgument("refused")), FREE),
+                Build((), search_selftest=False, selftest_cases=(case,)),
+            )
+
+
+def test_a_model_that_is_random_has_shapes_but_no_digest_unless_it_is_so_by_no_more_than_is_allowed() -> None:
+    random = np.random.RandomState(0)
+    known = found(FakeEngine(lambda inputs: {"y": 1 + random.rand(len(inputs["x"]), 7)}, FREE))
+    assert (known.cases, known.digest) == (cases.of(FREE, 1, 2), "")
+    assert known.note.startswith("the model gives different answers to the same input, 0.")
+    assert "of the largest value apart, canary_tolerance is 0: allow more, or build the model" in known.note
+    assert selftest.with_observed_outputs(FREE, known).outputs == (tensor("y", -1, 7),)
+
+    noisy = FakeEngine(lambda inputs: {"y": inputs["x"] * (1 + 1e-6 * random.rand())}, FREE)
+    assert found(noisy, tolerance=1e-5).digest
+    assert not found(noisy, tolerance=1e-9).digest
+
+
+def test_an_error_that_is_no_answer_is_not_swallowed() -> None:
+    with pytest.raises(RuntimeError, match="bug"):
+        found(FakeEngine(picky(3, error=RuntimeError("bug")), FREE))
+
+
+# --- a sample ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.npz")
+    np.savez(path, x=np.asfortranarray(np.arange(12, dtype=">f4").reshape(3, 4)))
+    engine = FakeEngine(row_sums, FREE)
+    known = found(engine, Build((), search_selftest=False), sample=sample.load(path, FREE))
+    assert (known.cases, known.answers[0]["y"].tolist()) == ((x(3, 4),), [6, 22, 38])
+    assert engine.received_inputs[0]["x"].flags.c_contiguous
+    assert engine.received_inputs[0]["x"].dtype == np.dtype("<f4")
+
+
+@pytest.mark.parametrize("rows", [np.full((2, 4), np.nan, np.float32), np.zeros((0, 4), np.float32)])
+def test_an_answer_without_a_finite_number_is_no_canary(rows: Any) -> None:
+    engine = FakeEngine(row_sums, FREE)
+    known = found(engine, Build((), search_selftest=False), sample={"x": rows})
+    assert (known.digest, known.note) == ("", "the model's answer to it has no finite number, which shows nothing")
+    # In a search the next one is tried.
+    known = found(FakeEngine(lambda inputs: {"y": inputs["x"][8:, 0]}, FREE))
+    assert known.cases[0] == x(16, 4)
+    assert known.digest
+
+
+def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.npz"
+
+    def cause() -> str:
+        with pytest.raises(BuildError) as caught:
+            sample.load(str(path), FREE)
+        assert str(caught.value).startswith(f"canary: {path}: ")
+        return str(caught.value)[len(f"canary: {path}: ") :]
+
+    assert cause() == "No such file or directory"
+    path.write_bytes(b"no zip")
+    assert cause().startswith("expected an .npz of plain arrays")
+    array = np.zeros((1, 4), np.float32)
+    for arrays, expected in (
+        ({"z": array}, "expected arrays x, got z"),
+        ({"x": array.astype(np.float64)}, "x: expected float32, got float64"),
+        ({"x": np.array([object()])}, "expected an .npz of plain arrays: Object arrays cannot be loaded"),
+        ({f"x{i}": array for i in range(65)}, "expected at most 64 arrays, got 65"),
+    ):
+        everything_in_it: Dict[str, Any] = dict(arrays)
+        np.savez(str(path), **everything_in_it)
+        assert cause().startswith(expected)
+    np.savez(str(path), x=array)
+    encrypted = bytearray(path.read_bytes())
+    for sign, offset in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        encrypted[encrypted.index(sign) + offset] |= 1
+    path.write_bytes(encrypted)
+    assert cause().startswith("expected an .npz of plain arrays: File ")
+    with zipfile.ZipFile(str(path), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", b"no array")
+    assert cause() == "expected an .npz of plain arrays, got x in it"
+    monkeypatch.setattr(sample, "MAX_BYTES", 2**20)
+    with zipfile.ZipFile(str(path), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", bytes(2**20 + 1))
+    assert cause() == "expected at most 1048576 bytes, got 1048577"
+
+
+def test_the_holders_answers_are_read_as_they_were(tmp_path: Path) -> None:
+    path = str(tmp_path / "answers")
+    known = selftest.from_answers(cases.of(FREE, 1, 2), [{"y": ONES, "a/b": NAN}, {"y": ONES * 2, "a/b": NAN}])
+    sample.save_answers(path, known.answers)
+    assert sample.load_answers(path, known.cases).digest == known.digest
+    with pytest.raises(BuildError, match="expected answers to 1 inputs"):
+        sample.load_answers(path, known.cases[:1])

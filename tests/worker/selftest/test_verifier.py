@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any, Tuple
+
+import numpy as np
+import pytest
+
+from testkit import cases
+from testkit.fakeengine import Answer, FakeEngine
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.verifier import AnswerVerifier
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import ModelCorrupted
+
+BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
+
+
+def proved(model: FakeEngine, sizes: Tuple[int, ...] = (1, 2), **more: Any) -> AnswerVerifier:
+    """The proof of a model that nothing was asked since."""
+    proof = AnswerVerifier(model, selftest.run(model, cases.of(model.signature, *sizes)), **more)
+    model.received_inputs.clear()
+    return proof
+
+
+def batch(size: int) -> Arrays:
+    return {"x": np.ones((size, 3), np.float32)}
+
+
+def shape_of(proof: AnswerVerifier, model: FakeEngine, inputs: Arrays) -> Tuple[int, ...]:
+    """The shape of an answer that was let through."""
+    shape: Tuple[int, ...] = proof.verify(inputs, model.predict(inputs))["y"].shape
+    return shape
+
+
+def twice(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * 2}
+
+
+def thrice(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * 3}
+
+
+def rows(count: int) -> Answer:
+    """A model whose answer does not follow the batch."""
+    return lambda _: {"y": np.ones((count, 3), np.float32)}
+
+
+def fails(_: Arrays) -> Arrays:
+    raise ModelCorrupted("predict failed")
+
+
+class Noise:
+    """Answers that are near one another, and no two of them equal; to large inputs only their first row."""
+
+    def __init__(self) -> None:
+        self.large = 1000
+        # float32 has a number in each 1.2e-7 beyond 1.
+        self._factors = (np.float32(1 + 2e-7 * number) for number in itertools.count())
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        y = inputs["x"] * next(self._factors)
+        return {"y": y if len(y) < self.large else y[:1]}
+
+
+def random(inputs: Arrays) -> Arrays:
+    return {"y": np.random.rand(*inputs["x"].shape).astype(np.float32)}
+
+
+def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
+    model = FakeEngine(twice, BATCHED)
+    proof = proved(model)
+    for size in (1, 2, 7):
+        assert shape_of(proof, model, batch(size)) == (size, 3)
+    assert len(model.received_inputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("outputs", "problem"),
+    [
+        ({"y": np.ones((2, 3), np.float32)}, r"output y has shape \[2, 3\] for a batch of 5"),
+        ({"y": np.ones((5, 4), np.float32)}, r"output y has shape \[5, 4\], expected \[-1, 3\]"),
+        ({"y": np.ones(15, np.float32)}, r"output y has shape \[15\], expected \[-1, 3\]"),
+        ({"y": np.ones((5, 3), np.float64)}, "output y is float64, expected FP32"),
+        ({"z": np.ones((5, 3), np.float32)}, "outputs z, expected y"),
+        ({}, "outputs , expected y"),
+    ],
+)
+def test_an_answer_that_contradicts_and_cannot_be_had_again_is_not_given(outputs: Arrays, problem: str) -> None:
+    proof = proved(FakeEngine(twice, BATCHED))
+    with pytest.raises(ModelCorrupted, match=rf"^the answer contradicts the model's signature: {problem}$"):
+        proof.verify(batch(5), outputs)
+
+
+def test_the_same_bytes_in_another_shape_are_not_the_same_again() -> None:
+    with pytest.raises(ModelCorrupted):
+        proved(FakeEngine(twice, BATCHED)).verify(batch(2), {"y": np.full((3, 2), 2, np.float32)})
+
+
+def test_neither_is_one_of_a_model_whose_canary_is_wrong_now() -> None:
+    model = FakeEngine(twice, BATCHED)
+    proof = proved(model)
+    model.answer = rows(2)
+    with pytest.raises(ModelCorrupted):
+        shape_of(proof, model, batch(5))
+
+
+def test_a_model_that_goes_its_own_way_with_an_input_may_do_so() -> None:
+    model = FakeEngine(lambda inputs: {"y": np.unique(inputs["x"], axis=0)}, BATCHED)
+    proof = proved(model)
+    assert shape_of(proof, model, batch(5)) == (1, 3)
+    # It is asked once, not for each request.
+    model.received_inputs.clear()
+    assert shape_of(proof, model, batch(6)) == (1, 3)
+    assert len(model.received_inputs) == 1
+
+
+@pytest.mark.parametrize("shape", [(-1, -1), (3, -1), None])
+def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(shape: Any) -> None:
+    def answer(inputs: Arrays) -> Arrays:
+        return {"y": inputs["x"].sum() * np.ones((*inputs["x"].shape[-1:], 3), np.float32)}
+
+    model = FakeEngine(answer, BATCHED._replace(inputs=(TensorSignature("x", "FP32", shape),)))
+    assert shape_of(proved(model), model, {"x": np.ones((3, 9), np.float32)}) == (9, 3)
+    assert len(model.received_inputs) == 1
+
+
+def test_where_inputs_are_of_several_sizes_there_is_no_batch() -> None:
+    inputs = (TensorSignature("x", "FP32", (-1, 3)), TensorSignature("z", "FP32", (-1, 3)))
+    model = FakeEngine(twice, BATCHED._replace(inputs=inputs))
+    proof = proved(model)
+    for x, z in ((5, 3), (3, 5)):
+        assert shape_of(proof, model, {"x": batch(x)["x"], "z": batch(z)["x"]}) == (x, 3)
+    assert len(model.received_inputs) == 2
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(4, (1, 2)), (1, (1,))])
+def test_an_output_that_did_not_follow_the_batch_need_not(count: int, sizes: Tuple[int, ...]) -> None:
+    model = FakeEngine(rows(count), BATCHED)
+    shape_of(proved(model, sizes), model, batch(5))
+    assert len(model.received_inputs) == 1
+
+
+@pytest.mark.parametrize("now", [thrice, fails])
+def test_the_canary_shows_whether_the_model_is_what_it_was(now: Answer) -> None:
+    model = FakeEngine(twice, BATCHED)
+    proof = proved(model)
+    before = proof.current_digest()
+    assert not proof.is_refuted()
+    model.answer = now
+    assert proof.is_refuted()
+    if now is not fails:
+        assert proof.current_digest() != before
+
+
+def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
+    noise = Noise()
+    model = FakeEngine(noise, BATCHED)
+    known = selftest.run(model, cases.of(BATCHED, 1, 2))
+    near, exact = AnswerVerifier(model, known, tolerance=1e-5), AnswerVerifier(model, known)
+    assert (near.is_refuted(), near.current_digest(), exact.is_refuted()) == (False, known.digest, True)
+    # An answer that contradicts the signature is looked into in the same way.
+    noise.large = 3
+    assert shape_of(near, model, batch(5)) == (1, 3)
+
+
+# --- without a canary -----------------------------------------------------------------------------------------------
+
+SIX = BATCHED._replace(outputs=(TensorSignature("y", "FP32", (1, 2, 60)),))
+OF_SIX = {"x": np.ones((1, 2, 60), np.float32)}
+
+
+class Solid(FakeEngine):
+    may_corrupt = False
+
+
+def test_without_a_canary_nothing_refutes_and_a_shape_that_the_engine_does_not_know_may_be_any() -> None:
+    assert not proved(FakeEngine(fails, BATCHED), sizes=()).is_refuted()
+    unknown = FakeEngine(twice, BATCHED._replace(outputs=(TensorSignature("y", "FP32", None),)))
+    assert shape_of(proved(unknown, sizes=()), unknown, batch(5)) == (5, 3)
+
+
+def test_of_a_model_that_cannot_be_spoilt_every_answer_is_its_way() -> None:
+    """An output that was declared inexactly, as by an export with a batch of 1."""
+    model = Solid(twice, SIX)
+    proof = proved(model, sizes=())
+    shape_of(proof, model, OF_SIX)
+    for size in (5, 1, 5):
+        assert shape_of(proof, model, batch(size)) == (size, 3)
+    assert len(model.received_inputs) == 4
+
+
+def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true() -> None:
+    untrue, true = FakeEngine(twice, SIX), FakeEngine(twice, SIX)
+    proof = proved(untrue, sizes=())
+    for size in (5, 1):
+        assert shape_of(proof, untrue, batch(size)) == (size, 3)
+    proof = proved(true, sizes=())
+    shape_of(proof, true, OF_SIX)
+    with pytest.raises(
+        ModelCorrupted, match=r"expected \[1, 2, 60\]; it has no canary by which that could be looked into$"
+    ):
+        shape_of(proof, true, batch(5))
+
+
+def test_of_a_model_that_does_not_repeat_itself_the_form_is_known() -> None:
+    model = FakeEngine(random, SIX)
+    # Its only input was of the declared shape: nothing has shown that others are not.
+    proof = AnswerVerifier(model, selftest.from_answers(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
+    assert not proof.is_refuted()
+    assert shape_of(proof, model, batch(5)) == (5, 3)
+    for broken in (rows(2), fails):
+        model.answer = broken
+        assert proof.is_refuted()

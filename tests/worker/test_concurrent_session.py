@@ -1,0 +1,340 @@
+"""A worker that runs several predicts at once: the order in which they begin and end is the test's.
+
+What it does as every other worker is in test_session.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testkit.fakeengine import FakeEngine
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.worker import (
+    FROM_CHILD,
+    BeginBatch,
+    CancelPredict,
+    Failed,
+    Hello,
+    Ping,
+    Pong,
+    Predict,
+    PredictCancelled,
+    Reconnected,
+    Result,
+    Stop,
+    UnmapRegion,
+)
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.tensors import frame_of, spec_of
+from weightd_worker import exit_codes
+from weightd_worker.batching import shadow_check
+from weightd_worker.concurrent_session import ConcurrentSession
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted
+from weightd_worker.session import ChildFiles
+
+SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 1)),), (TensorSignature("y", "FP32", (-1, 1)),))
+SIZE = 3
+LIMIT_S = 60
+STOP = encode(Stop())
+REQUESTS = {"predict": 1, "together": 2}
+PING = encode(Ping(run_selftest=False))
+
+Frames = Sequence[Any]
+Orders = Sequence[Optional[Frames]]
+
+
+class Engine(FakeEngine):
+    """Answers twice the input: when it is let to, and unless another outcome is told for it."""
+
+    @property
+    def concurrency(self) -> int:
+        return SIZE
+
+    def __init__(self) -> None:
+        super().__init__(self._answer, SIGNATURE)
+        self.outcomes: Dict[float, BaseException] = {}
+        self.begun: List[float] = []
+        self.gates: Dict[float, threading.Event] = {}
+
+    def _answer(self, inputs: Arrays) -> Arrays:
+        number = float(inputs["x"].ravel()[0])
+        gate = self.gates[number] = threading.Event()
+        self.begun.append(number)
+        assert gate.wait(LIMIT_S)
+        if number in self.outcomes:
+            raise self.outcomes[number]
+        return {"y": inputs["x"] * 2}
+
+
+class Script:
+    """A connection, and what happens meanwhile: whenever the session can only wait, the test chooses what comes next.
+
+    Args:
+        orders: that come one after another; where it says None another daemon is there.
+        choose: given the numbers of those that run, returns which of them ends; None: the next order comes.
+        late: whether an order comes already before it has to be waited for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        orders: Orders,
+        choose: Callable[[List[float]], Optional[float]],
+        late: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.sent: List[Any] = []
+        self.values: Dict[int, List[float]] = {}
+        self.running_at: Dict[str, List[int]] = {"pong": [], "unmap": []}
+        self._engine = engine
+        self._orders = list(orders)
+        self._choose = choose
+        self._late = late
+        self.session: Any = cast(Any, ConcurrentSession)(self, engine, ChildFiles("/m", "/s"))
+        self.session._predictor.regions.unmap = self._unmap
+
+    def run(self) -> int:
+        status: int = self.session.run("ab" * 32)
+        assert not self._orders
+        return status
+
+    def watch(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
+        if not timeout:
+            return [self._next()] if self._orders and self._orders[0] and self._late() else []
+        # Either there is something to hear, or everybody is at a gate.
+        while not select.select([self._descriptor], [], [], 0.0005)[0]:
+            if len(self._engine.gates) == self.session._crew._busy:
+                break
+        else:
+            return []
+        running = sorted(self._engine.gates)
+        ends = self._choose(running) if running and self._orders else next(iter(running), None)
+        if ends is not None:
+            self._engine.gates.pop(ends).set()
+            return []
+        if self._orders[0] is None:
+            self._orders.pop(0)
+            while self._engine.gates:
+                self._engine.gates.popitem()[1].set()
+            return None
+        return [self._next()]
+
+    def _next(self) -> Frames:
+        return cast(Frames, self._orders.pop(0))
+
+    def send(self, frames: Frames) -> bool:
+        sent: Any = decode(list(map(bytes, frames)), FROM_CHILD)
+        self.sent.append(sent)
+        if isinstance(sent, Pong):
+            self.running_at["pong"].append(len(self._engine.gates))
+        return True
+
+    def answer(self, *messages: Frames) -> None:
+        for frames in messages:
+            kept = list(map(bytes, frames))
+            answer: Any = decode(kept, FROM_CHILD)
+            self.sent.append(answer)
+            if isinstance(answer, Result):
+                self.values[answer.request] = [float(each) for each in np.frombuffer(kept[2], np.float32)]
+
+    def _unmap(self, region: int) -> None:
+        self.running_at["unmap"].append(len(self._engine.gates))
+
+
+def predict(number: int) -> Frames:
+    x = np.full((1, 1), number, np.float32)
+    return [*encode(Predict(number, RequestDescription("m", (spec_of("x", x),)))), bytes(frame_of(x))]
+
+
+def told(script: Script) -> List[Any]:
+    """What was answered, in its order: the number of a request, or its error."""
+    kinds = (Result, Failed, PredictCancelled, Pong, Reconnected)
+    return [each.request if isinstance(each, Result) else each for each in script.sent if isinstance(each, kinds)]
+
+
+def one_after_another(*numbers: Optional[float]) -> Callable[[List[float]], Optional[float]]:
+    """Ends in this order; None: the next order comes."""
+    left = list(numbers)
+    return lambda running: left.pop(0) if left else running[0]
+
+
+def test_it_says_how_many_it_runs_at_once() -> None:
+    script = Script(Engine(), [STOP], one_after_another())
+    assert script.run() == exit_codes.OK
+    assert script.sent[0].concurrency == SIZE
+    assert isinstance(script.sent[0], Hello)
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> Tuple[List[str], List[Frames], Dict[float, BaseException]]:
+    """Kinds of orders, the orders, and what fails. The requests have the numbers from 0 on."""
+    kinds = draw(st.lists(st.sampled_from(["predict", "predict", "together", "skip", "ping", "unmap"]), max_size=20))
+    orders: List[Frames] = []
+    fails: Dict[float, BaseException] = {}
+    count = 0
+    for kind in kinds:
+        if kind == "together":
+            orders.append(encode(BeginBatch(REQUESTS[kind], 0)))
+        orders += map(predict, range(count, count + REQUESTS.get(kind, 0)))
+        if kind in REQUESTS and draw(st.booleans()):
+            fails[count] = InvalidArgument("not this one")
+        elif kind == "skip":
+            orders.append(encode(CancelPredict(draw(st.integers(0, max(0, count - 1))))))
+        elif kind not in REQUESTS:
+            orders.append(PING if kind == "ping" else encode(UnmapRegion(7)))
+        count += REQUESTS.get(kind, 0)
+    return kinds, orders, fails
+
+
+@settings(max_examples=100, deadline=None)
+@given(asked(), st.data())
+def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, data: st.DataObject) -> None:
+    engine = Engine()
+    kinds, frames, engine.outcomes = orders
+
+    def choose(running: List[float]) -> Optional[float]:
+        assert len(running) <= SIZE
+        return data.draw(st.sampled_from([None, *running]))
+
+    script = Script(engine, [*frames, STOP], choose, lambda: data.draw(st.booleans()))
+    assert script.run() == exit_codes.OK
+    answers = [each for each in script.sent if isinstance(each, (Result, Failed, PredictCancelled))]
+    assert sorted(each.request for each in answers) == [*range(sum(REQUESTS.get(kind, 0) for kind in kinds))]
+    assert all(values == [2.0 * number] for number, values in script.values.items())
+    assert {each.request for each in answers if isinstance(each, Failed)} == engine.outcomes.keys() & set(engine.begun)
+    # They were obeyed when nothing ran, each in its place among the requests.
+    assert script.running_at == {"pong": [0] * kinds.count("ping"), "unmap": [0] * kinds.count("unmap")}
+    pings = [index for index, kind in enumerate(kinds) if kind == "ping"]
+    pongs = [index for index, each in enumerate(script.sent) if isinstance(each, Pong)]
+    for ping, pong in zip(pings, pongs):
+        count = sum(REQUESTS.get(kind, 0) for kind in kinds[:ping])
+        before = [each for each in script.sent[:pong] if isinstance(each, (Result, Failed, PredictCancelled))]
+        assert {each.request for each in before} >= set(range(count))
+        assert all(each.request < count or isinstance(each, PredictCancelled) for each in before)
+
+
+def test_each_is_answered_when_it_has_ended() -> None:
+    script = Script(Engine(), [predict(1), predict(2), predict(3), STOP], one_after_another(None, None, 3, 1, 2))
+    assert script.run() == exit_codes.OK
+    assert told(script) == [3, 1, 2]
+
+
+def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_after_it() -> None:
+    engine = Engine()
+    engine.outcomes = {2: ModelCorrupted("gone"), 3: MaybeCorrupted("perhaps")}
+    orders = [predict(1), predict(2), predict(3), predict(4), STOP]
+    script = Script(engine, orders, one_after_another(None, None, None, 2, 3, 1))
+    assert script.run() == exit_codes.MODEL_CORRUPTED
+    # The third one runs again elsewhere, and so does the fourth.
+    assert told(script) == [1, Failed(2, "INTERNAL", "gone", is_exiting=True)]
+    assert engine.begun == [1, 2, 3]
+
+
+def test_of_two_that_spoil_it_each_is_told() -> None:
+    engine = Engine()
+    engine.outcomes = {1: ModelCorrupted("one"), 2: RuntimeError("two")}
+    script = Script(engine, [predict(1), predict(2), predict(3), STOP], one_after_another(None, None, 2, 1, 3))
+    assert script.run() == exit_codes.MODEL_CORRUPTED
+    assert told(script) == [
+        3,
+        Failed(2, "INTERNAL", "RuntimeError: two", is_exiting=False),
+        Failed(1, "INTERNAL", "one", is_exiting=True),
+    ]
+
+
+def test_another_daemon_gets_no_answer_that_it_has_not_asked_for() -> None:
+    """What runs ends before its memory is forgotten; what waits is forgotten, but for orders of any daemon's."""
+    engine = Engine()
+    orders: List[Optional[Frames]] = [*map(predict, range(1, 6)), PING, None, predict(9), STOP]
+    script = Script(engine, orders, one_after_another(*[None] * 6, None, 9))
+    assert script.run() == exit_codes.OK
+    assert told(script) == [Reconnected(), Pong(), 9]
+    assert engine.begun[SIZE:] == [9]
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_one_that_has_spoilt_it_when_another_daemon_comes_ends_unheard(ends_before: bool) -> None:
+    engine = Engine()
+    engine.outcomes = {1: ModelCorrupted("gone")}
+    chosen = one_after_another(None, 1, None) if ends_before else one_after_another(None, None)
+    script = Script(engine, [predict(1), predict(2), None], chosen)
+    assert script.run() == exit_codes.MODEL_CORRUPTED
+    assert told(script) == []
+
+
+def test_what_no_predict_may_raise_is_the_end_of_the_process() -> None:
+    engine = Engine()
+    engine.outcomes = {1: KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        Script(engine, [predict(1), STOP], one_after_another(1)).run()
+
+
+class Two(FakeEngine):
+    """Runs two predicts at once."""
+
+    @property
+    def concurrency(self) -> int:
+        return 2
+
+
+def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_check, "_SELDOM", 1)
+    engine = Two(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
+    job = [encode(BeginBatch(2)), predict(1), predict(2)]
+    orders: List[List[Frames]] = [job, job, [], [STOP]]
+
+    class Quiet(Script):
+        def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
+            if timeout and self.session._crew._busy:
+                assert select.select([self._descriptor], [], [], LIMIT_S)[0]
+                return []
+            return orders.pop(0) if timeout else []
+
+    socket = Quiet(cast(Any, engine), (), lambda _: None)
+    socket.session._predictor.begin(2, (), exact=True)
+    assert socket.run() == exit_codes.OK
+    assert [len(each["x"]) for each in engine.received_inputs] == [2, 1, 1, 2, 1, 1]
+
+
+class Rebuilt(Engine):
+    """Has built a new model with the first predict."""
+
+    def __init__(self, script: List[Script]) -> None:
+        super().__init__()
+        self.shared_at: List[List[float]] = []
+        self._script = script
+        self._is_rebuilt = False
+
+    @property
+    def has_unshared_weights(self) -> bool:
+        return self._is_rebuilt
+
+    def reshare_weights(self) -> None:
+        assert not self._script[0].session._crew._busy
+        self._is_rebuilt = False
+        self.shared_at.append([*self.begun])
+
+    def _answer(self, inputs: Arrays) -> Arrays:
+        self._is_rebuilt = self._is_rebuilt or not self.begun
+        return super()._answer(inputs)
+
+
+def test_pages_of_a_model_that_was_built_again_are_shared_when_nothing_else_runs() -> None:
+    scripts: List[Script] = []
+    engine = Rebuilt(scripts)
+    orders = [predict(1), predict(2), predict(3), STOP]
+    scripts.append(Script(engine, orders, one_after_another(1, 2, None, 3)))
+    assert scripts[0].run() == exit_codes.OK
+    assert engine.shared_at == [[1.0]]
+    assert sorted(scripts[0].values) == [1, 2, 3]

@@ -1,0 +1,161 @@
+"""What a holder finds out of the rows of its model: whether it has any, and whether they can be run together.
+
+The test itself is `weightd_common.rowtest`, for `weightctl advise` runs the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, List, Optional, Sequence
+
+from weightd_protocol.codec import clip
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.worker import Build
+from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
+from weightd_common.rowtest import comparison
+from weightd_common.rowtest.bits import NotBatchable
+from weightd_common.rowtest.comparison import TestedModel
+from weightd_common.rowtest.rows import RowKind
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.selftest import SelfTest
+from weightd_worker.engines.engine import Arrays, Engine
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
+
+
+def find_row_support(
+    engine: Engine,
+    order: Build,
+    reference: SelfTest,
+    rebuild: Callable[[], None],
+    announce: Callable[[SelfTestCases], None],
+    sample: Optional[Arrays] = None,
+) -> Optional[RowSupport]:
+    """Return what is found of the rows of the model that `engine` has built; None where that is not asked for.
+
+    Args:
+        engine: built.
+        order: how many rows there may be, and whether it is tested that their answers are those of each alone.
+        known: the canary.
+        rebuild: called where a try has spoilt the engine.
+        tell: called before a number of rows is run for the first time, which may be the end of this process; and with
+            nothing, when it was not.
+        sample: what the canary asks, if it is not made up.
+
+    Raises:
+        BuildError: it has spoilt the engine, which cannot be rebuilt.
+    """
+    if order.max_rows == 1:
+        return None
+    try:
+        inputs = comparison.inputs_with_rows(engine.signature.inputs, order.row_counts)
+        if not reference.cases:
+            raise NotBatchable(f"there is no canary, by which rows are looked at: {reference.note}")
+    except NotBatchable as error:
+        return RowSupport((), (), is_equal=False, note=clip(str(error)))
+    try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
+    subject = _make_subject(engine, reference.cases[0], order.max_rows, order.row_counts, sample)
+    is_exact = order.exact and reference.digest != ""
+    found = comparison.compare(
+        subject, exact=is_exact, before_run=try_reporter.on_try, on_refused=try_reporter.on_failure
+    )
+    try_reporter.finish()
+    note = found.note
+    if not note and not is_exact:
+        note = reference.note if order.exact else "it was not tested whether answers are the same: they need not be"
+    # What fails in a way that spoils the model is not risked with the requests of clients.
+    outputs = () if isinstance(found.batch_error, ModelCorrupted) else found.outputs
+    special_kinds = tuple([each.value for each in found.unequal_specials])
+    return RowSupport(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special_kinds)
+
+
+def rows_digest(
+    engine: Engine,
+    cases: SelfTestCases,
+    max_rows: int,
+    allowed_batch_sizes: Sequence[int] = (),
+    sample: Optional[Arrays] = None,
+    row_kind: str = RowKind.SCALED.value,
+) -> str:
+    """Return the digest of the answer to a predict of many rows.
+
+    Args:
+        engine: built.
+        cases: of the canary.
+        rows: the largest number of rows in one predict.
+        sizes: the only numbers of rows that the model takes; none: any.
+        sample: what the canary asks, if it is not made up.
+        values: the kind of rows that the holder has tested (`Rows.values`).
+
+    Raises:
+        RequestError: the model does not run on them.
+    """
+    subject = _make_subject(engine, cases[0], max_rows, allowed_batch_sizes, sample)
+    return selftest.from_answers(({},), [comparison.predict_many_rows(subject, RowKind(row_kind))]).digest
+
+
+def _make_subject(
+    engine: Engine, case: SelfTestCase, max_rows: int, allowed_batch_sizes: Sequence[int], sample: Optional[Arrays]
+) -> TestedModel:
+    return TestedModel(
+        engine.predict,
+        engine.signature.inputs,
+        case,
+        max_rows,
+        allowed_batch_sizes,
+        sample,
+        (InvalidArgument, ModelCorrupted),
+    )
+
+
+class _TryReporter:
+    """Tells the daemon what is tried, and rebuilds what a try has spoilt."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        order: Build,
+        inputs: Sequence[str],
+        cases: SelfTestCases,
+        rebuild: Callable[[], None],
+        announce: Callable[[SelfTestCases], None],
+    ) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._cases = cases
+        self._failed_cases = order.unfit_cases
+        self._rebuild = rebuild
+        self._announce = announce
+        self._announced: List[int] = []
+
+    def on_try(self, row_count: int) -> None:
+        """Tell of a number of rows that is run for the first time.
+
+        Raises:
+            NotTogether: a process has died of it.
+        """
+        if row_count in self._announced:
+            return
+        self._announced.append(row_count)
+        case: SelfTestCase = {
+            name: (row_count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
+        }
+        if case in self._failed_cases:
+            raise NotBatchable(f"the process that has built the model died of {row_count} rows")
+        if case not in self._cases:
+            self._announce((case,))
+
+    def on_failure(self, error: Exception) -> None:
+        """Rebuild the model if that is needed.
+
+        Raises:
+            BuildError: it is, and cannot be done.
+        """
+        if isinstance(error, ModelCorrupted):
+            if not self._engine.can_rebuild:
+                raise BuildError(f"the model does not run on so many rows: {error}; run no requests together") from None
+            self.finish()
+            self._rebuild()
+
+    def finish(self) -> None:
+        """Tell that nothing is tried any more."""
+        self._announced.clear()
+        self._announce(())

@@ -1,0 +1,143 @@
+"""One rank of a model by MindSpore Lite's graph engine, the provider "ge", on an Ascend card.
+
+What the library does not do, read in the sources of 2.7 and HCCL, and what this module does about it:
+
+- It joins the group at the build, with local checks only, and meets the other ranks at the first predict: there is
+  nothing to do to enter. Who does not come by then is waited for as long as a variable says that HCCL reads once; so
+  does how long a rank waits within a predict. Both are set before the import.
+- Without a rank table, or where its key is misspelt, a build succeeds and the first predict fails. The key is in the
+  options of the build, which win over those of a file. Before 2.7 a rank's number is taken, and nobody reads it.
+- The options of the first model of a process count for all: there is one.
+- It takes a MindIR as MindSpore has exported it. Tensors have the names of that file here, in its order, for those of
+  outputs would be other ones in each rank; of what type and shape they are, the built model says.
+- It shares no weights, and waits for others without the interpreter's lock, so that pings could be answered, and
+  without a time limit of its own, so that the daemon's has to be the shorter one.
+- A predict that has failed spoils what the others have computed: `Spoilt`. A resize runs nothing: `Refused`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_common.devices import card_of
+from weightd_worker.engines.engine import Arrays, BuildSettings, ModelSignature
+from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted, OutOfDeviceMemory
+from weightd_worker.engines.mindspore import read_signature
+from weightd_worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
+from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
+
+_TOO_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
+
+
+class MindSporeLiteRank(RankEngine):
+    """Runs one slice. Only one in a process."""
+
+    name = "mindspore_lite"
+
+    def __init__(self, rendezvous: RankRendezvous) -> None:
+        super().__init__(rendezvous)
+        if card_of(rendezvous.device) is None:
+            raise BuildError(
+                f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {rendezvous.device!r}"
+            )
+        if not rendezvous.rank_table:
+            raise BuildError("ranks.table: expected the path of a rank table, got none")
+        os.environ["HCCL_CONNECT_TIMEOUT"] = str(rendezvous.connect_timeout_s)
+        os.environ["HCCL_EXEC_TIMEOUT"] = str(rendezvous.exec_timeout_s)
+        if rendezvous.buffer_mib:
+            os.environ["HCCL_BUFFSIZE"] = str(rendezvous.buffer_mib)
+        self._slice = _Slice(rendezvous, {})
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the library's version."""
+        return self._slice.versions()
+
+    def join_group(self) -> None:
+        """Do nothing: ranks meet at their first predict."""
+
+    def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
+        """Build the slice."""
+        self._slice = _Slice(self._rendezvous, options)
+        self._slice.build(path)
+        return self._slice.signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run, and copy the outputs out."""
+        try:
+            return self._slice.predict(inputs)
+        except InvalidArgument as error:
+            raise RankRejected(str(error)) from None
+        except ModelCorrupted as error:
+            # It is the first one that takes the card's memory.
+            if any(each in str(error) for each in OUT_OF_MEMORY_MARKS):
+                raise OutOfDeviceMemory(str(error)) from None
+            raise
+
+    def leave_group(self) -> None:
+        """Do nothing: nobody waits for it."""
+
+    def memory(self) -> Optional[DeviceMemory]:
+        """Ask the driver."""
+        return self._slice.memory()
+
+
+class _Slice(MindSporeLiteAscend):
+    """A model as a rank builds it.
+
+    Raises:
+        EngineMissing: the library knows no ranks.
+        BuildError: an option is not one.
+    """
+
+    def __init__(self, rendezvous: RankRendezvous, options: Mapping[str, Any]) -> None:
+        super().__init__(
+            BuildSettings(rendezvous.threads, rendezvous.device, False, options), card_of(rendezvous.device) or 0
+        )
+        self._rendezvous = rendezvous
+        if "rank_id" not in dir(type(self._library.Context().ascend)):
+            raise EngineMissing(_TOO_OLD.format(self._library.__version__))
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build the slice, which is nobody else's."""
+        self._file_signature = read_signature(model)
+        super().build(model, pids=pids, handle=handle)
+
+    @property
+    def signature(self) -> ModelSignature:
+        """What the built model takes and gives, by the names of the file."""
+        file_signature, (inputs, outputs) = self._file_signature, super().signature
+        return ModelSignature(
+            _with_file_names(inputs, file_signature.inputs), _with_file_names(outputs, file_signature.outputs)
+        )
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run, and copy the outputs out."""
+        outputs = super().predict(
+            {name: inputs[each.name] for name, each in zip(self._names, self._file_signature.inputs)}
+        )
+        return {each.name: array for each, array in zip(self._file_signature.outputs, outputs.values())}
+
+    def _context(self) -> Any:
+        rendezvous, context = self._rendezvous, super()._context()
+        context.ascend.provider = "ge"
+        context.ascend.rank_id = rendezvous.rank
+        if rendezvous.group_info:
+            context.group_info_file = rendezvous.group_info
+        return context
+
+    def _ascend_section(self) -> Dict[str, str]:
+        return {"rank_table_file": self._rendezvous.rank_table}
+
+
+def _with_file_names(
+    tensors: Sequence[TensorSignature], file_tensors: Sequence[TensorSignature]
+) -> Tuple[TensorSignature, ...]:
+    if len(tensors) != len(file_tensors):
+        raise BuildError(f"expected {len(file_tensors)} tensors as the file has, got {len(tensors)} of the built model")
+    return tuple(dataclasses.replace(built, name=each.name) for built, each in zip(tensors, file_tensors))

@@ -1,0 +1,269 @@
+"""The life of a child by its arguments, whether it was spawned or forked."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Callable, Optional, Sequence, Union
+
+import zmq
+
+from weightd_protocol import limits
+from weightd_protocol.codec import clip, encode
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.messages.worker import ProcessFailed
+from weightd_common.coredump import disable_core_dumps
+from weightd_common.cpulist import parse_cpulist
+from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.model_group import GroupMembers, joint_digest
+from weightd_common.modelfile import ModelFileError, pinned_digest
+from weightd_common.oom_score import raise_score
+from weightd_common.pdeathsig import die_with_parent
+from weightd_common.proctitle import Title
+from weightd_common.transient import is_transient
+from weightd_worker import arguments as words_of
+from weightd_worker import exit_codes, pagesharing
+from weightd_worker.concurrent_session import ConcurrentSession
+from weightd_worker.connection import WorkerConnection
+from weightd_worker.engines import ENGINES, RANK_ENGINES
+from weightd_worker.engines.engine import BuildSettings, Engine
+from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.mindspore import read_signature
+from weightd_worker.engines.mindspore_lite.group import ModelGroup
+from weightd_worker.engines.ranks import RankRendezvous as RankMeeting
+from weightd_worker.forking.process_state import ProcessState
+from weightd_worker.forking.fork import Forker, InheritedModel
+from weightd_worker.channel import ChannelConnection
+from weightd_worker.multi_model_session import MultiModelSession
+from weightd_worker.ranks import rendezvous_server
+from weightd_worker.ranks.session import RankInputs, RankSession
+from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
+
+_log = logging.getLogger("weightd_worker")
+
+# The last message says why the process leaves: give libzmq this long to hand it over, and no longer.
+_LINGER_MS = 2000
+
+
+def prepare_process() -> ProcessState:
+    """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
+    # As the daemon does: the interpreter may be a script that has raised the limit.
+    disable_core_dumps()
+    # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
+    faulthandler.enable()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    pagesharing.prepare()
+    return ProcessState()
+
+
+def attach_to_parent(role: str, parent_pid: int, process_state: ProcessState) -> None:
+    """Make this process one of the daemon's children, whether it was started or forked.
+
+    Raises:
+        SystemExit: the parent has ended.
+    """
+    die_with_parent(parent_pid)
+    raise_score(role, daemon_score=process_state.oom_score)
+
+
+def run(
+    arguments: argparse.Namespace,
+    process_state: ProcessState,
+    origin: str = "spawned",
+    inherited_model: Optional[InheritedModel] = None,
+) -> int:
+    """Live until the daemon stops it; return the exit status.
+
+    Args:
+        arguments: see `arguments.parse`.
+        beginning: of this process, or of that which it was forked from.
+        origin: how it came to be.
+        made: what it has been given.
+    """
+    attach_to_parent(arguments.role, arguments.parent, process_state)
+    if arguments.cores:
+        _set_cpu_affinity(arguments.cores)
+    if arguments.template or origin != "spawned":
+        return _run_session(ChannelConnection(arguments.address), arguments, process_state, origin, inherited_model)
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        return _run_session(
+            WorkerConnection(socket, arguments.address), arguments, process_state, origin, inherited_model
+        )
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+def _set_cpu_affinity(cores: str) -> None:
+    """Have this thread on these cores alone, and so each that it will start: before there is another one.
+
+    Raises:
+        SystemExit: there are no such cores, or none of them can be had any more.
+    """
+    try:
+        os.sched_setaffinity(0, parse_cpulist(cores))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no list of cores"
+        raise SystemExit(f"cannot run on cores {cores}: {why}") from None
+
+
+def make_child_main(
+    parent_pid: int,
+    process_state: ProcessState,
+    title: Title,
+    argv: Sequence[str],
+    inherited_model: Optional[InheritedModel],
+) -> Callable[[], int]:
+    """Return the life of a process that is forked; `words` are its arguments, but for its parent.
+
+    Raises:
+        SystemExit: they are not such.
+    """
+    argv = [*argv, "--parent", str(parent_pid)]
+    arguments = words_of.parse(argv)
+    # Every user of the host may read it: it names no model.
+    command = [title.first_word, *words_of.PROGRAM, "--role", arguments.role, "--parent", str(parent_pid)]
+
+    def child_main() -> int:
+        sys.argv = [sys.argv[0], *argv]
+        title.set_title(command)
+        return run(arguments, process_state, "forked" if inherited_model is None else "template", inherited_model)
+
+    return child_main
+
+
+def make_forker(parent_pid: int, process_state: ProcessState) -> Forker:
+    """Return what makes processes of this one, as children of its parent."""
+    return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, Title()))
+
+
+def _run_session(
+    connection: Union[WorkerConnection, ChannelConnection],
+    arguments: argparse.Namespace,
+    process_state: ProcessState,
+    origin: str,
+    inherited_model: Optional[InheritedModel],
+) -> int:
+    if arguments.ranks:
+        return _run_rank_or_broker(connection, arguments)
+    if arguments.members:
+        return _run_model_group(connection, arguments)
+    try:
+        engine = _make_engine(arguments) if inherited_model is None else inherited_model.engine
+    except BuildError as error:
+        return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _report_failure(connection, error, exit_codes.NO_ENGINE, f"{sys.executable}: ")
+    try:
+        sha256 = (
+            pinned_digest(Path(arguments.model), arguments.pinned)
+            if inherited_model is None
+            else inherited_model.sha256
+        )
+    except ModelFileError as error:
+        return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
+    is_template = arguments.template and arguments.sharing == "on"
+    session = (WorkerSession if engine.concurrency == 1 else ConcurrentSession)(
+        connection,
+        engine,
+        ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.sample),
+        arguments.tolerance,
+        origin=SpawnInfo(origin, clip(arguments.origin_note), inherited_model),
+        heirs=ForkTargets(arguments.users, make_forker(arguments.parent, process_state) if is_template else None),
+    )
+    return session.run(sha256)
+
+
+def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
+    """Be one of the processes of a unit."""
+    try:
+        rendezvous = RendezvousInfo.from_json(arguments.ranks)
+        engine_type = RANK_ENGINES[arguments.engine]
+        _enter_work_dir(arguments)
+        if arguments.role == "broker":
+            engine_type.load_broker(_to_rank_rendezvous(rendezvous, arguments))
+            return rendezvous_server.run(
+                connection, functools.partial(engine_type.serve_broker, _to_rank_rendezvous(rendezvous, arguments))
+            )
+        file_signature = read_signature(arguments.model)
+        engine = engine_type(_to_rank_rendezvous(rendezvous, arguments))
+        sha256 = pinned_digest(Path(arguments.model), arguments.pinned)
+    except (BuildError, ModelFileError) as error:
+        return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _report_failure(connection, error, exit_codes.NO_ENGINE, f"{sys.executable}: ")
+    rank_inputs = RankInputs(
+        arguments.model,
+        file_signature,
+        words_of.parse_options(arguments.options),
+        arguments.sample,
+        tolerance=arguments.tolerance,
+    )
+    return RankSession(connection, engine, rendezvous, rank_inputs).run(sha256)
+
+
+def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
+    """Be the process of several models."""
+    try:
+        members = GroupMembers.from_json(arguments.members)
+        group = ModelGroup(
+            arguments.device,
+            members.sharing,
+            [(each.model, words_of.parse_options(each.options)) for each in members.models],
+        )
+        digests = [pinned_digest(Path(each.model), each.pinned_identity) for each in members.models]
+    except (BuildError, ModelFileError) as error:
+        return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _report_failure(connection, error, exit_codes.NO_ENGINE, f"{sys.executable}: ")
+    return MultiModelSession(connection, group, members.models).run(joint_digest(digests))
+
+
+def _enter_work_dir(arguments: argparse.Namespace) -> None:
+    """Have a directory to work in, where libraries write files that may have the same names in each process."""
+    directory = Path(arguments.store).with_name(f"{arguments.name}.files")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    os.chdir(str(directory))
+
+
+def _to_rank_rendezvous(rendezvous: RendezvousInfo, arguments: argparse.Namespace) -> RankMeeting:
+    return RankMeeting(
+        rendezvous.rank,
+        rendezvous.size,
+        arguments.device,
+        arguments.threads,
+        rendezvous.host,
+        rendezvous.port,
+        rendezvous.rank_table,
+        rendezvous.group_info,
+        rendezvous.connect_timeout_s,
+        rendezvous.exec_timeout_s,
+        rendezvous.buffer_mib,
+    )
+
+
+def _make_engine(arguments: argparse.Namespace) -> Engine:
+    if arguments.engine not in ENGINES:
+        raise BuildError(f"engine: {arguments.engine} runs ranks only")
+    options, sharing = words_of.parse_options(arguments.options), arguments.sharing == "on"
+    return ENGINES[arguments.engine](BuildSettings(arguments.threads, arguments.device, sharing, options))
+
+
+def _report_failure(
+    connection: Union[WorkerConnection, ChannelConnection], error: Exception, status: int, prefix: str = ""
+) -> int:
+    connection.send(encode(ProcessFailed(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
+    connection.receive()  # whatever it is: the daemon has read the cause
+    return status

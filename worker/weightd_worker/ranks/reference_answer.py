@@ -1,0 +1,154 @@
+"""A canary whose right answer is known: two ranks with one slice agree on a wrong one, so that only this is a proof."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from weightd_protocol.codec import clip
+from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase
+from weightd_common.rowtest.bits import NotBatchable, check_rows
+from weightd_common.rowtest.rows import has_rows
+from weightd_worker.selftest import selftest, sample
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import BuildError
+
+_NOT_TESTED = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
+_ROWS_ARE_SHARDED = "each rank answers with rows of its own: requests are neither put together nor cut"
+
+
+class RowShare(NamedTuple):
+    """The rows of an answer that a rank has: of so many equal shares the one with this number, from 0."""
+
+    share_index: int = 0
+    share_count: int = 1
+
+
+class ReferenceAnswer:
+    """What is asked, and what this rank has to answer.
+
+    Args:
+        path: an .npz with an array for each input, and one for each output.
+        signature: of the model.
+        share: which rows of the outputs this rank answers with; None if it does not answer.
+        tolerance: how far the answer may be from the known one (`canary.difference`).
+
+    Attributes:
+        inputs: what is asked.
+        divided: those of which each rank answers with its share of the rows; none where one rank answers.
+
+    Raises:
+        BuildError: the file is not such, or cannot be divided into shares.
+    """
+
+    def __init__(self, path: str, signature: ModelSignature, row_share: Optional[RowShare], tolerance: float) -> None:
+        self._signature = signature
+        self._row_share = row_share
+        self._tolerance = tolerance
+        self.inputs, expected = sample.load_with_answers(path, signature)
+        lengths = {len(each) for each in expected.values() if each.ndim}
+        is_sharded = row_share is not None and row_share.share_count > 1
+        names = self._inputs_with_rows if is_sharded else ()
+        self.sharded_inputs = tuple(name for name in names if len(self.inputs[name]) in lengths)
+        self._expected = (
+            {}
+            if row_share is None
+            else {name: _shard_of(path, name, each, row_share) for name, each in expected.items()}
+        )
+
+    @property
+    def case(self) -> SelfTestCase:
+        """The shapes of the inputs."""
+        return {name: tuple(array.shape) for name, array in self.inputs.items()}
+
+    def digest_of(self, answer: Arrays) -> str:
+        """Return the digest of an answer, "" if this rank has none to give.
+
+        Raises:
+            BuildError: it is not the known one; the text says by how much.
+        """
+        if self._row_share is None:
+            return ""
+        if sorted(answer) != sorted(self._expected):
+            raise BuildError(f"canary: expected outputs {', '.join(self._expected)}, got {', '.join(answer)}")
+        for name, right in self._expected.items():
+            far = selftest.answer_difference({name: right}, {name: answer[name]})
+            if far > self._tolerance:
+                problem = _describe_difference(right, answer[name], far, self._tolerance)
+                raise BuildError(f"the canary's answer is not the known one: output {name}: {problem}")
+        return selftest.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
+
+    def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
+        """Return the canary with another number of rows; or nothing, and why.
+
+        All ranks have the same canary and the same signature, and so the same of this.
+
+        Args:
+            sizes: the only numbers of rows that the model takes; none: any.
+        """
+        inputs_with_rows = self._inputs_with_rows
+        inputs_without_rows = [each.name for each in self._signature.inputs if each.name not in inputs_with_rows]
+        if not inputs_with_rows or (allowed_batch_sizes and inputs_without_rows):
+            return (
+                {},
+                f"input {inputs_without_rows[0]} has no rows" if inputs_without_rows else "the model has no inputs",
+            )
+        counts = sorted({len(self.inputs[name]) for name in inputs_with_rows})
+        if len(counts) != 1 or 0 in counts:
+            return {}, f"the canary's inputs have {', '.join(map(str, counts))} rows, expected as many of each"
+        count = counts[0]
+        new_count = (
+            next((size for size in sorted(allowed_batch_sizes) if size != count), 0)
+            if allowed_batch_sizes
+            else 2 * count
+        )
+        if not new_count:
+            return {}, f"the model takes {count} rows only"
+        indices = np.arange(new_count) % count
+        return {name: each[indices] if name in inputs_with_rows else each for name, each in self.inputs.items()}, ""
+
+    def find_row_support(self, batch_inputs: Arrays, answer: Arrays, reason: str) -> Optional[RowSupport]:
+        """Return what is found of the rows of the model; None if this rank does not answer.
+
+        Args:
+            asked: as `more` gave it.
+            answer: to that; none where nothing was asked, or that was refused.
+            why: there is no answer.
+        """
+        if self._row_share is None:
+            return None
+        names = self._inputs_with_rows
+        if self._row_share.share_count > 1:
+            return RowSupport(names, (), is_equal=False, note=_ROWS_ARE_SHARDED)
+        if reason:
+            return RowSupport(names, (), is_equal=False, note=clip(reason))
+        try:
+            outputs = tuple(check_rows(answer, len(batch_inputs[names[0]])))
+        except NotBatchable as error:
+            return RowSupport(names, (), is_equal=False, note=clip(str(error)))
+        return RowSupport(names, outputs, is_equal=False, note=_NOT_TESTED)
+
+    @property
+    def _inputs_with_rows(self) -> Tuple[str, ...]:
+        return tuple(each.name for each in self._signature.inputs if has_rows(each))
+
+
+def _shard_of(path: str, name: str, array: Any, row_share: RowShare) -> Any:
+    if row_share.share_count == 1:
+        return array
+    each, rest = divmod(len(array) if array.ndim else 1, row_share.share_count)
+    if rest or not array.ndim:
+        raise BuildError(
+            f"canary: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got {list(array.shape)}"
+        )
+    return array[row_share.share_index * each : (row_share.share_index + 1) * each]
+
+
+def _describe_difference(expected: Any, answer: Any, difference: float, tolerance: float) -> str:
+    if difference == float("inf"):
+        layouts = [f"{each.dtype} {list(each.shape)}" for each in (expected, answer)]
+        if layouts[0] != layouts[1]:
+            return f"expected {layouts[0]}, got {layouts[1]}"
+        return "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
+    return f"it is {difference:.3g} of the largest value away, expected at most {tolerance:g}"

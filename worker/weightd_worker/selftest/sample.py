@@ -1,0 +1,136 @@
+"""Files of arrays that belong to a canary: a sample of the inputs that was configured, and the holder's answers."""
+
+from __future__ import annotations
+
+import struct
+import tokenize
+import zipfile
+import zlib
+from typing import Any, Dict, List, Sequence, Tuple
+
+import numpy as np
+
+from weightd_protocol import limits
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_protocol.schema import label
+from weightd_protocol.tensors import NUMPY_DTYPE
+from weightd_worker.selftest import selftest
+from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.errors import BuildError
+
+# Every process reads it at its start and keeps it.
+MAX_BYTES = 256 * 1024 * 1024
+
+# What the libraries raise for a broken file, of which nobody has the list; encryption is a RuntimeError.
+_MALFORMED_ERRORS = (
+    ValueError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def load(path: str, signature: ModelSignature) -> Arrays:
+    """Return the sample at `path`, an .npz with an array for each input of the model.
+
+    Raises:
+        BuildError: it is none, or not for this model; the text names file, input and what was expected.
+    """
+    arrays = _read(path, limits.MAX_TENSORS)
+    names = [each.name for each in signature.inputs]
+    if sorted(arrays) != sorted(names):
+        raise BuildError(f"canary: {path}: expected arrays {', '.join(names)}, got {', '.join(arrays)}")
+    return {each.name: _validated_array(path, each, arrays[each.name]) for each in signature.inputs}
+
+
+def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
+    """Return a sample and what is right for it: an .npz with an array for each input, and one for each output.
+
+    Raises:
+        BuildError: as `load`.
+    """
+    arrays = _read(path, 2 * limits.MAX_TENSORS)
+    names = [each.name for tensors in signature for each in tensors]
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        raise BuildError(f"canary: {path}: {duplicates[0]} is an input and an output: no array can be named for both")
+    if sorted(arrays) != sorted(names):
+        raise BuildError(
+            f"canary: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "
+            f"got {', '.join(arrays)}"
+        )
+    inputs, outputs = (
+        {each.name: _validated_array(path, each, arrays[each.name]) for each in each_of} for each_of in signature
+    )
+    return inputs, outputs
+
+
+def _validated_array(path: str, tensor: TensorSignature, array: Any) -> Any:
+    expected = np.dtype(NUMPY_DTYPE[tensor.datatype])
+    if array.dtype.newbyteorder("=") != expected.newbyteorder("="):
+        raise BuildError(f"canary: {path}: {tensor.name}: expected {expected.name}, got {array.dtype}")
+    return np.array(array, expected.newbyteorder("="), order="C")
+
+
+def save_answers(path: str, answers: Sequence[Arrays]) -> None:
+    """Write a canary's answers for `load_answers` of other processes.
+
+    Raises:
+        BuildError: the file cannot be written.
+    """
+    arrays = [(f"{case} {name}", array) for case, outputs in enumerate(answers) for name, array in outputs.items()]
+    try:
+        with open(path, "xb") as file:  # noqa: PTH123 - savez would add a suffix to a path
+            np.savez(file, **dict(arrays))
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror or error}") from None
+
+
+def load_answers(path: str, cases: SelfTestCases) -> selftest.SelfTest:
+    """Return the canary with the answers that the holder has written.
+
+    Raises:
+        BuildError: there are none.
+    """
+    answers: List[Dict[str, Any]] = [{} for _ in cases]
+    for key, array in _read(path, limits.MAX_TENSORS * limits.MAX_SELFTEST_CASES).items():
+        case, _, name = key.partition(" ")
+        if not case.isdigit() or int(case) >= len(cases):
+            raise BuildError(f"{path}: expected answers to {len(cases)} inputs, got {key!r}")
+        answers[int(case)][name] = array
+    return selftest.from_answers(cases, answers)
+
+
+def _read(path: str, max_arrays: int) -> Dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_size(path, [(each.filename, each.file_size) for each in archive.infolist()], max_arrays)
+        # Objects would be unpickled, and a pickle can do anything.
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise BuildError(f"canary: {path}: {error.strerror or error}") from None
+    except _MALFORMED_ERRORS as error:
+        raise BuildError(f"canary: {path}: expected an .npz of plain arrays: {error}") from None
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # a member that is no .npy
+            raise BuildError(f"canary: {path}: expected an .npz of plain arrays, got {label(name)} in it")
+    return arrays
+
+
+def _check_size(path: str, members: List[Tuple[str, int]], max_arrays: int) -> None:
+    if len(members) > max_arrays:
+        raise BuildError(f"canary: {path}: expected at most {max_arrays} arrays, got {len(members)}")
+    nbytes = sum(size for _, size in members)
+    if nbytes > MAX_BYTES:
+        raise BuildError(f"canary: {path}: expected at most {MAX_BYTES} bytes, got {nbytes}")

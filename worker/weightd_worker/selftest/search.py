@@ -1,0 +1,267 @@
+"""How a holder finds its canary: inputs that the model runs on.
+
+A model may refuse a size, fail on it, or die of it: MindSpore Lite crashes where an image is too small for a
+convolution. So sizes are tried in the order in which most models take one, and before each the daemon is told: if this
+process dies, the next holder leaves it out.
+
+The case that runs is followed by a second one, all of whose free dimensions are larger: it shows that the model can be
+resized, and which dimensions of its outputs are free.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterator, List, Optional, Tuple
+
+from weightd_protocol import limits
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.errors import InvalidArgument, RequestError
+from weightd_protocol.messages.worker import Build
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.selftest import SelfTest
+from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
+from weightd_worker.engines.errors import BuildError, ModelCorrupted
+
+Shape = Tuple[int, ...]
+
+Runs = Tuple[SelfTest, SelfTest]
+"""Two runs on the same cases."""
+
+AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
+"""Tells the daemon what is tried next, and what has been in vain."""
+
+# What free dimensions are set to, the batch included; also where a card has gears and nobody knows which.
+_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 224)
+
+# Most networks for images halve them five times; few take less than 32 pixels, some 224 alone. The batch is 1 then.
+_IMAGE_SIZES = (64, 224, 32, 48, 1, 2)
+
+# Inputs that may have any rank all have the same. A batch of rows, of images, of sequences; then what is left.
+_RANKS = (2, 4, 3, 1, 0)
+
+# What takes more is not made up: every process runs it at its start.
+_MAX_BYTES = 16 * 1024 * 1024
+
+_OFF = "it is off: nothing shows whether a worker answers as the model does"
+_GIVEN_UP = "the search was given up, it took too long or too many processes died; the key canary can name an input"
+_INCONCLUSIVE = "the model's answer to it has no finite number, which shows nothing"
+_NO_INPUT_RUNS = "the model runs on none of {} inputs made from its signature; the key canary can name one"
+
+
+def find_selftest(
+    engine: Engine,
+    order: Build,
+    rebuild: Callable[[], None],
+    announce: AnnounceCases,
+    *,
+    sample: Optional[Arrays] = None,
+    tolerance: float = 0.0,
+) -> SelfTest:
+    """Return the canary of the model that `engine` has built.
+
+    An engine that cannot be rebuilt may stay spoilt, with a model that has no canary: it may share its weights, which
+    no predict changes, but must not predict.
+
+    Args:
+        engine: built.
+        order: whether to search, and what is known.
+        rebuild: called where a try has spoilt the engine.
+        tell: called before each try, and after the last.
+        sample: inputs that were configured.
+        tolerance: how far answers to the same input may be apart (`canary.difference`).
+
+    Raises:
+        BuildError: what was configured cannot be run, or a further try takes another process.
+    """
+    if sample is not None:
+        shapes = {name: tuple(array.shape) for name, array in sample.items()}
+        runs = _run_configured(engine, (shapes,), announce, sample)
+    elif order.search_selftest:
+        search = _Search(engine, order, rebuild, announce)
+        found = search.find()
+        if found is None:
+            return SelfTest((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
+        runs = found
+    elif order.selftest_cases:
+        runs = _run_configured(engine, order.selftest_cases, announce, None)
+    else:
+        return SelfTest((), "", note=_GIVEN_UP if order.unfit_cases else _OFF)
+    return _assess(*runs, tolerance)
+
+
+def candidate_cases(signature: ModelSignature, gears: Gears = ()) -> Iterator[SelfTestCase]:
+    """Yield the cases that are worth trying, the most promising first; of a model that has gears, those alone."""
+    if gears:
+        yield from (_case_of_gear(signature, iter(gear)) for gear in gears[: limits.MAX_SELFTEST_UNFIT_CASES])
+    elif any(each.shape is None for each in signature.inputs):
+        for rank in _RANKS:
+            yield from _cases_of_ranked(_with_rank(signature, rank))
+    else:
+        yield from _cases_of_ranked(signature)
+
+
+def _cases_of_ranked(signature: ModelSignature) -> Iterator[SelfTestCase]:
+    shapes = [each.shape or () for each in signature.inputs]
+    has_images = any(len(shape) >= 4 and min(shape[1:]) < 0 for shape in shapes)
+    seen: List[SelfTestCase] = []
+    for size in _IMAGE_SIZES if has_images else _SIZES:
+        case = {each.name: _fill_shape(each, 1 if has_images else size, size) for each in signature.inputs}
+        # A model that takes no less has to; what no request can carry it never gets.
+        most = limits.MAX_FRAME_BYTES if size == 1 else _MAX_BYTES
+        if case not in seen and _case_bytes(signature, case) <= most:
+            seen.append(case)
+            yield case
+
+
+def double_case(signature: ModelSignature, case: SelfTestCase) -> Optional[SelfTestCase]:
+    """Return the case with every free dimension twice as large, if there is one and it is not too large."""
+    free = {each.name: each.shape for each in signature.inputs}
+    double = {name: _double_shape(free[name], shape) for name, shape in case.items()}
+    return double if double != case and _case_bytes(signature, double) <= _MAX_BYTES else None
+
+
+def describe_cases(cases: SelfTestCases) -> str:
+    """Return the cases for people."""
+    return " and ".join(", ".join(f"{name} {list(shape)}" for name, shape in each.items()) for each in cases)
+
+
+class _Search:
+    def __init__(self, engine: Engine, order: Build, rebuild: Callable[[], None], announce: AnnounceCases) -> None:
+        self.failed_cases: List[SelfTestCase] = list(order.unfit_cases)
+        self._engine = engine
+        self._known_cases = order.selftest_cases
+        self._rebuild = rebuild
+        self._announce = announce
+
+    def find(self) -> Optional[Runs]:
+        starts = [each for each in self._start_cases() if not any(case in self.failed_cases for case in each)]
+        found: Optional[Runs] = None
+        while starts and found is None:
+            found = self._try(starts.pop(0), has_more=bool(starts))
+        if found is not None and found[0].cases != self._known_cases:
+            found = self._try_larger(found)
+        self._announce((), tuple(self.failed_cases))
+        return found
+
+    def _start_cases(self) -> Iterator[SelfTestCases]:
+        if self._known_cases:
+            yield self._known_cases
+        for case in candidate_cases(self._engine.signature, self._engine.gears):
+            yield (case,)
+
+    def _try_larger(self, found: Runs) -> Runs:
+        # Where a failure costs a process, one that runs has to do.
+        if self._engine.gears or not self._engine.can_rebuild:
+            return found
+        case = double_case(self._engine.signature, found[0].cases[0])
+        if case is None or case in self.failed_cases:
+            return found
+        larger_runs = self._try((case,), has_more=False)
+        return (
+            found
+            if larger_runs is None
+            else (_merge_runs(found[0], larger_runs[0]), _merge_runs(found[1], larger_runs[1]))
+        )
+
+    def _try(self, cases: SelfTestCases, *, has_more: bool) -> Optional[Runs]:
+        """Run these twice; if they do not run, they are unfit and the engine is whole again, unless it cannot be."""
+        self._announce(cases, tuple(self.failed_cases))
+        try:
+            runs = selftest.run_twice(self._engine, cases)
+            if selftest.is_conclusive(runs[0]):
+                return runs
+            self._exclude(cases)
+        except InvalidArgument:
+            self._exclude(cases)
+        except ModelCorrupted as error:
+            if has_more and not self._engine.can_rebuild:
+                raise BuildError(f"it does not run on the canary, {describe_cases(cases)}: {error}") from None
+            self._exclude(cases)
+            if self._engine.can_rebuild:
+                self._rebuild()
+        return None
+
+    def _exclude(self, cases: SelfTestCases) -> None:
+        free_count = limits.MAX_SELFTEST_UNFIT_CASES - len(self.failed_cases)
+        self.failed_cases += cases[:free_count]
+
+
+def _merge_runs(one: SelfTest, other: SelfTest) -> SelfTest:
+    return selftest.from_answers((*one.cases, *other.cases), (*one.answers, *other.answers))
+
+
+def _run_configured(engine: Engine, cases: SelfTestCases, announce: AnnounceCases, sample: Optional[Arrays]) -> Runs:
+    """Run what was configured, twice."""
+    for case in cases:
+        _check_case(engine.signature, case)
+    announce(cases, ())
+    try:
+        runs = selftest.run_twice(engine, cases, sample)
+    except RequestError as error:
+        raise BuildError(f"the model does not run on the configured canary, {describe_cases(cases)}: {error}") from None
+    announce((), ())
+    return runs
+
+
+def _check_case(signature: ModelSignature, case: SelfTestCase) -> None:
+    names = [each.name for each in signature.inputs]
+    if sorted(case) != sorted(names):
+        raise BuildError(f"canary: expected inputs {', '.join(names)}, got {', '.join(case)}")
+    for each in signature.inputs:
+        shape = case[each.name]
+        if each.shape is not None and not _is_shape_allowed(each.shape, shape):
+            raise BuildError(f"canary.{each.name}: expected a shape like {list(each.shape)}, got {list(shape)}")
+    nbytes = _case_bytes(signature, case)
+    if nbytes > limits.MAX_FRAME_BYTES:
+        raise BuildError(f"canary: expected at most {limits.MAX_FRAME_BYTES} bytes, got {nbytes}")
+
+
+def _assess(first: SelfTest, second: SelfTest, tolerance: float) -> SelfTest:
+    if not selftest.is_conclusive(first):
+        return first._replace(digest="", note=_INCONCLUSIVE)
+    difference = selftest.difference(first, second)
+    if difference <= tolerance:
+        return first
+    note = "the model gives different answers to the same input"
+    if difference < float("inf"):
+        note += (
+            f", {difference:.2g} of the largest value apart, canary_tolerance is {tolerance:g}: allow more, or build the "
+            "model so that it computes the same each time"
+        )
+    return first._replace(digest="", note=note)
+
+
+def _is_shape_allowed(declared: Shape, shape: Shape) -> bool:
+    return len(shape) == len(declared) and all(expected in (dim, -1) for expected, dim in zip(declared, shape))
+
+
+def _fill_shape(tensor: TensorSignature, batch: int, size: int) -> Shape:
+    return tuple(dim if dim >= 0 else size if axis else batch for axis, dim in enumerate(tensor.shape or ()))
+
+
+def _double_shape(declared: Optional[Shape], shape: Shape) -> Shape:
+    return tuple(2 * dim if declared is None or declared[axis] < 0 else dim for axis, dim in enumerate(shape))
+
+
+def _case_of_gear(signature: ModelSignature, sizes: Iterator[int]) -> SelfTestCase:
+    return {each.name: tuple(next(sizes) if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}
+
+
+def _with_rank(signature: ModelSignature, rank: int) -> ModelSignature:
+    return signature._replace(
+        inputs=tuple(
+            TensorSignature(each.name, each.datatype, (-1,) * rank if each.shape is None else each.shape)
+            for each in signature.inputs
+        )
+    )
+
+
+def _case_bytes(signature: ModelSignature, case: SelfTestCase) -> int:
+    total = 0
+    for each in signature.inputs:
+        size = ITEM_BYTES[each.datatype]
+        for dim in case[each.name]:
+            size *= dim
+        total += size
+    return total
