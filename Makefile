@@ -55,7 +55,7 @@ test-oldest:
 	@# A tenth of the examples is enough there for what the interpreter changes; no release for cards runs there, and none
 	@# that has groups of models or of ranks.
 	@[ -e $(MSLITE)/.made ] || exit 0; mkdir -p build; \
-	(set -ex; export EXAMPLES=0.1; for each in protocol shared client ctl worker; do \
+	(set -ex; export EXAMPLES=0.1; for each in protocol common client ctl worker; do \
 	$(MSLITE)/bin/python -m pytest tests/$$each --ignore tests/worker/engines/test_ascend.py \
 	--ignore tests/worker/ranks --ignore tests/worker/test_multi_model_session.py; done) >build/test-3.7.log 2>&1; \
 	status=$$?; cat build/test-3.7.log; exit $$status
@@ -184,7 +184,7 @@ $(RIVAL)-client/.made: benchmarks/requirements/rival-client.txt $(VENV)/.made
 $(MSLITE)/.made: .ci/requirements-mslite.txt
 	python37=$$(.ci/find-python37) && "$$python37" -m venv $(MSLITE)
 	$(call install,$(MSLITE)) --requirement $<
-	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) > $(MSLITE)/lib/python3.7/site-packages/weightd.pth
+	printf '%s\n' $(addprefix '$(CURDIR)'/,client common ctl protocol worker tests/support) > $(MSLITE)/lib/python3.7/site-packages/weightd.pth
 	@touch $@
 
 # 790 MB to download, and 2.8 GB on the disk. weightd gets in as above: the interpreter may be any that has a wheel.
@@ -192,7 +192,7 @@ $(MINDSPORE)/.made: .ci/requirements-mindspore.txt
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found))
 	$(PYTHON) -m venv $(MINDSPORE)
 	$(call install,$(MINDSPORE)) --no-compile --requirement $<
-	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) \
+	printf '%s\n' $(addprefix '$(CURDIR)'/,client common ctl protocol worker tests/support) \
 	> "$$($(MINDSPORE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/weightd.pth"
 	@touch $@
 

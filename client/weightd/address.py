@@ -9,9 +9,9 @@ import stat
 from pathlib import Path
 from typing import List, NamedTuple, Sequence
 
+from weightd_common import paths, tcp_addresses
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
-from weightd_common import paths, tcp_addresses
 
 _START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
 

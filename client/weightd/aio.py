@@ -31,10 +31,10 @@ from typing import (
 from weightd import aio_map, curve, map
 from weightd.connection import ConnectionLost, DaemonConnection
 from weightd.copying import Uncopied
-from weightd.protocol_core import PendingCall, PreparedCall
 from weightd.curve import KeyFile
 from weightd.inputs import NeedsMetadata, to_typed_inputs
 from weightd.model import DEFAULT_IN_FLIGHT, AsyncModel
+from weightd.protocol_core import PendingCall, PreparedCall
 from weightd.retry import Attempts, Retry, check_retry
 from weightd.session import (
     BUSY_RETRY_INTERVAL_S,
@@ -51,8 +51,8 @@ from weightd_protocol.messages.control import (
     ServerMetadataResponse,
     UpdateResponse,
 )
-from weightd_protocol.messages.inference import InferResponse
 from weightd_protocol.messages.events import EventsResponse, LogsResponse
+from weightd_protocol.messages.inference import InferResponse
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 

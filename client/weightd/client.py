@@ -24,14 +24,14 @@ from typing import (
 
 from weightd import curve, map
 from weightd.copying import Uncopied
-from weightd.protocol_core import PreparedCall
 from weightd.curve import KeyFile
-from weightd.threaded import ThreadedTransport
 from weightd.inputs import NeedsMetadata, to_typed_inputs
 from weightd.model import DEFAULT_IN_FLIGHT, Model
 from weightd.pending import Pending
+from weightd.protocol_core import PreparedCall
 from weightd.retry import Attempts, Retry, check_retry
 from weightd.session import DEFAULT_TIMEOUT_S, ClientSession
+from weightd.threaded import ThreadedTransport
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import (
     ModelMetadataResponse,

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+from weightd_common.curve_keys import KeyFileError, read_public, read_secret
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
-from weightd_common.curve_keys import KeyFileError, read_public, read_secret
 
 KeyFile = Union[str, "os.PathLike[str]"]
 

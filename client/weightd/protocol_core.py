@@ -43,8 +43,8 @@ from weightd_protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
 from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
 from weightd_protocol.messages.metrics import Metrics, MetricsResponse
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Registered, Released
 from weightd_protocol.messages.status import Status, StatusResponse

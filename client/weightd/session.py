@@ -12,8 +12,8 @@ from weakref import WeakSet
 from weightd import arguments, transport_unix, transport_zmq
 from weightd.address import Address, NoDaemon, default_addresses, no_daemon_error, parse_address
 from weightd.connection import ConnectSteps, DaemonConnection, NotConnected
-from weightd.protocol_core import ClientCore, PendingCall
 from weightd.curve import CurveKeys
+from weightd.protocol_core import ClientCore, PendingCall
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import (

@@ -19,10 +19,10 @@ import numpy as np
 
 from weightd import arguments
 from weightd.free_list import FreeList
+from weightd_common import memfd
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
-from weightd_common import memfd
 
 _BYTE = np.dtype(np.uint8)
 

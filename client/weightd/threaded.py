@@ -16,8 +16,8 @@ from typing import Any, Generator, cast
 
 from weightd.connection import ConnectionLost, DaemonConnection
 from weightd.protocol_core import PendingCall, PreparedCall
-from weightd.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
 from weightd.reader_election import ReaderElection, Waiter
+from weightd.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
 from weightd.waker import Waker
 from weightd_protocol.errors import Unavailable
 

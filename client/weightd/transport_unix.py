@@ -8,10 +8,10 @@ from typing import List
 
 from weightd.address import connect_unix, new_unix_socket
 from weightd.connection import ConnectSteps, DaemonConnection
+from weightd_common.stream import Stream, enlarge_send_buffer
 from weightd_protocol import limits
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import FrameReader, Message
-from weightd_common.stream import Stream, enlarge_send_buffer
 
 
 class UnixConnection(DaemonConnection):

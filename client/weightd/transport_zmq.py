@@ -18,10 +18,10 @@ from weightd import address as addresses
 from weightd.connection import ConnectSteps, DaemonConnection
 from weightd.curve import CurveKeys
 from weightd.polling import SelectPoller, new_poller
+from weightd_common import zmq_monitor, zmq_multipart
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 from weightd_protocol.framing import Message
-from weightd_common import zmq_monitor, zmq_multipart
 
 # A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
 _TCP_HEARTBEAT_INTERVAL_MS = 5_000

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-import weightd_ray
-from weightd_protocol.errors import WeightdError
 from weightd_common import signals
 from weightd_common.commandline import Parser
 from weightd_common.init import serve_as_init
+from weightd_protocol.errors import WeightdError
 
 OK = 0
 FAILED = 1

@@ -10,11 +10,11 @@ from typing import Any
 
 from ray import serve
 
-from weightd_ray import options as arguments
-from weightd_ray.options import Arguments
-from weightd_ray.asgi import Receive, Scope, Send
-from weightd_ray.replica import Replica
 from weightd_common.modelfile import ModelFileError, digest
+from weightd_ray import options as arguments
+from weightd_ray.asgi import Receive, Scope, Send
+from weightd_ray.options import Arguments
+from weightd_ray.replica import Replica
 
 _log = logging.getLogger("weightd_ray")
 

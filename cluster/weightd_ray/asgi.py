@@ -12,8 +12,8 @@ from aiohttp import hdrs
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from weightd_gateway.http.connection import ConnectionPhase
-from weightd_gateway.http.responses import HttpError, HttpReply
 from weightd_gateway.http.request import HttpContent
+from weightd_gateway.http.responses import HttpError, HttpReply
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from weightd_common import paths
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
-from weightd_common import paths
 
 Table = Mapping[str, Any]
 

@@ -22,12 +22,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightd_common import signals
+from weightd_common.pdeathsig import die_with_parent
 from weightd_daemon.platform import exit_watch
 from weightd_protocol.errors import InvalidArgument, WeightdError
 from weightd_ray import daemon_config
 from weightd_ray.work_dirs import WorkDir, work_dir
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_parent
 
 _ORDER_FD = 0
 _REPORT_FD = 1

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
+from weightd_common.modelfile import ModelFileError, digest
 from weightd_daemon.platform.directories import make_directory
 from weightd_protocol import limits
 from weightd_protocol.errors import FailedPrecondition
 from weightd_ray.work_dirs import file_lock
-from weightd_common.modelfile import ModelFileError, digest
 
 # Models that nobody uses are kept for who comes next, so many of them; a rolling update goes back and forth.
 MAX_UNUSED = 4

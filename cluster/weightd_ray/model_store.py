@@ -12,10 +12,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from weightd_protocol.errors import NotFound, Unavailable
-from weightd_ray.options import PUBLISHED_PREFIX
-from weightd_ray.model_cache import CachedModel, ModelCache, PublishedFile
 from weightd_common.modelfile import ModelFile, OpenModel, digest
+from weightd_protocol.errors import NotFound, Unavailable
+from weightd_ray.model_cache import CachedModel, ModelCache, PublishedFile
+from weightd_ray.options import PUBLISHED_PREFIX
 
 # Replicas find them there, whatever application they are of.
 _NAMESPACE = "weightd"

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from weightd_common import toml_schema
+from weightd_common.toml_schema import ErrorCollector, derived
+from weightd_common.user_paths import user_path
 from weightd_daemon.config.defaults import default_cache_dir
 from weightd_daemon.config.load import ConfigError, parse
 from weightd_daemon.config.model import ModelConfig
@@ -18,9 +21,6 @@ from weightd_gateway.config.schema import GatewayConfig
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.schema import FieldError, FieldType, describe_value, integer, label, mapping, text
-from weightd_common import toml_schema
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_common.user_paths import user_path
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -13,14 +13,14 @@ from weightd_gateway import oip_view
 from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
-from weightd_gateway.parser_process import Helpers
-from weightd_gateway.inference import InferenceRequest, InferenceResult
-from weightd_gateway.system_shared_memory import RegisteredRegions
+from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.auth import ANY_HOST
 from weightd_gateway.http.responses import HttpReply, error_reply
+from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol import limits
 from weightd_protocol.errors import (
     DeadlineExceeded,
@@ -32,10 +32,10 @@ from weightd_protocol.errors import (
 )
 from weightd_protocol.schema import label
 from weightd_ray import asgi
-from weightd_ray.options import Arguments
 from weightd_ray.asgi import AsgiRequest, Receive, Scope, Send
 from weightd_ray.daemon import DaemonEndpoint, EmbeddedDaemon
 from weightd_ray.daemon import HostDaemon as HostService
+from weightd_ray.options import Arguments
 
 # Between two looks at a daemon that does not listen yet.
 _POLL_INTERVAL_S = 0.05

@@ -15,9 +15,9 @@ import itertools
 import os
 from typing import BinaryIO, Iterator, NamedTuple, Optional, Sequence, Tuple
 
+from weightd_common.protobuf_reader import Malformed, Span, fields
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
-from weightd_common.protobuf_reader import Malformed, Span, fields
 
 # Field numbers of mind_ir.proto.
 _PRODUCER, _GRAPH = 2, 7  # in a model

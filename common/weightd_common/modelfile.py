@@ -24,11 +24,11 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequence, Tuple, cast
 
-from weightd_protocol import limits
-from weightd_protocol.errors import WeightdError
 from weightd_common.protobuf_reader import Malformed, Span, fields
 from weightd_common.safe_open import OPERATOR, AccessDenied, Grant, SafePathWalker
 from weightd_common.transient import is_transient
+from weightd_protocol import limits
+from weightd_protocol.errors import WeightdError
 
 _BLOCK = 1024 * 1024
 _MINDIR_GRAPH = "_graph.mindir"

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, Dict, List, Mapping, Tuple
 
 import numpy as np
 
-from weightctl.text import WIDTH, clean
 from weightctl.command import BadInput, BadOutput
+from weightctl.text import WIDTH, clean
 from weightd_protocol import limits
 from weightd_protocol.tensors import spec_of
 

@@ -9,23 +9,23 @@ import os
 import sys
 from typing import Dict, List, Optional
 
-from weightd.client import Client
-from weightd.session import DEFAULT_TIMEOUT_S
 from weightctl import events, exit_codes, health, keygen, logs, metadata, metrics, models, reload, update
 from weightctl.advise import command as advise
 from weightctl.bench import command as bench
+from weightctl.command import Command, CommandError, DaemonUnreachable
 from weightctl.install import command as install
 from weightctl.predict import command as predict
 from weightctl.status import command as status
 from weightctl.text import clean_lines
 from weightctl.top import command as top
-from weightctl.command import Command, CommandError, DaemonUnreachable
+from weightd.client import Client
+from weightd.session import DEFAULT_TIMEOUT_S
+from weightd_common.commandline import Parser
+from weightd_common.journal_fields import add_priority, is_connected_to_journal
+from weightd_common.sigint import redelivering_interrupts
 from weightd_protocol import limits
 from weightd_protocol.errors import RequestError, WeightdError
 from weightd_protocol.version import VERSION
-from weightd_common.commandline import Parser
-from weightd_common.sigint import redelivering_interrupts
-from weightd_common.journal_fields import add_priority, is_connected_to_journal
 
 COMMANDS: Dict[str, Command] = {
     "status": status.COMMAND,

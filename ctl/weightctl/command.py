@@ -6,8 +6,8 @@ import argparse
 import contextlib
 from typing import Callable, Generator, NamedTuple
 
-from weightd.client import Client
 from weightctl import exit_codes
+from weightd.client import Client
 from weightd_protocol.errors import Internal, InvalidArgument, NotFound, PermissionDenied, RequestError, WeightdError
 from weightd_protocol.messages.status import StatusResponse
 

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from typing import Deque, Iterator, NamedTuple, Optional
 
-from weightd.client import Client
 from weightctl import exit_codes
-from weightctl.text import clean, count, local_time
 from weightctl.command import Command, Connect, DaemonUnreachable, check_model
+from weightctl.text import clean, count, local_time
+from weightd.client import Client
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.events import Event
 

@@ -6,8 +6,8 @@ import argparse
 import json
 
 from weightctl import exit_codes
-from weightctl.text import clean
 from weightctl.command import Command, Connect, DaemonUnreachable
+from weightctl.text import clean
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 
 _DESCRIPTION = """\

@@ -12,10 +12,10 @@ from typing import Dict, Generator, List
 import zmq
 
 from weightctl import exit_codes
-from weightctl.text import clean
 from weightctl.command import BadOutput, Command, CommandError, Connect
-from weightd_protocol.errors import Unavailable
+from weightctl.text import clean
 from weightd_common.curve_keys import PUBLIC, SECRET, format_key_file
+from weightd_protocol.errors import Unavailable
 
 _DESCRIPTION = """\
 Makes a pair of keys for each NAME, for TCP that is encrypted and tells who asks (CURVE): NAME.key

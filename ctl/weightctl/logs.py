@@ -8,8 +8,8 @@ import json
 from typing import Iterator
 
 from weightctl import exit_codes
-from weightctl.text import clean, count, local_time
 from weightctl.command import Command, Connect, explain_denied
+from weightctl.text import clean, count, local_time
 from weightd_protocol import limits
 from weightd_protocol.errors import NotFound
 from weightd_protocol.messages.events import LogsResponse, LogTail

@@ -6,10 +6,10 @@ import argparse
 from typing import Mapping
 
 from weightctl import exit_codes
-from weightd_protocol.version import VERSION
 from weightd_common.manual import commands, completion
 from weightd_common.manual.page import table, write_sections
 from weightd_common.manual.roff import ManPage
+from weightd_protocol.version import VERSION
 
 # What the shell offers for a metavar.
 _COMPLETIONS: Mapping[str, str] = {

@@ -11,10 +11,10 @@ from typing import Any, Dict, Iterator, List, Sequence
 import numpy as np
 
 from weightctl import exit_codes
+from weightctl.command import Command, Connect
 from weightctl.measuring.shapes import example_of, specify
 from weightctl.signatures import as_json, lines_of
 from weightctl.text import clean
-from weightctl.command import Command, Connect
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import NUMPY_DTYPE

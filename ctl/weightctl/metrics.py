@@ -7,9 +7,9 @@ import json
 
 from weightctl import exit_codes
 from weightctl.command import Command, Connect, DaemonUnreachable
+from weightd_common.exposition import exposition
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.schema import plain
-from weightd_common.exposition import exposition
 
 _DESCRIPTION = """\
 Prints what the daemon has counted, and how things stand, in the text format of Prometheus: requests

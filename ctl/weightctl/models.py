@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import Any, Dict, List, Optional
 
-from weightd.client import Client
 from weightctl import exit_codes
+from weightctl.command import Command, Connect, DaemonUnreachable
 from weightctl.signatures import as_json, summary
 from weightctl.text import clean, table
-from weightctl.command import Command, Connect, DaemonUnreachable
+from weightd.client import Client
 from weightd_protocol.errors import DeadlineExceeded, RequestError, Unavailable
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.status import ModelStatus

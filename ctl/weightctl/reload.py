@@ -6,8 +6,8 @@ import argparse
 import json
 
 from weightctl import exit_codes
-from weightctl.text import clean
 from weightctl.command import Command, Connect, explain_denied
+from weightctl.text import clean
 
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models

@@ -7,14 +7,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-from weightd.client import Client
 from weightctl import exit_codes
 from weightctl.arrays import NPZ
-from weightctl.text import clean
 from weightctl.command import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
+from weightctl.text import clean
+from weightd.client import Client
+from weightd_common.regular_file import open_regular
 from weightd_protocol.errors import DeadlineExceeded, RequestError
 from weightd_protocol.messages.control import UpdateResponse
-from weightd_common.regular_file import open_regular
 
 _UPDATE = """\
 Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right

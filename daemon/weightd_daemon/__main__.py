@@ -9,11 +9,11 @@ import contextlib
 import sys
 from typing import Sequence
 
-from weightd_daemon import exit_codes
 from weightd_common import signals
 from weightd_common.coredump import disable_core_dumps
 from weightd_common.gc_control import gc_disabled
 from weightd_common.sigint import silent_while_importing
+from weightd_daemon import exit_codes
 
 
 def main() -> int:

@@ -11,24 +11,24 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from weightd_common import gateway_command, paths
+from weightd_common.commandline import Parser
+from weightd_common.devices import CPU
+from weightd_common.terminal import ends_on_hangup
 from weightd_daemon import exit_codes
 from weightd_daemon.config.check import describe_config, find_problems
 from weightd_daemon.config.defaults import default_path, unit_of
 from weightd_daemon.config.load import ConfigError, check_config, parse
 from weightd_daemon.config.tenants import find_warnings
+from weightd_daemon.doctor import arguments as doctor
 from weightd_daemon.handover.config_file import ConfigFile
 from weightd_daemon.handover.systemd_manager import ServiceManager
-from weightd_daemon.doctor import arguments as doctor
-from weightd_daemon.zmq_proxy.zygote import Zygote
 from weightd_daemon.platform import environment, log_setup
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.server import Server
+from weightd_daemon.zmq_proxy.zygote import Zygote
 from weightd_protocol.schema import label
 from weightd_protocol.version import VERSION
-from weightd_common import gateway_command, paths
-from weightd_common.commandline import Parser
-from weightd_common.devices import CPU
-from weightd_common.terminal import ends_on_hangup
 
 _DESCRIPTION = """\
 Serves models from many processes that hold one copy of the weights.

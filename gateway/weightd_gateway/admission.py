@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weightd_gateway.fair_limit import FairLimit
 from weightd_common.peers import Peer
 from weightd_common.tokenbuckets import TokenBuckets
+from weightd_gateway.fair_limit import FairLimit
 
 # New connections that a peer that violates the protocol's limits loses, beside the connection itself.
 VIOLATION_PENALTY = 32.0

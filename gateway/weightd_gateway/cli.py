@@ -9,21 +9,21 @@ import os
 import sys
 from pathlib import Path
 
-from weightd_gateway import heap_watch, logs
-from weightd_gateway.config import addresses
-from weightd_gateway.config.load import ConfigError, default_path, load
-from weightd_gateway.frontend import Frontend
-from weightd_gateway.context import Gateway
-from weightd_gateway.parser_process import Helpers
-from weightd_gateway.systemd import ServiceManager
-from weightd_gateway.system_shared_memory import RegisteredRegions
-from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.server import GatewayServer
-from weightd_gateway.daemon_client import DaemonClient
 from weightd_common import gateway_command, signals
 from weightd_common.commandline import Parser
 from weightd_common.coredump import disable_core_dumps
 from weightd_common.init import serve_as_init
+from weightd_gateway import heap_watch, logs
+from weightd_gateway.config import addresses
+from weightd_gateway.config.load import ConfigError, default_path, load
+from weightd_gateway.context import Gateway
+from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.frontend import Frontend
+from weightd_gateway.inflight_limit import AdmissionControl
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.server import GatewayServer
+from weightd_gateway.system_shared_memory import RegisteredRegions
+from weightd_gateway.systemd import ServiceManager
 
 OK = 0
 CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be had

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config.schema import GatewayConfig
-from weightd_gateway.tls_handshakes import Handshakes
+from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.parser_process import Helpers
 from weightd_gateway.system_shared_memory import RegisteredRegions
-from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.tls_handshakes import Handshakes
 
 
 @dataclass

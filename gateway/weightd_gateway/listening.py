@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weightd_common.peers import Peer, Peers
+from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.regular_file import open_regular
 from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
-from weightd_common.peers import Peer, Peers
-from weightd_common.regular_file import open_regular
-from weightd_common.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger("weightd_gateway")
 

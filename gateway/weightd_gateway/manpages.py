@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightd_gateway.config.schema import GatewayConfig
-from weightd_protocol.version import VERSION
 from weightd_common.commandline import Parser
 from weightd_common.manual.reference import Key, iterate_keys
 from weightd_common.manual.roff import ManPage, bold, italic
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_protocol.version import VERSION
 
 _DESCRIPTION = """\
 The file that `weightd gateway` reads, in TOML. Every key has a default, but nobody may ask before `tokens`,

@@ -10,13 +10,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightd_common.terminal import Terminal
 from weightd_gateway import heap_watch
 from weightd_gateway.config.load import ConfigError, keys_needing_restart, load
 from weightd_gateway.config.schema import GatewayFile
-from weightd_gateway.frontend import Frontend
 from weightd_gateway.context import Gateway
+from weightd_gateway.frontend import Frontend
 from weightd_gateway.systemd import ServiceManager
-from weightd_common.terminal import Terminal
 
 _log = logging.getLogger("weightd_gateway")
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from weightd_gateway.parse_queue import FairQueue
-from weightd_gateway.fair_limit import FairLimit
 from weightd_common.peers import Peer
 from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.parse_queue import FairQueue
 
 _log = logging.getLogger("weightd_gateway")
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from weightd_common.regular_file import read_regular
 from weightd_gateway.auth import Caller
 from weightd_protocol import limits
 from weightd_protocol.schema import label
-from weightd_common.regular_file import read_regular
 
 NO_TENANT = "-"
 """In the place of a tenant: the gateway itself asks."""

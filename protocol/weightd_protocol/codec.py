@@ -33,9 +33,9 @@ import msgpack
 
 from weightd_protocol import envelope_cache, limits, preview
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.schema import FieldError, describe_value, label, max_record_items, plain
 from weightd_protocol.schema import decode as decode_fields
 

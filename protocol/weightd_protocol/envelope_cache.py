@@ -14,8 +14,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 import msgpack
 
 from weightd_protocol import limits
-from weightd_protocol.messages.worker import Predict, Result
 from weightd_protocol.messages.inference import Infer, InferResponse
+from weightd_protocol.messages.worker import Predict, Result
 
 # A longer rest is read, and written, anew each time.
 _MAX_REST_BYTES = 512

@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 
+from weightd_common import memfd
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.messages.inference import Infer, Parameters, RequestDescription, TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
 from weightd_protocol.messages.types import TO_CLIENT
-from weightd_common import memfd
 
 from .hostile_unix import connected, framed, rights
 

@@ -11,12 +11,12 @@ import struct
 import time
 from collections.abc import Sequence
 
+from weightd_common import paths
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.framing import MAX_FRAMES
 from weightd_protocol.messages.control import ServerReady
 from weightd_protocol.messages.inference import Infer, RequestDescription, TensorSpec
-from weightd_common import paths
 
 from . import hostile
 

@@ -15,8 +15,8 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, DeadlineExceeded
-from weightd.protocol_core import PendingCall
 from weightd.polling import READ, WRITE, SelectPoller, new_poller
+from weightd.protocol_core import PendingCall
 from weightd.reader_election import ReaderElection
 from weightd_protocol.messages.control import ReadyResponse
 

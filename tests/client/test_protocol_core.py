@@ -8,8 +8,8 @@ from typing import Any, List
 import numpy as np
 import pytest
 
-from weightd.protocol_core import ClientCore, PendingCall
 from weightd.inputs import NeedsMetadata
+from weightd.protocol_core import ClientCore, PendingCall
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import (

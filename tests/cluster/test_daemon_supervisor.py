@@ -72,7 +72,9 @@ def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
 
 
 def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
-    done = subprocess.run(daemon_supervisor.supervisor_command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        daemon_supervisor.supervisor_command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False
+    )
     assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
 
 
@@ -96,7 +98,11 @@ def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:
 
     order = daemon_supervisor.encode_order({"m": {"path": "/m.onnx"}})
     guarded = subprocess.run(
-        daemon_supervisor.supervisor_command(directory), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False
+        daemon_supervisor.supervisor_command(directory),
+        input=order,
+        stdout=subprocess.PIPE,
+        preexec_fn=full,
+        check=False,
     )
     assert json.loads(guarded.stdout) == {"failed": f"{directory}: File too large"}
     assert not list((directory / "rooms").iterdir())

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd_protocol.schema import label
-from weightd_ray import model_cache, daemon_config
-from weightd_ray.options import Arguments, parse_arguments
 from weightd_common import toml_schema
+from weightd_protocol.schema import label
+from weightd_ray import daemon_config, model_cache
+from weightd_ray.options import Arguments, parse_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "cluster.md").read_text("utf-8")

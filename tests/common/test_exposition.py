@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from weightd_common.exposition import COUNTER, FAMILIES, HISTOGRAM, exposition, iterate_text
 from weightd_protocol.errors import ERRORS
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
-from weightd_common.exposition import COUNTER, FAMILIES, HISTOGRAM, exposition, iterate_text
 
 SECONDS = (0.0005, 0.1, 1.0, 30.0)
 ROWS = (1, 8)

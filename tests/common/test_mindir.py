@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_protocol import limits
 from weightd_common import mindir
 from weightd_common.mindir import MindIr, MindIrTensor
 from weightd_common.protobuf_reader import Malformed
+from weightd_protocol import limits
 
 Value = Union[int, bytes, str]
 FREE = 2**64 - 1  # -1, as an int64 is written

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_protocol.messages.inference import TensorSignature
 from weightd_common.rowtest.bits import differing_rows
 from weightd_common.rowtest.rows import SPECIALS, SpecialFloats, TestRows, rows_with_special_values
+from weightd_protocol.messages.inference import TensorSignature
 
 DTYPES = {"FP16": ("<f2", 10), "FP32": ("<f4", 23), "FP64": ("<f8", 52)}
 

@@ -12,9 +12,9 @@ from typing import Any, Iterator, List, Tuple, cast
 
 import pytest
 
+from weightd_common.stream import Stream
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import FrameReader, Message, message_prefix
-from weightd_common.stream import Stream
 
 FRAMES = [b"envelope", b"", b"tensor" * 100]
 

@@ -8,8 +8,8 @@ from typing import Optional
 
 import pytest
 
-from weightd_protocol.errors import WeightdError
 from weightd_common.transient import is_transient, mentions_transient
+from weightd_protocol.errors import WeightdError
 
 
 @pytest.mark.parametrize(

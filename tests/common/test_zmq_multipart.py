@@ -5,8 +5,8 @@ from typing import Any, Iterator, List, Tuple
 import pytest
 import zmq
 
-from weightd_protocol import limits
 from weightd_common import zmq_multipart
+from weightd_protocol import limits
 
 LARGE = 64 * 1024
 LIMIT_MS = 10_000

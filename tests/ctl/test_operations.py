@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo, silent
-from weightd import Client
 from weightctl import exit_codes
+from weightd import Client
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import ResourceExhausted
 from weightd_protocol.messages.control import (

@@ -6,11 +6,11 @@ from typing import Any, List, Optional
 
 import pytest
 
-from weightd import NotFound
 from weightctl import exit_codes
-from weightctl.status.render import as_json, render
 from weightctl.status.command import exit_status, filter_model, pss_total
+from weightctl.status.render import as_json, render
 from weightctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
+from weightd import NotFound
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.status import (
     DeviceStatus,

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
+from weightd_common.manual.commands import read_parser
 from weightd_daemon import exit_codes
 from weightd_daemon.cli import parser
 from weightd_daemon.config import identities, listeners
 from weightd_daemon.config import load as config
-from weightd_common.manual.commands import read_parser
 
 if sys.version_info >= (3, 11):
     import tomllib

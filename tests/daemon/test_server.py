@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.load import Config
 from weightd_daemon.handover import state
@@ -20,6 +19,7 @@ from weightd_daemon.handover.systemd_manager import ServiceManager
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff
 from weightd_daemon.observability.memory import MemorySampler
+from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.server import Server
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Viewer

@@ -18,9 +18,9 @@ from testkit.loads import SharedMemoryPeer
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd import Client, DeadlineExceeded, Unavailable
+from weightd_common import memfd
 from weightd_protocol.messages.inference import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
-from weightd_common import memfd
 
 from .support import MLP_WIDTH, ONE_ENGINE, BareEngine, SampleRequest, assert_same, mlp_inputs, ready_workers
 

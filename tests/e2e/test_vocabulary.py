@@ -22,11 +22,13 @@ import zmq
 from testkit import models
 from testkit.service import Service
 from weightctl.cli import parser as ctl_parser
+from weightd_common.manual.commands import read_parser
+from weightd_common.paths import unix_path
+from weightd_common.stream import Stream
 from weightd_daemon.cli import parser
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import FrameReader
-from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
@@ -40,15 +42,13 @@ from weightd_protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
 from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
 from weightd_protocol.messages.metrics import Metrics, MetricsResponse
 from weightd_protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
-from weightd_common.manual.commands import read_parser
-from weightd_common.paths import unix_path
-from weightd_common.stream import Stream
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 
 from .support import LIMIT_S
 

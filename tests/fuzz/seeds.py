@@ -16,10 +16,10 @@ from targets.decoder import TABLES
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.framing import LARGE_BYTES, message_prefix
-from weightd_protocol.messages.worker import TO_CHILD, Predict
 from weightd_protocol.messages.inference import Infer, Parameters, RequestDescription, TensorSpec
 from weightd_protocol.messages.status import Status
 from weightd_protocol.messages.types import FROM_CLIENT
+from weightd_protocol.messages.worker import TO_CHILD, Predict
 from weightd_worker.pagesharing.store import encode_header, size_of
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_gateway.admission import VIOLATION_PENALTY, PeerAdmission
 from weightd_common.peers import Peer
+from weightd_gateway.admission import VIOLATION_PENALTY, PeerAdmission
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 ROOT = Peer("uid 0", is_operator=True)

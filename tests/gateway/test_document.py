@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-from weightd_gateway import tensors
-from weightd_gateway.error_codes import STATUSES
-from weightd_gateway.config.load import parse
-from weightd_gateway.config.schema import GatewayConfig
-from weightd_gateway.http import app, infer_json
-from weightd_gateway.http.routes import Operation, parse_route
 from weightd_common import toml_schema
 from weightd_common.toml_schema import ErrorCollector
+from weightd_gateway import tensors
+from weightd_gateway.config.load import parse
+from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.error_codes import STATUSES
+from weightd_gateway.http import app, infer_json
+from weightd_gateway.http.routes import Operation, parse_route
 
 if sys.version_info >= (3, 11):
     import tomllib

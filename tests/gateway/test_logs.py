@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from weightd_gateway.logs import log_failure
 from weightd_gateway.grpc.handlers import Context, report_errors
+from weightd_gateway.logs import log_failure
 
 LOG = logging.getLogger("weightd_gateway.test")
 

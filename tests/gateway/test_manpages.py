@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from weightd_common import toml_schema
 from weightd_gateway import manpages
 from weightd_gateway.auth import Caller
 from weightd_gateway.config.load import load
 from weightd_gateway.config.schema import GatewayConfig
-from weightd_common import toml_schema
 
 KEYS = [field.name for field in toml_schema.table_keys(GatewayConfig)]
 

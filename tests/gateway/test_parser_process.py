@@ -16,8 +16,8 @@ import pytest
 
 from weightd_gateway import parser_process as helper
 from weightd_gateway.auth import Caller
-from weightd_gateway.parser_process import SMALL_BYTES, Helpers, ParserProcess
 from weightd_gateway.http import infer_json
+from weightd_gateway.parser_process import SMALL_BYTES, Helpers, ParserProcess
 from weightd_protocol.errors import Internal, InvalidArgument, Unavailable
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit.certificates import AUTHORITY, SERVER
-from weightd_gateway.tls_handshakes import LOOP_SHARE, FairThrottle, Handshakes, HandshakeSlots
 from weightd_common.peers import Peer
+from weightd_gateway.tls_handshakes import LOOP_SHARE, FairThrottle, Handshakes, HandshakeSlots
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 

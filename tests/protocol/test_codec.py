@@ -18,7 +18,6 @@ import zmq
 from weightd_protocol import codec, limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages.worker import TO_CHILD, Predict
 from weightd_protocol.messages.control import ReadyResponse
 from weightd_protocol.messages.inference import (
     Error,
@@ -31,6 +30,7 @@ from weightd_protocol.messages.inference import (
 )
 from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.messages.worker import TO_CHILD, Predict
 
 X = TensorSpec("x", "FP32", (2, 3))
 INFER = encode(Infer("7", RequestDescription("digits", (X,)), Parameters(500_000)))

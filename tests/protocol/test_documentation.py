@@ -16,12 +16,12 @@ from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.errors import ERRORS, RemoteProtocolError
-from weightd_protocol.messages import accounts, control, worker_common, events, metrics, ranks, regions, status
-from weightd_protocol.messages import worker as worker_messages
+from weightd_protocol.messages import accounts, control, events, metrics, ranks, regions, status, worker_common
 from weightd_protocol.messages import inference as messages
-from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
+from weightd_protocol.messages import worker as worker_messages
 from weightd_protocol.messages.inference import NO_PARAMETERS
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.schema import describe_fields
 
 DOCS = Path(__file__).parents[2] / "docs"

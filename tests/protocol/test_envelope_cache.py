@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD, Predict, Result
 from weightd_protocol.messages.inference import (
     Infer,
     InferResponse,
@@ -30,6 +29,7 @@ from weightd_protocol.messages.regions import (
     Regions,
 )
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD, Predict, Result
 from weightd_protocol.schema import FieldError, plain
 
 REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_protocol import messages
-from weightd_protocol.messages.events import Event
 from weightd_protocol.frozen import dataclass
+from weightd_protocol.messages.events import Event
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from hypothesis.strategies import SearchStrategy
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages import accounts, control, worker_common, events, metrics, ranks, regions, status
-from weightd_protocol.messages import worker as worker_messages
+from weightd_protocol.messages import accounts, control, events, metrics, ranks, regions, status, worker_common
 from weightd_protocol.messages import inference as messages
+from weightd_protocol.messages import worker as worker_messages
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd_protocol.schema import describe_fields
 

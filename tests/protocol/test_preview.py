@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from weightd_protocol import limits, preview, schema
 from weightd_protocol.codec import decode, encode, heading, max_request_items
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.worker import FROM_CHILD, Built, TryingSelfTest
 from weightd_protocol.messages.control import ModelMetadata
 from weightd_protocol.messages.inference import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd_protocol.messages.types import FROM_CLIENT
+from weightd_protocol.messages.worker import FROM_CHILD, Built, TryingSelfTest
+from weightd_protocol.messages.worker_common import SelfTestCases
 
 SCALARS: Any = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=80) | st.binary()

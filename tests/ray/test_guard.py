@@ -22,7 +22,9 @@ class Started:
     """A guard as a replica starts it, with a daemon that has nothing to serve: its model is no file."""
 
     def __init__(self, base: Path) -> None:
-        process = subprocess.Popen(daemon_supervisor.supervisor_command(base), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            daemon_supervisor.supervisor_command(base), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         self.leash: IO[bytes] = process.stdin

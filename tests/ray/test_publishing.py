@@ -18,9 +18,9 @@ from ray import serve
 
 from testkit import models
 from testkit.raynodes import Nodes
-from weightd_protocol.errors import NotFound, Unavailable
-from weightd_ray import publish, model_store, unpublish
 from weightd_common.modelfile import ModelFileError, digest
+from weightd_protocol.errors import NotFound, Unavailable
+from weightd_ray import model_store, publish, unpublish
 
 from .asking import SampleRequests, ask, output
 

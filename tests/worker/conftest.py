@@ -33,8 +33,8 @@ import zmq
 
 from testkit import mindir
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.messages.worker import FROM_CHILD, ContinueSelfTest, Predict, Result, Stop, TryingSelfTest
 from weightd_protocol.messages.inference import RequestDescription
+from weightd_protocol.messages.worker import FROM_CHILD, ContinueSelfTest, Predict, Result, Stop, TryingSelfTest
 from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine

@@ -13,8 +13,8 @@ from typing import Any, Generator, List, Optional, Sequence
 
 import pytest
 
-from weightd_protocol.errors import RemoteProtocolError
 from weightd_common.stream import Stream
+from weightd_protocol.errors import RemoteProtocolError
 from weightd_worker.channel import ChannelConnection
 
 LIMIT_S = 20

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from testkit.fakeengine import FakeEngine
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     BeginBatch,
@@ -32,7 +33,6 @@ from weightd_protocol.messages.worker import (
     Stop,
     UnmapRegion,
 )
-from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.tensors import frame_of, spec_of
 from weightd_worker import exit_codes
 from weightd_worker.batching import shadow_check

@@ -14,10 +14,10 @@ from typing import Any, Generator, List, Optional, Union
 import pytest
 import zmq
 
-from weightd_protocol.codec import decode, encode
-from weightd_protocol.messages.worker import FROM_CHILD, ChildMessage, Forked, Reconnected
 from weightd_common import zmq_monitor
 from weightd_common.stream import Stream
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.worker import FROM_CHILD, ChildMessage, Forked, Reconnected
 from weightd_worker.connection import WorkerConnection
 
 LIMIT_MS = 20_000

@@ -13,7 +13,10 @@ import pytest
 from ascendsim import Host, environment, ledger, models
 from testkit.fakeengine import FakeEngine, sequence
 from testkit.script import Script
+from weightd_common.model_group import GroupMember, GroupMembers, joint_digest
 from weightd_protocol.codec import encode
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.worker import (
     Failed,
     Hello,
@@ -25,10 +28,7 @@ from weightd_protocol.messages.worker import (
     Result,
     Stop,
 )
-from weightd_protocol.messages.inference import RequestDescription, TensorSignature
-from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd_protocol.tensors import frame_of, spec_of
-from weightd_common.model_group import GroupMember, GroupMembers, joint_digest
 from weightd_worker import exit_codes
 from weightd_worker.engines.engine import ModelSignature
 from weightd_worker.multi_model_session import MultiModelSession

@@ -16,10 +16,10 @@ from typing import Any, Iterator, List
 import numpy as np
 import pytest
 
+from weightd_common import memfd
 from weightd_protocol.errors import Internal, InvalidArgument
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import frame_of, from_frame, to_wire
-from weightd_common import memfd
 from weightd_worker import regions as module
 from weightd_worker import userfault
 from weightd_worker.regions import AttachedRegions

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine, sequence
 from testkit.script import PAUSE, Script
+from weightd_common import memfd
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     Allow,
@@ -47,20 +50,17 @@ from weightd_protocol.messages.worker import (
     TryingSelfTest,
     UnmapRegion,
 )
-from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
-from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
-from weightd_common import memfd
-from weightd_worker import exit_codes, session_base, nativelog, predictor
+from weightd_worker import exit_codes, nativelog, predictor, session_base
 from weightd_worker import session as session_module
 from weightd_worker.batching import shadow_check
-from weightd_worker.selftest import selftest
 from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd_worker.engines.errors import AttachRefused, BuildError, ModelCorrupted, NotRun, OutOfDeviceMemory
 from weightd_worker.engines.sharing import SharedWeights
 from weightd_worker.forking.fork import InheritedModel, ReportForked
+from weightd_worker.selftest import selftest
 from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
 
 M = TypeVar("M")

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     signals.reset(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
-from weightd_worker import arguments, main_loop, exit_codes
+from weightd_worker import arguments, exit_codes, main_loop
 
 
 def main() -> int:

@@ -12,11 +12,11 @@ import socket
 import time
 from typing import Any, List, Optional, Sequence
 
+from weightd_common import paths
+from weightd_common.stream import Stream, enlarge_send_buffer
 from weightd_protocol import limits
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import LARGE_BYTES, FrameReader
-from weightd_common import paths
-from weightd_common.stream import Stream, enlarge_send_buffer
 
 Frames = Sequence[Any]
 

@@ -16,13 +16,13 @@ from typing import Any, List, Union, cast
 
 from weightd_protocol.messages.worker import BeginBatch, Failed, Predict, Reconnected, Stop, UnmapRegion
 from weightd_worker import exit_codes
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
-from weightd_worker.thread_pool import PredictThreads, UnlockedEngine
 from weightd_worker.engines.engine import Engine
 from weightd_worker.inbox import Entry, Inbox
-from weightd_worker.channel import ChannelConnection
 from weightd_worker.predictor import Predictor, Reply
 from weightd_worker.session import ChildFiles, WorkerSession
+from weightd_worker.thread_pool import PredictThreads, UnlockedEngine
 
 _STOP: Entry = (Stop(), ())
 

@@ -7,9 +7,9 @@ from typing import List, Optional
 
 import zmq
 
-from weightd_protocol.errors import RemoteProtocolError
-from weightd_common import zmq_monitor, zmq_multipart, paths
+from weightd_common import paths, zmq_monitor, zmq_multipart
 from weightd_common.stream import Stream
+from weightd_protocol.errors import RemoteProtocolError
 from weightd_worker import channel as lanes
 from weightd_worker.channel import Frames
 

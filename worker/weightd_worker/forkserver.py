@@ -22,15 +22,15 @@ if __name__ == "__main__":
 # What a canary needs, and numpy may not import before.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
+from weightd_common import paths
+from weightd_common.stream import Stream
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, encode
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.worker import TO_CHILD, Fork, Forked, Stop
-from weightd_common import paths
-from weightd_common.stream import Stream
 from weightd_worker import arguments as words_of
-from weightd_worker import main_loop, exit_codes
 from weightd_worker import channel as lanes
+from weightd_worker import exit_codes, main_loop
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
 from weightd_worker.forking.fork import Forker

@@ -13,21 +13,22 @@ from typing import Callable, Optional, Sequence, Union
 
 import zmq
 
-from weightd_protocol import limits
-from weightd_protocol.codec import clip, encode
-from weightd_protocol.errors import WeightdError
-from weightd_protocol.messages.worker import ProcessFailed
 from weightd_common.coredump import disable_core_dumps
 from weightd_common.cpulist import parse_cpulist
-from weightd_common.rendezvous import RendezvousInfo
 from weightd_common.model_group import GroupMembers, joint_digest
 from weightd_common.modelfile import ModelFileError, pinned_digest
 from weightd_common.oom_score import raise_score
 from weightd_common.pdeathsig import die_with_parent
 from weightd_common.proctitle import Title
+from weightd_common.rendezvous import RendezvousInfo
 from weightd_common.transient import is_transient
+from weightd_protocol import limits
+from weightd_protocol.codec import clip, encode
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.messages.worker import ProcessFailed
 from weightd_worker import arguments as words_of
 from weightd_worker import exit_codes, pagesharing
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.concurrent_session import ConcurrentSession
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines import ENGINES, RANK_ENGINES
@@ -36,9 +37,8 @@ from weightd_worker.engines.errors import BuildError
 from weightd_worker.engines.mindspore import read_signature
 from weightd_worker.engines.mindspore_lite.group import ModelGroup
 from weightd_worker.engines.ranks import RankRendezvous as RankMeeting
-from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.forking.fork import Forker, InheritedModel
-from weightd_worker.channel import ChannelConnection
+from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.multi_model_session import MultiModelSession
 from weightd_worker.ranks import rendezvous_server
 from weightd_worker.ranks.session import RankInputs, RankSession

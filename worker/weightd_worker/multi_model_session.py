@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
+from weightd_common import model_group as told
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.worker import ChildOrder, Hello, Ping, Pong, Predict, Reconnected, TrimStore
-from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 from weightd_protocol.messages.ranks import (
     JoinedGroup,
     JoinGroup,
@@ -16,18 +15,19 @@ from weightd_protocol.messages.ranks import (
     SelfTestDone,
     SelfTestResult,
 )
-from weightd_common import model_group as told
-from weightd_worker.selftest import selftest, sample
-from weightd_worker.selftest import verifier as proofs
+from weightd_protocol.messages.worker import ChildOrder, Hello, Ping, Pong, Predict, Reconnected, TrimStore
+from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import BuildError
 from weightd_worker.engines.mindspore_lite.group import ModelGroup
 from weightd_worker.engines.sharing import NotShared
-from weightd_worker.channel import ChannelConnection
-from weightd_worker.session_base import SessionBase, all_versions, check_signature
 from weightd_worker.predictor import PredictItem, Predictor
 from weightd_worker.regions import AttachedRegions
+from weightd_worker.selftest import sample, selftest
+from weightd_worker.selftest import verifier as proofs
+from weightd_worker.session_base import SessionBase, all_versions, check_signature
 
 
 class _SelfTestInputs(NamedTuple):

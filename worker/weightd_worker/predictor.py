@@ -7,23 +7,23 @@ import logging
 import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from weightd_common.rowtest.bits import NotBatchable
+from weightd_common.rowtest.rows import SpecialFloats, rows_with_special_values
 from weightd_protocol import limits
 from weightd_protocol.codec import clip
 from weightd_protocol.errors import Internal, InvalidArgument, RequestError
-from weightd_protocol.messages.worker import BatchMismatch, Failed, Predict, Result
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_protocol.messages.regions import MappedRegions
+from weightd_protocol.messages.worker import BatchMismatch, Failed, Predict, Result
+from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_protocol.tensors import describe_response, frame_of, from_frame, to_wire
-from weightd_common.rowtest.bits import NotBatchable
-from weightd_common.rowtest.rows import SpecialFloats, rows_with_special_values
 from weightd_worker import exit_codes
 from weightd_worker.batching.merge import MergedRequest, OutputSlice
 from weightd_worker.batching.shadow_check import RowsDiffer, ShadowChecks
-from weightd_worker.selftest.verifier import AnswerVerifier
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted, NotRun
 from weightd_worker.regions import AttachedRegions
+from weightd_worker.selftest.verifier import AnswerVerifier
 
 _log = logging.getLogger("weightd_worker")
 

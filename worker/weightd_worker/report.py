@@ -15,9 +15,9 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO, Tuple
 
-from weightd_protocol.version import VERSION
 from weightd_common import signals
 from weightd_common.pdeathsig import die_with_parent
+from weightd_protocol.version import VERSION
 
 if TYPE_CHECKING:
     from weightd_worker.engines.mindspore_lite.acl import Acl

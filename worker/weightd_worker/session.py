@@ -34,17 +34,17 @@ from weightd_protocol.messages.worker import (
 from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
 from weightd_worker import library_pages, nativelog, weights
 from weightd_worker.batching import probe
-from weightd_worker.selftest import selftest, sample, search, shapes
-from weightd_worker.selftest.verifier import AnswerVerifier
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import AttachRefused, BuildError
 from weightd_worker.engines.sharing import SharedWeights
 from weightd_worker.forking.fork import Forker, InheritedModel
 from weightd_worker.malloc_trim import MallocTuner, private_bytes
-from weightd_worker.channel import ChannelConnection
-from weightd_worker.session_base import SessionBase, all_versions, check_signature
 from weightd_worker.predictor import Predictor
+from weightd_worker.selftest import sample, search, selftest, shapes
+from weightd_worker.selftest.verifier import AnswerVerifier
+from weightd_worker.session_base import SessionBase, all_versions, check_signature
 from weightd_worker.sharing_threshold import HOLDER_COST_BYTES, is_holder_worthwhile
 
 _log = logging.getLogger("weightd_worker")
@@ -324,7 +324,9 @@ class WorkerSession(SessionBase):
     def _run_resized(self, case: SelfTestCase) -> selftest.SelfTest:
         """Run a shape that is not the sample's."""
         engine = self._engine
-        return selftest.from_answers((case,), [engine.predict(shapes.make_inputs(engine.signature, case, self._sample))])
+        return selftest.from_answers(
+            (case,), [engine.predict(shapes.make_inputs(engine.signature, case, self._sample))]
+        )
 
     def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
         """Return the largest shape that is known to be needed, {} where there is but one shape.

@@ -13,6 +13,7 @@ from typing import Any, Dict, Mapping, Sequence, Union
 
 import numpy as np
 
+from weightd_common.transient import is_transient, mentions_transient
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, clip, encode
 from weightd_protocol.errors import WeightdError
@@ -32,13 +33,12 @@ from weightd_protocol.messages.worker import (
     UnmapRegion,
 )
 from weightd_protocol.version import VERSION
-from weightd_common.transient import is_transient, mentions_transient
 from weightd_worker import exit_codes, nativelog
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import ModelSignature
 from weightd_worker.engines.errors import BuildError, OutOfDeviceMemory
 from weightd_worker.inbox import Entry, Inbox
-from weightd_worker.channel import ChannelConnection
 from weightd_worker.predictor import Predictor, Reply
 
 _PYTHON = platform.python_version()

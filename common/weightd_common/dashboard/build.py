@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Callable, Iterator, Optional, Sequence, Set, Tuple
 
-from weightd_protocol.messages.accounts import TenantStatus
-from weightd_protocol.messages.metrics import MetricsResponse, ModelMetrics
-from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd_common.dashboard import memory
 from weightd_common.dashboard.rates import rate
 from weightd_common.dashboard.rows import ModelRow, ProcessRow, TenantRow, Throughput
 from weightd_common.dashboard.window import StatusWindow
+from weightd_protocol.messages.accounts import TenantStatus
+from weightd_protocol.messages.metrics import MetricsResponse, ModelMetrics
+from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
 # Who answers requests; a spare does once one of these is lost.
 _SERVING_ROLES = ("worker", "rank")

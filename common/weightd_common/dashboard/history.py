@@ -6,11 +6,11 @@ import math
 from collections import deque
 from typing import Deque, Dict, List
 
-from weightd_protocol.messages.metrics import MetricsResponse
-from weightd_protocol.messages.status import StatusResponse
-from weightd_common.dashboard import memory, build
+from weightd_common.dashboard import build, memory
 from weightd_common.dashboard.rows import Overview, RatePoint, Throughput
 from weightd_common.dashboard.window import CounterSnapshot, StatusWindow
+from weightd_protocol.messages.metrics import MetricsResponse
+from weightd_protocol.messages.status import StatusResponse
 
 # Of a spark: a minute, where it is looked at each second.
 SPARKLINE_POINTS = 60

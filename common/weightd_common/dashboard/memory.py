@@ -14,8 +14,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Iterable, Iterator, Optional, Set
 
-from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd_common.devices import is_cpu
+from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
 # Who takes requests, and has the weights in common with others.
 _WORKER_ROLES = ("worker", "spare")

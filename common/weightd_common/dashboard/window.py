@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
+from weightd_common.dashboard.rates import count_difference, quantile, rate
 from weightd_protocol.messages.accounts import AccountStatus
 from weightd_protocol.messages.metrics import MetricsResponse, ModelMetrics
-from weightd_common.dashboard.rates import count_difference, quantile, rate
 
 Counts = Tuple[int, ...]
 

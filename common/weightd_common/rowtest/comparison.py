@@ -17,7 +17,6 @@ from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional,
 
 import numpy as np
 
-from weightd_protocol.messages.inference import TensorSignature
 from weightd_common.rowtest import bits
 from weightd_common.rowtest.bits import Arrays, NotBatchable
 from weightd_common.rowtest.rows import (
@@ -31,6 +30,7 @@ from weightd_common.rowtest.rows import (
     row_bytes,
     row_kinds,
 )
+from weightd_protocol.messages.inference import TensorSignature
 
 MAX_DURATION_S = 10.0
 """How long it may take, beside the predict that is under way then."""

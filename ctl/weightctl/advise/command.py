@@ -8,13 +8,13 @@ import os
 from typing import List, Sequence, Union
 
 from weightctl import exit_codes
-from weightctl.advise import render, recommend
+from weightctl.advise import recommend, render
 from weightctl.advise.measure import AdvisePlan, Measurement
 from weightctl.advise.source import FileRows, SyntheticRows
 from weightctl.advise.trial import BatchTest, BatchTestResult, batching_refusal
+from weightctl.command import Command, CommandError, Connect
 from weightctl.measuring import shapes, subject
 from weightctl.text import clean
-from weightctl.command import Command, CommandError, Connect
 from weightd_protocol.errors import FailedPrecondition
 from weightd_protocol.messages.inference import TensorSignature
 
@@ -135,7 +135,9 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         if recommendation.verdict is recommend.Verdict.MERGE:
             sample_path = os.path.abspath(options.inputs) if test_result.needs_sample else ""  # noqa: PTH100 - follows no link
             recommendation = (
-                recommend.not_batched(test_result.note) if test_result.note else recommendation._replace(sample=sample_path)
+                recommend.not_batched(test_result.note)
+                if test_result.note
+                else recommendation._replace(sample=sample_path)
             )
         show = render.as_json(name, results, recommendation)
         print(json.dumps(show) if options.json else render.render(name, results, recommendation, source.distinct_rows))

@@ -8,13 +8,13 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Seq
 
 import numpy as np
 
-from weightd.client import Client
 from weightctl.advise.evidence import Comparison
-from weightctl.advise.rounds import RowSlice, block_requests, count_blocks
 from weightctl.advise.recommend import BatchSizeResult
+from weightctl.advise.rounds import RowSlice, block_requests, count_blocks
 from weightctl.advise.source import FileRows, SyntheticRows
 from weightctl.measuring.counters import has_split, read_counters
 from weightctl.measuring.samples import Arrays
+from weightd.client import Client
 from weightd_protocol.errors import Internal, InvalidArgument
 
 Outputs = Mapping[str, Any]

@@ -7,13 +7,13 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from weightctl import arrays
+from weightctl.command import BadInput
 from weightctl.measuring.samples import Arrays
 from weightctl.measuring.shapes import describe
 from weightctl.text import clean
-from weightctl.command import BadInput
+from weightd_common.rowtest.rows import RowKind, TestRows
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 from weightd_protocol.tensors import NUMPY_DTYPE
-from weightd_common.rowtest.rows import RowKind, TestRows
 
 
 class SyntheticRows:

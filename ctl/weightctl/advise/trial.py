@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
 
-from weightd.client import Client
 from weightctl.advise.source import FileRows, SyntheticRows
-from weightd_protocol.errors import Internal, InvalidArgument
-from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.status import StatusResponse
+from weightd.client import Client
 from weightd_common.rowtest import comparison
 from weightd_common.rowtest.bits import Arrays, NotBatchable
 from weightd_common.rowtest.comparison import TestedModel
 from weightd_common.rowtest.rows import RowKind
+from weightd_protocol.errors import Internal, InvalidArgument
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.status import StatusResponse
 
 
 class BatchTestResult(NamedTuple):

@@ -9,9 +9,9 @@ from typing import List
 from weightctl import exit_codes
 from weightctl.bench import render
 from weightctl.bench.windows import MAX_WINDOWS, STABLE_WINDOWS, TOLERANCE, Level, Windows
+from weightctl.command import Command, Connect
 from weightctl.measuring import samples, shapes, subject
 from weightctl.text import count
-from weightctl.command import Command, Connect
 
 _DESCRIPTION = f"""\
 Measures how many requests a model answers in a second, and how soon: with 1, with 8 and with 64 of

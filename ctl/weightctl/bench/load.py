@@ -8,9 +8,9 @@ import signal
 import time
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
-from weightd.aio import AsyncClient
 from weightctl.bench.windows import MAX_WINDOWS, Level, Windows, summarize
 from weightctl.measuring.counters import per_execution, read_counters
+from weightd.aio import AsyncClient
 from weightd_protocol.errors import RequestError
 
 # A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
 from weightctl import exit_codes, manual
+from weightctl.command import Command, Connect
 from weightctl.install import program
 from weightctl.install.files import FileState, InstallError, compare, install
 from weightctl.install.plan import (
@@ -22,7 +23,6 @@ from weightctl.install.plan import (
 )
 from weightctl.install.uninstall import NEXT_STEPS, REMAINING_NOTE, remove_planned
 from weightctl.text import clean
-from weightctl.command import Command, Connect
 
 _DESCRIPTION = """\
 Makes weightd a service of systemd: writes its units, user, groups and directories to /etc, and man

@@ -9,8 +9,8 @@ from enum import Enum
 from pathlib import Path
 
 from weightctl import exit_codes
-from weightctl.install.plan import is_ours
 from weightctl.command import CommandError
+from weightctl.install.plan import is_ours
 from weightd_protocol.errors import Internal, PermissionDenied
 
 

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 from weightctl import exit_codes
-from weightctl.text import clean
 from weightctl.command import CommandError
+from weightctl.text import clean
 from weightd_protocol import limits
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec

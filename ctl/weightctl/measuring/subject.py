@@ -6,10 +6,10 @@ import argparse
 import contextlib
 from typing import ContextManager, Dict, Generator, Mapping, NamedTuple, Sequence, Tuple, Type
 
-from weightd.client import Client
+from weightctl.command import Connect
 from weightctl.measuring import shapes
 from weightctl.measuring.progress import ProgressLine
-from weightctl.command import Connect
+from weightd.client import Client
 from weightd_protocol.errors import (
     DeadlineExceeded,
     FailedPrecondition,

@@ -6,15 +6,15 @@ import argparse
 import json
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from weightd.client import Client
 from weightctl import arrays, exit_codes
+from weightctl.command import Command, Connect
 from weightctl.measuring import samples, shapes
 from weightctl.predict import scores, sources
 from weightctl.predict.images import Pixels
 from weightctl.predict.scores import Labels
 from weightctl.predict.sources import ArgumentReader
 from weightctl.text import clean
-from weightctl.command import Command, Connect
+from weightd.client import Client
 from weightd_protocol.messages.inference import TensorSignature
 
 _DESCRIPTION = """\

@@ -6,8 +6,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import numpy as np
 
-from weightctl.text import clean, count
 from weightctl.command import BadInput
+from weightctl.text import clean, count
 from weightd_common.regular_file import read_regular
 
 # Nobody reads more of them; the others are told by their number.

@@ -6,12 +6,12 @@ import argparse
 from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Type
 
 from weightctl import arrays, exit_codes
+from weightctl.command import BadInput, CommandError
 from weightctl.measuring.shapes import describe
 from weightctl.predict import images, numbers
 from weightctl.predict.images import Pixels, WrongImage
 from weightctl.predict.numbers import CsvTable, WrongNumbers
 from weightctl.text import clean
-from weightctl.command import BadInput, CommandError
 from weightd_protocol.messages.inference import TensorSignature
 
 # As Python it takes thirty times as much memory; and nobody writes more by hand.

@@ -7,8 +7,8 @@ import dataclasses
 import json
 
 from weightctl import exit_codes
-from weightctl.status import render
 from weightctl.command import Command, Connect, DaemonUnreachable, check_model
+from weightctl.status import render
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.status import StatusResponse
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Dict, Iterator, List, Optional, Tuple
 
 from weightctl.text import clean, count, megabytes, milliseconds, paragraph, size, table
-from weightd_protocol.messages.status import GenerationStatus, ProcessStatus
 from weightd_common.load_text import progress_text
+from weightd_protocol.messages.status import GenerationStatus, ProcessStatus
 
 _HEADING = (
     "PROCESS",

@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer, check_infer
 from weightd_daemon.api.connection import ClientConnection, ClientIdentity
-from weightd_daemon.api.server import ClientConnections, ConnectionCallbacks
-from weightd_daemon.api.region_registry import RegionRegistry
-from weightd_daemon.api.memory_budget import MemoryBudget
 from weightd_daemon.api.heap_trim import HeapTrimmer
+from weightd_daemon.api.memory_budget import MemoryBudget
+from weightd_daemon.api.region_registry import RegionRegistry
+from weightd_daemon.api.server import ClientConnections, ConnectionCallbacks
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.platform import audit, clock
-from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
-from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS
-from weightd_daemon.scheduling.request import Request
+from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.platform import audit, clock
+from weightd_daemon.platform.client_log import ClientLog
+from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
+from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.metadata import MetadataRequest
-from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded
+from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS
 from weightd_daemon.tenants.tenant import Tenant, Viewer
+from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded
 from weightd_protocol import limits, preview
 from weightd_protocol.codec import Decoder, clip, encode, heading, max_request_items
 from weightd_protocol.errors import (
@@ -45,7 +45,6 @@ from weightd_protocol.errors import (
     Unavailable,
 )
 from weightd_protocol.framing import Message
-from weightd_protocol.messages.worker import Result
 from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
@@ -59,12 +58,13 @@ from weightd_protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse
 from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse
 from weightd_protocol.messages.metrics import Metrics, MetricsResponse
 from weightd_protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import FROM_CLIENT, MESSAGES_WITHOUT_REPLY, DaemonMessage
+from weightd_protocol.messages.worker import Result
 from weightd_protocol.version import EXTENSIONS, VERSION
 
 # Of the frames of a message.

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from weightd_common import memfd
 from weightd_daemon.api.connection_limit import max_total_regions
 from weightd_daemon.platform.fd_closer import DescriptorCloser
 from weightd_daemon.platform.log_setup import log_resource_error
@@ -18,7 +19,6 @@ from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
-from weightd_common import memfd
 
 # Of one client: places that are in use at a time.
 _MAX_CACHED_LOCATIONS = 64

@@ -13,25 +13,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weightd_common import memfd
+from weightd_common.stream import Stream
 from weightd_daemon.api.connection import ClientConnection, ClientIdentity, unix_identity
 from weightd_daemon.api.connection_limit import ClientConnectionLimiter
-from weightd_daemon.api.unread_data import UnreadConnections
-from weightd_daemon.api.tenant_read_queue import TenantReadQueue
 from weightd_daemon.api.memory_budget import MemoryBudget
+from weightd_daemon.api.tenant_read_queue import TenantReadQueue
+from weightd_daemon.api.unread_data import UnreadConnections
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.acceptor import Acceptor
-from weightd_daemon.platform.connection_admission import ConnectionAdmission
 from weightd_daemon.platform.client_log import ClientLog
+from weightd_daemon.platform.connection_admission import ConnectionAdmission
+from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.fd_closer import MAX_PENDING, DescriptorCloser, has_descriptors
 from weightd_daemon.platform.log_setup import log_resource_error
-from weightd_daemon.platform.event_loop import EventLoop
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError, RequestError, ResourceExhausted
 from weightd_protocol.framing import FrameReader, Message, message_prefix
 from weightd_protocol.messages.inference import Error
-from weightd_common import memfd
-from weightd_common.stream import Stream
 
 # What may wait for one client: an answer of whatever size is let through if nothing else waits.
 MAX_UNREAD_BYTES = 256 * 1024 * 1024

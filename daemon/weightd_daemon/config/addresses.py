@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
+from weightd_common import paths, tcp_addresses
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError
-from weightd_common import paths, tcp_addresses
 
 EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}"
 

@@ -8,8 +8,9 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from weightd_daemon.config import selftest as canary_config
+from weightd_common.modelfile import ModelFileError, OpenModel
 from weightd_daemon.config import check_ranks
+from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.load import Config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
@@ -17,7 +18,6 @@ from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd_daemon.platform.exit_cause import describe_status
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_protocol.version import VERSION
-from weightd_common.modelfile import ModelFileError, OpenModel
 
 _INTERPRETER_TIMEOUT_S = 60.0
 

@@ -10,6 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from weightd_common import mindir
+from weightd_common.devices import card_of
+from weightd_common.mindir import MindIr, MindIrTensor
+from weightd_common.modelfile import ModelFileError, OpenModel
+from weightd_common.protobuf_reader import Malformed
+from weightd_common.regular_file import open_regular, read_regular
 from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
@@ -18,12 +24,6 @@ from weightd_daemon.engines.ascend import physical_id
 from weightd_daemon.engines.mindspore_lite import config_items
 from weightd_daemon.engines.ranktable import RankTable
 from weightd_protocol.schema import FieldError
-from weightd_common import mindir
-from weightd_common.devices import card_of
-from weightd_common.mindir import MindIr, MindIrTensor
-from weightd_common.modelfile import ModelFileError, OpenModel
-from weightd_common.protobuf_reader import Malformed
-from weightd_common.regular_file import open_regular, read_regular
 
 _BLOCK_BYTES = 1024 * 1024
 _ARRAY_SUFFIX = ".npy"

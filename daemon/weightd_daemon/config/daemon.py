@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weightd_common import paths
+from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector
+from weightd_common.user_paths import user_path
 from weightd_daemon.config import addresses
 from weightd_daemon.config.defaults import UnitDefaults, default_cache_dir, default_runtime_dir
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, list_of, number, text
-from weightd_common import paths
-from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector
-from weightd_common.user_paths import user_path
 
 # With less, a few requests of ordinary size would be too many.
 _MIN_MEMORY_BYTES = 16 * MIB

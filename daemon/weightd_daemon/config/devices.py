@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from weightd_common import cpulist, toml_schema
+from weightd_common.devices import card_of, has_cores
+from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.engines import ascend
 from weightd_daemon.engines.ranktable import is_address
 from weightd_daemon.platform.cores import allowed_cores
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, label, short_repr, text
-from weightd_common import cpulist, toml_schema
-from weightd_common.devices import card_of, has_cores
-from weightd_common.toml_schema import ErrorCollector
 
 
 @dataclass(frozen=True)

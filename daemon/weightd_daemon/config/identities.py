@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from weightd_protocol.schema import FieldError, describe_value, label
 from weightd_common.curve_keys import KeyFileError, read_public
 from weightd_common.toml_schema import ErrorCollector
+from weightd_protocol.schema import FieldError, describe_value, label
 
 T = TypeVar("T")
 

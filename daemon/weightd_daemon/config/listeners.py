@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from weightd_common import tcp_addresses, toml_schema
+from weightd_common.curve_keys import KEY_CHARACTERS, KeyFileError, read_secret
+from weightd_common.toml_schema import ErrorCollector, derived
+from weightd_common.user_paths import user_path
 from weightd_daemon.config import addresses
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.names import check_name
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
-from weightd_common import toml_schema, tcp_addresses
-from weightd_common.curve_keys import KEY_CHARACTERS, KeyFileError, read_secret
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_common.user_paths import user_path
 
 # The listener where no table names one, or the first of those that a service manager has opened.
 _DEFAULT_NAME = "default"

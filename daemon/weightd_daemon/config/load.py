@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from weightd_common import toml_schema
+from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import rank_rules
 from weightd_daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd_daemon.config.defaults import UnitDefaults
@@ -25,9 +28,6 @@ from weightd_daemon.config.tenants import TenantConfig, read_tenants
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.schema import FieldError, label
-from weightd_common import toml_schema
-from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
-from weightd_common.toml_schema import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightd_common import cpulist as cores
+from weightd_common.devices import CPU, card_of, has_cores, is_cpu
+from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, derived
+from weightd_common.user_paths import user_path
 from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.config.selftest import SelfTestSetting
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.names import check_name
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
+from weightd_daemon.config.selftest import SelfTestSetting
 from weightd_daemon.engines import ENGINES, ascend, engine_for
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.engines.spec import EngineOptions, EngineSpec
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, integer, list_of, number, one_of, record, text
-from weightd_common import cpulist as cores
-from weightd_common.devices import CPU, card_of, has_cores, is_cpu
-from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, derived
-from weightd_common.user_paths import user_path
 
 # What tells what is done with requests, and of what is loaded only what has to be tested there.
 _REQUEST_KEYS = ("batching", "split", "default_priority")

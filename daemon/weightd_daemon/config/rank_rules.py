@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from weightd_common.devices import card_of
+from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.model import ModelConfig, engine_name
@@ -23,8 +25,6 @@ from weightd_daemon.config.ranks import (
 )
 from weightd_daemon.engines import ranktable
 from weightd_protocol.schema import FieldError, label
-from weightd_common.devices import card_of
-from weightd_common.toml_schema import ErrorCollector
 
 # HCCL_CONNECT_TIMEOUT is refused below, with the whole library.
 _MIN_CONNECT_TIMEOUT_S = 120

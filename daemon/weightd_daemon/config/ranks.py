@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from weightd_common.devices import CPU, is_cpu
+from weightd_common.toml_schema import derived
+from weightd_common.user_paths import user_path
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
-from weightd_common.devices import CPU, is_cpu
-from weightd_common.toml_schema import derived
-from weightd_common.user_paths import user_path
 
 # Of all groups of a model together: no host has more cards.
 MAX_RANKS = limits.MAX_DEVICES

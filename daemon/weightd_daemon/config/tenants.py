@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from weightd_common import toml_schema
+from weightd_common.toml_schema import ErrorCollector, derived
+from weightd_common.user_paths import user_path
 from weightd_daemon.config import identities
 from weightd_daemon.config.identities import Identities
 from weightd_daemon.config.names import check_name
@@ -27,9 +30,6 @@ from weightd_protocol.schema import (
     one_of,
     text,
 )
-from weightd_common import toml_schema
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_common.user_paths import user_path
 
 # Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
 INFER = "infer"

@@ -10,10 +10,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd_daemon.processes.spec import WorkerProgram
+from weightd_common.modelfile import ModelFileError, model_files
+from weightd_common.terminal import ends_on_hangup
 from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.check_ranks import read_rank_table
 from weightd_daemon.doctor import render
+from weightd_daemon.doctor.checks import access as access_checks
+from weightd_daemon.doctor.checks import host as checks
+from weightd_daemon.doctor.checks import ranks as rank_checks
+from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks.finding import CheckResult, Finding, exit_status
 from weightd_daemon.doctor.facts import interpreter, nodes
 from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, read_host
 from weightd_daemon.doctor.facts.interpreter import InterpreterReport
@@ -22,17 +28,11 @@ from weightd_daemon.doctor.facts.ranks import read_network as network_of
 from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit, current_user, read_unit, service_user
 from weightd_daemon.doctor.selftest.processes import TestProcesses
 from weightd_daemon.doctor.selftest.weight_sharing import run_selftest as share
-from weightd_daemon.doctor.checks import access as access_checks
-from weightd_daemon.doctor.checks import host as checks
-from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as trial_checks
-from weightd_daemon.doctor.checks.finding import CheckResult, Finding, exit_status
 from weightd_daemon.engines.ascend import physical_id
 from weightd_daemon.engines.ranktable import RankTable
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform import exit_watch
-from weightd_common.modelfile import ModelFileError, model_files
-from weightd_common.terminal import ends_on_hangup
+from weightd_daemon.processes.spec import WorkerProgram
 
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
 _REPORT_TIMEOUT_S = 120.0

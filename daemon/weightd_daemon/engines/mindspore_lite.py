@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightd_daemon.engines.spec import EngineOptions, EngineSpec
-from weightd_protocol import limits
-from weightd_protocol.schema import FieldError, boolean, integer, list_of, mapping, one_of
 from weightd_common.devices import has_cores, is_cpu
 from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
 from weightd_common.user_paths import user_path
+from weightd_daemon.engines.spec import EngineOptions, EngineSpec
+from weightd_protocol import limits
+from weightd_protocol.schema import FieldError, boolean, integer, list_of, mapping, one_of
 
 _SHAPES = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)

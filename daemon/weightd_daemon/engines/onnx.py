@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
+from weightd_common.protobuf_reader import Malformed, Span, fields
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.schema import label
-from weightd_common.protobuf_reader import Malformed, Span, fields
 
 # Field numbers of onnx.proto.
 _GRAPH = 7  # in a model

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from weightd_protocol.schema import FieldError, plain
 from weightd_common.devices import is_cpu
+from weightd_protocol.schema import FieldError, plain
 
 _Options = TypeVar("_Options", bound="EngineOptions")
 

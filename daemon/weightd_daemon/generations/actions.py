@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from weightd_protocol.messages.worker import Allow, Attach, Build, ContinueSelfTest, Stop, TrimStore
 from weightd_protocol.messages.ranks import JoinGroup, RunSelfTest
+from weightd_protocol.messages.worker import Allow, Attach, Build, ContinueSelfTest, Stop, TrimStore
 
 
 class Role(enum.Enum):

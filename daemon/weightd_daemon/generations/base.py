@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 
 from weightd_daemon.generations.actions import TakeSnapshot
-from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.progress import FailureReason, GenerationView
+from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.states import ChildState, GenerationEvent, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import Hello, ProcessFailed

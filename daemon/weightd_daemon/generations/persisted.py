@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weightd_daemon.generations.attach_control import PERSISTED_STATES
 from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.attach_control import PERSISTED_STATES
 from weightd_protocol import limits
 from weightd_protocol.messages.worker import Built, Hello
 from weightd_protocol.schema import boolean, integer, list_of, one_of, record, text

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from weightd_daemon.generations.attach_control import AttachControl
+from weightd_common.devices import CPU
+from weightd_daemon.counters.model_counters import ProcessCounters
 from weightd_daemon.generations.actions import Action
-from weightd_daemon.generations.process import FOREVER, DeviceUsage, GenerationProcesses, WorkerProcess
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.generations.attach_control import AttachControl
 from weightd_daemon.generations.backoff import RestartBackoff
+from weightd_daemon.generations.process import FOREVER, DeviceUsage, GenerationProcesses, WorkerProcess
+from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.generations.states import (
     ACTIVE,
     ENDED,
@@ -21,11 +24,8 @@ from weightd_daemon.generations.states import (
     GenerationState,
     Machine,
 )
-from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
 from weightd_daemon.platform.log_setup import subject_extra
-from weightd_daemon.counters.model_counters import ProcessCounters
 from weightd_protocol.messages.worker import Attached, Built
-from weightd_common.devices import CPU
 
 _log = logging.getLogger("weightd.generation")
 

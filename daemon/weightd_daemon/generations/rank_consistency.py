@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weightd_daemon.generations.spec import CONCAT, RankGroupSpec
-from weightd_protocol.messages.worker import Built, Hello
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, RankMember, RankSlice, SelfTestDone, SelfTestResult
+from weightd_protocol.messages.worker import Built, Hello
 
 
 def rank_mismatch(hello: Hello, rank: int) -> str:

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from weightd_common.devices import CPU
 from weightd_daemon.generations import rank_consistency, rank_failures
 from weightd_daemon.generations.actions import Role, Send
-from weightd_daemon.generations.process import FOREVER, LossReason, WorkerProcess
 from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, SelfTestSpec
+from weightd_daemon.generations.process import FOREVER, LossReason, WorkerProcess
 from weightd_daemon.generations.progress import FailureReason, RetryHint
 from weightd_daemon.generations.rank_table import RankProcesses, broker_name, rank_name
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, SelfTestSpec
 from weightd_daemon.generations.states import ACTIVE, USABLE, ChildEvent, ChildState, GenerationEvent, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_protocol.messages.worker import Built, Hello, ProcessFailed
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
-from weightd_common.devices import CPU
+from weightd_protocol.messages.worker import Built, Hello, ProcessFailed
 
 
 class RankGroup(GenerationBase):
@@ -129,7 +129,9 @@ class RankGroup(GenerationBase):
         child.ready_at = now
         child.advance(ChildEvent.ATTACHED)
         if len(self._selftests) == self.group_spec.size:
-            unverified = rank_consistency.unverified_rank(self._selftests, self.group_spec) if self.group_spec.is_sliced else ""
+            unverified = (
+                rank_consistency.unverified_rank(self._selftests, self.group_spec) if self.group_spec.is_sliced else ""
+            )
             if unverified:
                 self._end_group(FailureReason(unverified))
                 return
@@ -198,7 +200,9 @@ class RankGroup(GenerationBase):
         is_consequential = rank_failures.is_peer_failure_exit(child.role, exit_cause, has_connected=have_met)
         # A broker may end by itself when its ranks have left.
         if was in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
-            is_port_taken = was is ChildState.HOLDING and rank_failures.is_port_taken(exit_cause, has_connected=have_met)
+            is_port_taken = was is ChildState.HOLDING and rank_failures.is_port_taken(
+                exit_cause, has_connected=have_met
+            )
             is_transient = exit_cause.is_transient
             loss = LossReason(
                 str(exit_cause),

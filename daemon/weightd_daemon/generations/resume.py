@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weightd_daemon.generations.actions import Role
-from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.generations.persisted import ChildRecord, GenerationRecord, SealRecord
-from weightd_daemon.generations.states import RESUMABLE, ChildEvent, ChildState
 from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.generations.states import RESUMABLE, ChildEvent, ChildState
 
 # A child looks for the daemon many times a second. One that computes is not there before it has finished that.
 RECONNECT_TIMEOUT_S = 5.0

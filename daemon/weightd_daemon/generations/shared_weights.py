@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from weightd_daemon.generations.actions import Role, Send
-from weightd_daemon.generations.process import LossReason, WorkerProcess
 from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
-from weightd_daemon.generations.spec import SelfTestSpec
+from weightd_daemon.generations.process import LossReason, WorkerProcess
 from weightd_daemon.generations.progress import FailureReason, RetryHint, UnmergedParty
+from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
+from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.states import (
     ACTIVE,
     LOADING,
@@ -23,7 +24,6 @@ from weightd_daemon.generations.states import (
     GenerationEvent,
     GenerationState,
 )
-from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_protocol import limits
 from weightd_protocol.codec import clip

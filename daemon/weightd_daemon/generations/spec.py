@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weightd_daemon.config.selftest import AUTO, SelfTestSetting
-from weightd_daemon.config.model import ModelConfig
-from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_common.safe_open import OPERATOR, Grant
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.selftest import AUTO, SelfTestSetting
+from weightd_protocol.messages.worker_common import SelfTestCases
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
 _MEMORY_TIMEOUT_S = 30.0

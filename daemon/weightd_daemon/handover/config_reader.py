@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.config.check import find_problems
-from weightd_daemon.config.load import Config, ConfigError, load_text, read_text
-from weightd_daemon.platform import processes
 from weightd_common import signals
 from weightd_common.oom_score import raise_score
 from weightd_common.pdeathsig import die_with_parent
+from weightd_daemon.config.check import find_problems
+from weightd_daemon.config.load import Config, ConfigError, load_text, read_text
+from weightd_daemon.platform import processes
+from weightd_daemon.processes.process_table import ProcessTable
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "

@@ -8,10 +8,6 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from weightd_daemon.processes.spec import ProcessSpec
-from weightd_daemon.processes.shim import client
-from weightd_daemon.processes.shim.client import ShimClient, ShimLost
-from weightd_daemon.processes.launchers.launcher import SurvivingProcess
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.handover import state
 from weightd_daemon.handover.instance_lock import make_private_directory
@@ -20,6 +16,10 @@ from weightd_daemon.handover.systemd_manager import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.resource_limits import with_limit_hint
+from weightd_daemon.processes.launchers.launcher import SurvivingProcess
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimClient, ShimLost
+from weightd_daemon.processes.spec import ProcessSpec
 
 _log = logging.getLogger("weightd")
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from weightd_common.devices import CPU
+from weightd_common.journal_fields import to_one_line
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.models.model import ServedModel
 from weightd_protocol.codec import clip
-from weightd_common.devices import CPU
-from weightd_common.journal_fields import to_one_line
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
 _STATUS_INTERVAL_S = 1.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightd_daemon.manual import configuration, program
 from weightd_common.commandline import Parser
+from weightd_daemon.manual import configuration, program
 
 
 def main() -> None:

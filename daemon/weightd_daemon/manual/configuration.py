@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weightd_common.manual.reference import Key, iterate_keys
+from weightd_common.manual.roff import ManPage, bold, italic
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.devices import DeviceConfig
@@ -16,8 +18,6 @@ from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_protocol.version import VERSION
-from weightd_common.manual.reference import Key, iterate_keys
-from weightd_common.manual.roff import ManPage, bold, italic
 
 # As they stand in the file, in the order in which one writes them.
 TABLES: Mapping[str, type[Any]] = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd_daemon import exit_codes
-from weightd_daemon.cli import parser
-from weightd_protocol.version import VERSION
 from weightd_common.manual import commands, completion
 from weightd_common.manual.page import table, write_sections
 from weightd_common.manual.roff import ManPage
+from weightd_daemon import exit_codes
+from weightd_daemon.cli import parser
+from weightd_protocol.version import VERSION
 
 # What the shell offers for a metavar.
 _COMPLETIONS: Mapping[str, str] = {

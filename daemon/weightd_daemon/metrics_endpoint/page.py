@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_common.exposition import iterate_text
+from weightd_protocol.messages.metrics import MetricsResponse
 
 # Whoever asks sooner is given the same text again: however many ask, it costs as much as one.
 MAX_AGE_S = 1.0

@@ -7,16 +7,16 @@ import logging
 import socket
 from collections.abc import Callable
 
-from weightd_daemon.platform import clock
-from weightd_daemon.platform.acceptor import Acceptor
-from weightd_daemon.platform.fd_closer import DescriptorCloser, UnexpectedDescriptors, receive
-from weightd_daemon.platform.connection_limit import ConnectionLimiter
-from weightd_daemon.platform.log_setup import log_resource_error
-from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.timers import Timer
+from weightd_common.peers import Peers
 from weightd_daemon.metrics_endpoint.http import HttpRequestHead, error_response, response_head
 from weightd_daemon.metrics_endpoint.page import MetricsPage
-from weightd_common.peers import Peers
+from weightd_daemon.platform import clock
+from weightd_daemon.platform.acceptor import Acceptor
+from weightd_daemon.platform.connection_limit import ConnectionLimiter
+from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.fd_closer import DescriptorCloser, UnexpectedDescriptors, receive
+from weightd_daemon.platform.log_setup import log_resource_error
+from weightd_daemon.platform.timers import Timer
 
 # Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
 TIMEOUT_S = 10.0

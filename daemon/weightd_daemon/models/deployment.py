@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.generations.actions import Action, AddSlot, DeleteFiles
-from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
-from weightd_daemon.generations.progress import RetryHint
 from weightd_daemon.generations.backoff import RestartBackoff
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.states import ACTIVE, GenerationState
-from weightd_daemon.models.placement import Placement, ResourceRequest
 from weightd_daemon.models.deployment_state import (
     LOADING_STATES,
     DeploymentEvent,
@@ -26,6 +24,8 @@ from weightd_daemon.models.deployment_state import (
     DeploymentView,
     RolloutPolicy,
 )
+from weightd_daemon.models.placement import Placement, ResourceRequest
+from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.messages.worker_common import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")

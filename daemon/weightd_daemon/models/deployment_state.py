@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.generations.states import Machine
 from weightd_daemon.models.placement import Placement
 

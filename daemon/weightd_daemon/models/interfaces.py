@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.processes.events import ProcessEventHandler
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.persisted import SealRecord
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.rollout import UpdateSink
+from weightd_daemon.processes.events import ProcessEventHandler
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.dispatcher import ResponseSink
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.messages.worker import ChildOrder

@@ -6,37 +6,37 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from weightd_daemon.processes.events import Snapshot
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.policies import ReplacementPolicy
-from weightd_daemon.generations.shared_weights import Generation
-from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RowTestSpec
-from weightd_daemon.generations.persisted import GenerationRecord
-from weightd_daemon.generations.resume import record_generation
-from weightd_daemon.generations.states import GenerationState, advance
-from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.platform.timers import Timer
-from weightd_daemon.counters.model_counters import ProcessCounters
-from weightd_daemon.models import readiness
-from weightd_daemon.models.load_limit import LoadLimiter
-from weightd_daemon.models.placement import DeviceBudget, Placement
-from weightd_daemon.models.process_events import ProcessEvents
-from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
-from weightd_daemon.models.rank_rendezvous import placements, rollout_policy
-from weightd_daemon.models.persisted import ModelRecord
-from weightd_daemon.models.retries import NEVER, LoadBackoff
-from weightd_daemon.models.versions import IdSequence, ModelVersions
-from weightd_daemon.models.deployment_state import ReplacedDeployment
-from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
-from weightd_daemon.models.rollout import Rollouts
-from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.request import Request
-from weightd_daemon.scheduling.metadata import MetadataRequest
-from weightd_protocol.errors import RequestError, Unavailable
 from weightd_common.devices import is_cpu
 from weightd_common.safe_open import Grant
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.counters.model_counters import ProcessCounters
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.persisted import GenerationRecord
+from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.resume import record_generation
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RowTestSpec
+from weightd_daemon.generations.states import GenerationState, advance
+from weightd_daemon.models import readiness
+from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.deployment_state import ReplacedDeployment
+from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
+from weightd_daemon.models.load_limit import LoadLimiter
+from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.placement import DeviceBudget, Placement
+from weightd_daemon.models.process_events import ProcessEvents
+from weightd_daemon.models.rank_rendezvous import placements, rollout_policy
+from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
+from weightd_daemon.models.retries import NEVER, LoadBackoff
+from weightd_daemon.models.rollout import Rollouts
+from weightd_daemon.models.versions import IdSequence, ModelVersions
+from weightd_daemon.platform.timers import Timer
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.request import Request
+from weightd_protocol.errors import RequestError, Unavailable
 
 _log = logging.getLogger("weightd")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from weightd_common.safe_open import Grant
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.generations.persisted import GenerationRecord
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.processes.events import SliceSnapshot, Snapshot
 from weightd_daemon.processes.snapshots import snapshot_directory_name
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.generations.persisted import GenerationRecord
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, list_of, record, text
-from weightd_common.safe_open import Grant
 
 _NAME = text(limits.MAX_PATH_BYTES)
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)

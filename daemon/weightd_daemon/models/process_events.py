@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weightd_daemon.processes.events import ProcessEventHandler
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import (
     Action,
@@ -19,20 +18,22 @@ from weightd_daemon.generations.actions import (
     Spawn,
     TakeSnapshot,
 )
-from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.persisted import GenerationRecord
-from weightd_daemon.generations.resume import resume_generation, resume_rank_group
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
+from weightd_daemon.generations.resume import resume_generation, resume_rank_group
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models import batching, rank_group
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.interfaces import ProcessManager
 from weightd_daemon.models.rank_rendezvous import RendezvousTable
 from weightd_daemon.models.snapshots import Snapshots
+from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
+from weightd_daemon.processes.events import ProcessEventHandler
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_protocol.codec import clip
+from weightd_protocol.messages.ranks import Done
 from weightd_protocol.messages.worker import (
     Allowed,
     Attached,
@@ -49,7 +50,6 @@ from weightd_protocol.messages.worker import (
     Result,
     TryingSelfTest,
 )
-from weightd_protocol.messages.ranks import Done
 
 _log = logging.getLogger("weightd")
 

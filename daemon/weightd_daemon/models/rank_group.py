@@ -5,15 +5,15 @@ from __future__ import annotations
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import CONCAT
 from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.spec import CONCAT
 from weightd_daemon.models import batching
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.rank_rendezvous import rank_number
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_protocol.messages.worker import ChildMessage, ProcessFailed
 from weightd_protocol.messages.ranks import JoinedGroup, SelfTestDone
+from weightd_protocol.messages.worker import ChildMessage, ProcessFailed
 
 
 def on_message(

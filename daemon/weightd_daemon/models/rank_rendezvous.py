@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from weightd_daemon.processes.spec import WorkerProgram, worker_program
-from weightd_daemon.processes.rendezvous import Rendezvous, free_port, generate_rank_table, rank_program
-from weightd_daemon.processes.events import Snapshot
+from weightd_common.devices import CPU
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.actions import Role
-from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RankGroupSpec
-from weightd_daemon.platform.memory import MIB
+from weightd_daemon.models.deployment_state import RolloutPolicy
 from weightd_daemon.models.placement import DeviceBudget, Placement
 from weightd_daemon.models.placement_ranks import CardGroup
-from weightd_daemon.models.deployment_state import RolloutPolicy
-from weightd_common.devices import CPU
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.processes.rendezvous import Rendezvous, free_port, generate_rank_table, rank_program
+from weightd_daemon.processes.spec import WorkerProgram, worker_program
 
 
 def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:

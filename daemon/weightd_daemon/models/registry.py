@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.platform.log_setup import subject_extra
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.log_setup import subject_extra
 from weightd_protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")

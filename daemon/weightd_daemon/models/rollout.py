@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weightd_common.safe_open import Grant
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RANK_PLACEHOLDER
 from weightd_daemon.generations.spec import ModelSource
@@ -14,7 +15,6 @@ from weightd_daemon.models.versions import ModelVersions
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
 from weightd_protocol.messages.control import UpdateResponse
-from weightd_common.safe_open import Grant
 
 
 class UpdateSink(Protocol):

@@ -9,35 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.processes.events import Snapshot
+from weightd_common.model_group import GroupMember as ToldMember
+from weightd_common.model_group import GroupMembers, joint_digest
+from weightd_common.safe_open import Grant
 from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.counters.model_counters import ProcessCounters
 from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec
 from weightd_daemon.generations.states import ACTIVE, advance
-from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.platform.memory import MIB
-from weightd_daemon.counters.model_counters import ProcessCounters
 from weightd_daemon.models import readiness
-from weightd_daemon.models.placement import DeviceBudget, Placement
 from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.models.shared_process_events import SharedProcessEvents
-from weightd_daemon.models.model import ServedModel
-from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
-from weightd_daemon.models.persisted import ModelRecord
-from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.models.deployment_state import RolloutPolicy
+from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.placement import DeviceBudget, Placement
 from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent
+from weightd_daemon.models.shared_process_events import SharedProcessEvents
+from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.long_batches import Users
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.errors import FailedPrecondition, Unavailable
 from weightd_protocol.messages.worker import Built
-from weightd_common.model_group import GroupMember as ToldMember
-from weightd_common.model_group import GroupMembers, joint_digest
-from weightd_common.safe_open import Grant
 
 
 class SharedProcessGroup:

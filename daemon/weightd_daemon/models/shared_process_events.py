@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Action, AddSlot, DeleteFiles, RemoveSlot, Spawn, TakeSnapshot
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.models import rank_group
-from weightd_daemon.models.process_events import ProcessEvents
 from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.process_events import ProcessEvents
+from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.messages.worker import ChildMessage, Failed, Hello, Pong, PredictCancelled, ProcessFailed, Result

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.generations.spec import ModelSource, SelfTestSpec
+from weightd_daemon.processes.events import Snapshot
 
 
 class Snapshots:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from weightd_common.safe_open import Grant
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.persisted import SourceRecord
 from weightd_daemon.models.snapshots import Snapshots
-from weightd_common.safe_open import Grant
 
 
 class IdSequence:

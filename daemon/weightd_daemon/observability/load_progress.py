@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from weightd_daemon.processes.copy_progress import CopyProgress
+from weightd_common import load_text
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import LOADING, GenerationState
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.load_progress import LoadEstimate, LoadProgress, LoadSpeed, LoadSpeedRecord
-from weightd_common import load_text
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.processes.copy_progress import CopyProgress
 
 # Of models that are gone, too: one that comes again has a name that it had.
 MAX_SPEEDS = 256

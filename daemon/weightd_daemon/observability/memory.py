@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weightd_common.devices import is_cpu
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.platform.memory import read_process_memory, resident_bytes
-from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.observability.metrics import MemoryFootprint
-from weightd_common.devices import is_cpu
+from weightd_daemon.platform.memory import read_process_memory, resident_bytes
+from weightd_daemon.platform.resource_limits import with_limit_hint
 
 _log = logging.getLogger("weightd")
 

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd_daemon.generations.actions import Role
-from weightd_daemon.generations.process import WorkerProcess
-from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.states import ChildState
+from weightd_daemon.counters.daemon_counters import DaemonCounters
 from weightd_daemon.counters.histogram import ROWS_BOUNDS, SECONDS_BOUNDS
 from weightd_daemon.counters.registry import CounterRegistry
-from weightd_daemon.counters.daemon_counters import DaemonCounters
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.process import WorkerProcess
+from weightd_daemon.generations.states import ChildState
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.observability.tenant_status import QueuedCounts, queued_counts, tenant_statuses
-from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.tenants.tenant import Tenant, Viewer
+from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
 from weightd_protocol.version import VERSION

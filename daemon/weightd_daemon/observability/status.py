@@ -7,31 +7,32 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.fork_servers import ForkServer
+from weightd_common import load_text
+from weightd_common.devices import is_cpu
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.generations.actions import Role
-from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.progress import describe_selftest
 from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.models import batching
+from weightd_daemon.models.load_progress import LoadProgress
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.observability.load_progress import NO_PROGRESS
+from weightd_daemon.observability.memory_scan import MemoryScan
+from weightd_daemon.observability.metrics import role_of
+from weightd_daemon.observability.tenant_status import queued_counts, tenant_statuses
 from weightd_daemon.platform import cgroup, clock
 from weightd_daemon.platform.memory import resident_bytes
 from weightd_daemon.platform.processes import ChildProcess
-from weightd_daemon.models import batching
-from weightd_daemon.models.placement import DeviceBudget
-from weightd_daemon.models.model import ServedModel
-from weightd_daemon.models.load_progress import LoadProgress
-from weightd_daemon.observability.load_progress import NO_PROGRESS
-from weightd_daemon.observability.metrics import role_of
-from weightd_daemon.observability.memory_scan import MemoryScan
-from weightd_daemon.observability.tenant_status import queued_counts, tenant_statuses
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.fork_servers import ForkServer
 from weightd_daemon.scheduling.execution_counters import ExecutionCounters
-from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits
 from weightd_protocol.codec import clip
-from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.status import (
     DeviceStatus,
     ExecutionsStatus,
@@ -43,9 +44,8 @@ from weightd_protocol.messages.status import (
     RowsCount,
     StatusResponse,
 )
+from weightd_protocol.messages.worker import Built
 from weightd_protocol.version import VERSION
-from weightd_common import load_text
-from weightd_common.devices import is_cpu
 
 
 class ProxyView(Protocol):

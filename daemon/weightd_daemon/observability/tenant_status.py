@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
 from weightd_protocol import limits
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 

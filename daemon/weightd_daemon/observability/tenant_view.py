@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.observability.tenant_status import QueuedCounts, queued_counts, tenant_statuses
-from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol.messages.status import ModelStatus, StatusResponse
 from weightd_protocol.version import VERSION
 

@@ -6,10 +6,10 @@ import errno
 import socket
 from collections.abc import Callable
 
+from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.timers import Timer
-from weightd_common.rate_limited_log import RateLimitedLog
 
 # With one wake-up, by default: more wait for the next one.
 _MAX_ACCEPTED = 64

@@ -10,9 +10,9 @@ import json
 import logging
 from typing import NamedTuple
 
+from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_daemon.platform.log_setup import fields_extra
 from weightd_protocol.codec import clip
-from weightd_common.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger("weightd.audit")
 

@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightd_daemon.platform.directories import PathInUse, make_directory
 from weightd_common import paths, tcp_addresses
+from weightd_daemon.platform.directories import PathInUse, make_directory
 
 # Owner and group may connect: who is in the group is the operator's decision.
 _SOCKET_UMASK = 0o117

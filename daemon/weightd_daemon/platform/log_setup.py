@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
+from weightd_common.journal_fields import add_priority, is_connected_to_journal, priority_of, to_one_line
 from weightd_daemon.platform import journal
 from weightd_daemon.platform.resource_limits import with_limit_hint
-from weightd_common.journal_fields import add_priority, is_connected_to_journal, priority_of, to_one_line
 
 _log = logging.getLogger("weightd")
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from weightd_common import zmq_multipart
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.zmq_routing import seed_routing_ids
 from weightd_protocol import limits
-from weightd_common import zmq_multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 RECEIVE_BATCH_SIZE = 64

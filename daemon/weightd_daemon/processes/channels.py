@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightd_daemon.processes.mapped_regions import WorkerRegions
+from weightd_common.stream import Stream, enlarge_send_buffer
 from weightd_daemon.platform.acceptor import Acceptor
-from weightd_daemon.platform.peercred import peer_credentials
-from weightd_daemon.platform.listen import bind_unix
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.listen import bind_unix
+from weightd_daemon.platform.peercred import peer_credentials
 from weightd_daemon.platform.zmq_sockets import PRIVATE_UMASK
+from weightd_daemon.processes.mapped_regions import WorkerRegions
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.messages.worker import MapRegion, UnmapRegion
-from weightd_common.stream import Stream, enlarge_send_buffer
 
 # What a child has said at once is heard at once, but for this bound: others have their turn.
 _MAX_READS = 8

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from weightd_common.devices import is_cpu
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes import oneshot
 from weightd_daemon.processes.oneshot import OneshotResult
 from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.platform.memory import MIB
-from weightd_common.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from weightd_daemon.processes.pending_forks import ForkRequest, PendingForks
-from weightd_daemon.processes.spec import ProcessSpec
-from weightd_daemon.processes.launchers.launcher import Launcher
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.timers import Timer
+from weightd_daemon.processes.launchers.launcher import Launcher
+from weightd_daemon.processes.pending_forks import ForkRequest, PendingForks
+from weightd_daemon.processes.spec import ProcessSpec
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Fork, Forked
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightd_daemon.processes import spec
-from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.backoff import RestartBackoff
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint
+from weightd_daemon.processes import spec
+from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 
 _log = logging.getLogger("weightd")
 

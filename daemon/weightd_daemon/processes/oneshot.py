@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.platform import processes
 from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.processes.process_table import ProcessTable
 
 # No answer is longer, nor fills a pipe.
 _MAX_RESULT_BYTES = 65536

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 
 from weightd_daemon.platform import cgroup, processes
-from weightd_daemon.platform.exit_cause import ExitCause, ExitClassifier
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.exit_cause import ExitCause, ExitClassifier
 from weightd_daemon.platform.processes import ChildProcess
 
 

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.processes.events import Snapshot
+from weightd_common.cpulist import format_cpulist
+from weightd_common.devices import card_of
+from weightd_common.rendezvous import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ascend import physical_id
 from weightd_daemon.platform.cores import allowed_cores
-from weightd_common.cpulist import format_cpulist
-from weightd_common.devices import card_of
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.processes.spec import WorkerProgram
 
 _HOST = "127.0.0.1"
 

@@ -7,14 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd_daemon.processes import oneshot, copy_progress, snapshotter
-from weightd_daemon.processes.files import SnapshotFiles
-from weightd_daemon.processes.oneshot import OneshotResult
-from weightd_daemon.processes.copy_progress import CopyProgress
-from weightd_daemon.processes.events import ProcessEventHandler, SliceSnapshot, Snapshot, digest_of
-from weightd_daemon.processes.device_probe import DeviceProbe
-from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.processes.snapshotter import SingleFile, SnapshotRequest, SnapshotResult, changed_message
+from weightd_common.safe_open import OPERATOR
+from weightd_common.transient import is_transient
 from weightd_daemon.config import selftest
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RANK_PLACEHOLDER
@@ -23,8 +17,14 @@ from weightd_daemon.platform import audit, clock
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint
-from weightd_common.safe_open import OPERATOR
-from weightd_common.transient import is_transient
+from weightd_daemon.processes import copy_progress, oneshot, snapshotter
+from weightd_daemon.processes.copy_progress import CopyProgress
+from weightd_daemon.processes.device_probe import DeviceProbe
+from weightd_daemon.processes.events import ProcessEventHandler, SliceSnapshot, Snapshot, digest_of
+from weightd_daemon.processes.files import SnapshotFiles
+from weightd_daemon.processes.oneshot import OneshotResult
+from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.processes.snapshotter import SingleFile, SnapshotRequest, SnapshotResult, changed_message
 
 # Where the copy of a model has vanished that still serves, and its file is another one by now.
 _REMEDY = "the workers that are there go on; put the old file back, or load the new one with weightctl update"

@@ -23,7 +23,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
-from weightd_daemon.processes.copy_progress import CopyProgressFile
 from weightd_common import signals
 from weightd_common.modelfile import (
     ModelFileError,
@@ -38,6 +37,7 @@ from weightd_common.oom_score import raise_score
 from weightd_common.pdeathsig import die_with_parent
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.transient import is_transient
+from weightd_daemon.processes.copy_progress import CopyProgressFile
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "

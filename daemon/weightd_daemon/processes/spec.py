@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.events import Snapshot
+from weightd_common.rendezvous import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.processes.files import GenerationFiles
 
 
 @dataclass(frozen=True)

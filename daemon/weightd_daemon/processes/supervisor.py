@@ -14,31 +14,17 @@ from typing import Any
 
 import zmq
 
-from weightd_daemon.processes import spec
-from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.pending_forks import ForkRequest
-from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S, ForkServer, ForkServers
-from weightd_daemon.processes.channels import WorkerChannels
-from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
-from weightd_daemon.processes.launchers.direct import DirectLauncher
-from weightd_daemon.processes.launchers.launcher import Launcher, SurvivingProcess
-from weightd_daemon.processes.copy_progress import CopyProgress
-from weightd_daemon.processes.fork_coordinator import ForkCoordinator
-from weightd_daemon.processes.events import ProcessEventHandler
-from weightd_daemon.processes.snapshots import SnapshotService
-from weightd_daemon.processes.device_probe import DeviceMemoryInfo, DeviceProbe
-from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.processes.store_integrity import StoreIntegrity
+from weightd_common.transient import is_transient
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.persisted import SealRecord
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.platform import clock, processes
 from weightd_daemon.platform.directories import PathInUse, make_directory
-from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.platform.zmq_sockets import (
@@ -50,6 +36,21 @@ from weightd_daemon.platform.zmq_sockets import (
     send,
     watch_socket,
 )
+from weightd_daemon.processes import spec
+from weightd_daemon.processes.channels import WorkerChannels
+from weightd_daemon.processes.copy_progress import CopyProgress
+from weightd_daemon.processes.device_probe import DeviceMemoryInfo, DeviceProbe
+from weightd_daemon.processes.events import ProcessEventHandler
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.fork_coordinator import ForkCoordinator
+from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S, ForkServer, ForkServers
+from weightd_daemon.processes.launchers.direct import DirectLauncher
+from weightd_daemon.processes.launchers.launcher import Launcher, SurvivingProcess
+from weightd_daemon.processes.pending_forks import ForkRequest
+from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.processes.snapshots import SnapshotService
+from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
+from weightd_daemon.processes.store_integrity import StoreIntegrity
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, clip, encode
@@ -68,7 +69,6 @@ from weightd_protocol.messages.worker import (
     Reconnected,
     Stop,
 )
-from weightd_common.transient import is_transient
 
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
 _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")

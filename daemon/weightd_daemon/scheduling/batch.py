@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weightd_daemon.scheduling.batch_item import FIRST_SPLIT_NUMBER, BatchItem
-from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.batching.policy import BatchKey
 from weightd_daemon.scheduling.fair_share import Charge
+from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 
 _NOT_STARTED = float("inf")
 

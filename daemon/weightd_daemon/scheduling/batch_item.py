@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.request import Request
 from weightd_protocol import limits
 
 _ALL_ROWS = range(limits.MAX_DIM)

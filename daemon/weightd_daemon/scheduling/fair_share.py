@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightd_daemon.tenants.tenant import Tenant
 from weightd_common.devices import CPU, is_cpu
+from weightd_daemon.tenants.tenant import Tenant
 
 # While somebody waits who has had less than the others, it is owed no more than this, in seconds of its weight: it may
 # have waited for a model that has few seats, and would otherwise have all seats of another one for as long, one day.

@@ -15,8 +15,8 @@ from typing import Any
 
 from weightd_protocol import limits
 from weightd_protocol.errors import Internal, RequestError, ResourceExhausted, request_error
-from weightd_protocol.messages.worker import Failed, Result
 from weightd_protocol.messages.inference import ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker import Failed, Result
 
 
 @dataclass(frozen=True, slots=True)

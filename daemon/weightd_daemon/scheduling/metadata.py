@@ -17,8 +17,8 @@ from weightd_daemon.scheduling.validation import (
     with_declared_shapes,
 )
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.worker import Built
 
 # As many as the decoder knows by their bytes.
 _MAX_CHECKED = 1024

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocations
-from weightd_daemon.tenants.usage import Usage
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
+from weightd_daemon.tenants.usage import Usage
 from weightd_protocol.messages.inference import RequestDescription
 
 # What a request takes beside its tensors, about: the header's objects.

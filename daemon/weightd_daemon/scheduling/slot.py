@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weightd_daemon.scheduling.batch import Batch
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.request import Isolation
-from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.tenants.tenant import Tenant
 
 # A seat that has computed for longer than this gets nothing ahead: handing it the next job then costs it less than a

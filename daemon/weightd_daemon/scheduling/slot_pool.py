@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 from weightd_daemon.counters.model_counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch
-from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.batch_item import BatchItem
-from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.scheduling.batching import former
-from weightd_daemon.scheduling.batching.split import SplitRequest
-from weightd_daemon.scheduling.batching.rolling_max import RollingMax
-from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy, BatchKey
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates
-from weightd_daemon.scheduling.slot import MAX_QUICK_S, Slot
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy, BatchKey
+from weightd_daemon.scheduling.batching.rolling_max import RollingMax
+from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.execution_counters import ExecutionCounters
+from weightd_daemon.scheduling.lockstep import LockstepTracker
+from weightd_daemon.scheduling.request import Isolation, Request
+from weightd_daemon.scheduling.slot import MAX_QUICK_S, Slot
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol import limits
 
@@ -422,16 +422,12 @@ class SlotPool:
     def _can_queue_behind(self, slot: Slot, request: Request, waiting: Iterable[Request], now: float) -> bool:
         """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
         batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
-        return (
-            batch_key is None or former.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
-        )
+        return batch_key is None or former.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
 
     def _constraints(
         self, slot: Slot, max_requests: int = limits.MAX_BATCH_ITEMS, max_s: float = math.inf
     ) -> former.SlotConstraints:
-        return former.SlotConstraints(
-            slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s
-        )
+        return former.SlotConstraints(slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s)
 
     def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
         """How many of the requests that wait may share a job: those of the seats that are free share all there are.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.queues import FifoQueue, PriorityQueue, TenantQueue, sort_key
+from weightd_daemon.scheduling.request import Request
 from weightd_daemon.tenants.tenant import Tenant
 
 # Of who has none.

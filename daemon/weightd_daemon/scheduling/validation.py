@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from weightd_daemon.scheduling.batching.policy import next_size
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker import Built
 
 
 def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:

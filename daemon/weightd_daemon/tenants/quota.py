@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weightd_common.tokenbuckets import TokenBucket
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.tenants.usage import QuotaExceeded
 from weightd_protocol.messages.inference import RequestDescription
-from weightd_common.tokenbuckets import TokenBucket
 
 # A guess: how long it takes until some of what there is has been computed.
 _RETRY_AFTER_S = 0.1

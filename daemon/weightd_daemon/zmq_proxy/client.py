@@ -9,16 +9,16 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from weightd_common.stream import Stream
+from weightd_daemon.platform.peercred import peer_credentials, peer_groups
 from weightd_daemon.zmq_proxy import zmtp
 from weightd_daemon.zmq_proxy.control import PeerIdentity
-from weightd_daemon.platform.peercred import peer_credentials, peer_groups
 from weightd_protocol.framing import LARGE_BYTES, FrameWriter
-from weightd_common.stream import Stream
 
 if TYPE_CHECKING:
+    from weightd_common.peers import Peers
     from weightd_daemon.platform.fd_closer import DescriptorCloser
     from weightd_daemon.platform.group_membership import Membership
-    from weightd_common.peers import Peers
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024

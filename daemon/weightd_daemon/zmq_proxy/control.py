@@ -14,10 +14,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from weightd_common.stream import Stream
 from weightd_daemon.platform.group_membership import Members
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.limits import MAX_FRAME_BYTES
-from weightd_common.stream import Stream
 
 # As in `logging`, which a gate does not import.
 DEBUG, WARNING, ERROR = 10, 30, 40

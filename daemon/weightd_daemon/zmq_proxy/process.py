@@ -8,13 +8,13 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from weightd_daemon.zmq_proxy import sandbox
-from weightd_daemon.zmq_proxy.proxy import ZmqProxy
-from weightd_daemon.zmq_proxy.control import ProxyConfig, new_control_stream
-from weightd_daemon.zmq_proxy.memory import mapped_bytes, raise_oom_score
-from weightd_daemon.zmq_proxy.crypto_thread import CryptoThread
 from weightd_daemon.platform.acceptor import refuse_descriptors
 from weightd_daemon.platform.connection_limit import raise_descriptor_limit
+from weightd_daemon.zmq_proxy import sandbox
+from weightd_daemon.zmq_proxy.control import ProxyConfig, new_control_stream
+from weightd_daemon.zmq_proxy.crypto_thread import CryptoThread
+from weightd_daemon.zmq_proxy.memory import mapped_bytes, raise_oom_score
+from weightd_daemon.zmq_proxy.proxy import ZmqProxy
 
 if TYPE_CHECKING:
     from weightd_daemon.platform.fd_closer import DescriptorCloser

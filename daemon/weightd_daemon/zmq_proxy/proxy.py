@@ -14,11 +14,8 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightd_daemon.zmq_proxy import client as clients
-from weightd_daemon.zmq_proxy import control, memory, zmtp
-from weightd_daemon.zmq_proxy.client import ClientSocket, ProxyClient
-from weightd_daemon.zmq_proxy.control import ERROR, WARNING
-from weightd_daemon.zmq_proxy.fair_queue import FairQueue
+from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.stream import Stream
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.acceptor import Acceptor
 from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
@@ -26,18 +23,21 @@ from weightd_daemon.platform.connection_limit import EVERYONE, NO_TENANT, Connec
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.group_membership import Members, Membership
 from weightd_daemon.platform.timers import Timer
+from weightd_daemon.zmq_proxy import client as clients
+from weightd_daemon.zmq_proxy import control, memory, zmtp
+from weightd_daemon.zmq_proxy.client import ClientSocket, ProxyClient
+from weightd_daemon.zmq_proxy.control import ERROR, WARNING
+from weightd_daemon.zmq_proxy.fair_queue import FairQueue
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.limits import MAX_FRAME_BYTES
-from weightd_common.rate_limited_log import RateLimitedLog
-from weightd_common.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from weightd_common.peers import Peers
+    from weightd_daemon.platform.fd_closer import DescriptorCloser
     from weightd_daemon.zmq_proxy.control import ProxyConfig
     from weightd_daemon.zmq_proxy.crypto_thread import CryptoThread
-    from weightd_daemon.platform.fd_closer import DescriptorCloser
-    from weightd_common.peers import Peers
 
 # A client has to complete its handshake in this time, and a user may have so many that have not.
 HANDSHAKE_TIMEOUT_S = 5.0

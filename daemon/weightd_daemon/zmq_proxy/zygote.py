@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from weightd_daemon.zmq_proxy import control, process
-from weightd_daemon.zmq_proxy.sandbox import set_process_name
-from weightd_daemon.zmq_proxy.proxy import LINGER_S
-from weightd_daemon.platform import clock, environment
 from weightd_common import signals
 from weightd_common.pdeathsig import die_with_parent, sigint_blocked
 from weightd_common.stream import Stream
+from weightd_daemon.platform import clock, environment
+from weightd_daemon.zmq_proxy import control, process
+from weightd_daemon.zmq_proxy.proxy import LINGER_S
+from weightd_daemon.zmq_proxy.sandbox import set_process_name
 
 # What a gate is given longer than it takes to end in order.
 _EXIT_TIMEOUT_S = 2 * LINGER_S + 1.0
@@ -42,9 +42,7 @@ _WAKEUP_READ_BYTES = 4096
 # Another process gets it at this number, the next one.
 _CONTROL_FD = 3
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from weightd_daemon.zmq_proxy import zygote; zygote.main()"
-)
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from weightd_daemon.zmq_proxy import zygote; zygote.main()"
 
 
 class Zygote:
@@ -243,6 +241,8 @@ def _ignore_signal(number: int, frame: object) -> None:
     """The interpreter has written to the wakeup descriptor."""
 
 
-def _run_proxy(parent: int, control_socket: socket.socket, listener: socket.socket, config: control.ProxyConfig) -> None:
+def _run_proxy(
+    parent: int, control_socket: socket.socket, listener: socket.socket, config: control.ProxyConfig
+) -> None:
     die_with_parent(parent)
     process.run(control_socket, listener, config)

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from weightd_common.tcp_addresses import MAX_PORT
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError
-from weightd_common.tcp_addresses import MAX_PORT
 
 FORMAT = f"HOST:PORT, PORT from 0 to {MAX_PORT}, or unix:/ABSOLUTE/PATH"
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from weightd_common import toml_schema
+from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.toml_schema import ErrorCollector
 from weightd_gateway import tokens
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config import addresses
@@ -17,9 +20,6 @@ from weightd_gateway.config.schema import GatewayConfig, GatewayFile
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.schema import FieldError, describe_value, label, mapping, text
-from weightd_common import toml_schema
-from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
-from weightd_common.toml_schema import ErrorCollector
 
 if sys.version_info >= (3, 11):
     import tomllib

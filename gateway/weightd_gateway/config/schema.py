@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weightd_common.toml_schema import derived
+from weightd_common.user_paths import user_path
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_protocol import limits
 from weightd_protocol.schema import boolean, integer, list_of, number, text
-from weightd_common.toml_schema import derived
-from weightd_common.user_paths import user_path
 
 # Of one protocol. Each is a socket.
 _MAX_ADDRESSES = 16

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+from weightd_common.peers import Peer
+from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_gateway.auth import Authenticator, Caller, parse_bearer
 from weightd_gateway.error_codes import TooLarge, status_of, to_request_error
-from weightd_gateway.logs import log_failure
+from weightd_gateway.fair_limit import FairLimit
 from weightd_gateway.grpc.errors import rpc_status
 from weightd_gateway.inflight_limit import AdmissionControl, Permit
-from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.logs import log_failure
 from weightd_gateway.tracing import TRACEPARENT, valid_traceparent
 from weightd_protocol.errors import (
     DeadlineExceeded,
@@ -29,8 +31,6 @@ from weightd_protocol.errors import (
     Unauthenticated,
     WeightdError,
 )
-from weightd_common.peers import Peer
-from weightd_common.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger("weightd_gateway.grpc")
 

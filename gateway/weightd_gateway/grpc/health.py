@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from weightd_gateway.grpc.handlers import PROBE_CALLER, Context, Handler, RpcContext, RpcDispatcher, report_errors
+from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.grpc.field_limits import checked_parser
+from weightd_gateway.grpc.handlers import PROBE_CALLER, Context, Handler, RpcContext, RpcDispatcher, report_errors
 from weightd_gateway.grpc.messages import HEALTH
 from weightd_gateway.grpc.streams import WaitingCalls
-from weightd_gateway.daemon_client import DaemonClient
 from weightd_protocol.errors import NotFound, RequestError
 
 NAME = "grpc.health.v1.Health"

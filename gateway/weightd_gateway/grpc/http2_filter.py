@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_gateway.admission import PeerAdmission
-from weightd_gateway.tls_handshakes import Handshakes
-from weightd_gateway.listening import common_name
-from weightd_gateway.grpc.http2_frames import DATA, FrameCounter, FrameHeads, LimitExceeded, goaway_frame
 from weightd_common.peers import UNKNOWN, Peer
 from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_common.tokenbuckets import TokenBuckets
+from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.grpc.http2_frames import DATA, FrameCounter, FrameHeads, LimitExceeded, goaway_frame
+from weightd_gateway.listening import common_name
+from weightd_gateway.tls_handshakes import Handshakes
 
 _log = logging.getLogger("weightd_gateway.grpc")
 

@@ -6,13 +6,13 @@ import time
 
 import grpc
 
+from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.error_codes import to_request_error
-from weightd_gateway.grpc.handlers import Context, Handler, RpcContext, RpcDispatcher, report_errors
 from weightd_gateway.grpc.fast_parse import fast_parse
+from weightd_gateway.grpc.handlers import Context, Handler, RpcContext, RpcDispatcher, report_errors
 from weightd_gateway.grpc.requests import ShmResolver, parse_infer_request
 from weightd_gateway.grpc.responses import encode_response, encode_stream_error, encode_stream_response
 from weightd_gateway.grpc.streams import WaitingCalls
-from weightd_gateway.daemon_client import DaemonClient
 from weightd_protocol.errors import WeightdError
 
 NAME = "inference.GRPCInferenceService"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
 from weightd_gateway.grpc.handlers import RpcContext
+from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
 from weightd_protocol import limits
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument
 from weightd_protocol.schema import describe_value

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
+from weightd_gateway.grpc.field_limits import checked_parser
 from weightd_gateway.grpc.handlers import (
     Context,
     Handler,
@@ -21,7 +22,6 @@ from weightd_gateway.grpc.handlers import (
     report_errors,
 )
 from weightd_gateway.grpc.schema import Messages
-from weightd_gateway.grpc.field_limits import checked_parser
 from weightd_gateway.grpc.streams import WaitingCalls
 
 # Between two questions of a tool. Who asks no more leaves his place to others, who have no more of a right to it.

@@ -8,18 +8,18 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from weightd_gateway import tensors
-from weightd_gateway.tensors import Array
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.parser_process import Helpers
-from weightd_gateway.oip_view import VERSION
-from weightd_gateway.inference import InferenceRequest
-from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
 from weightd_gateway.grpc import parameters
-from weightd_gateway.grpc.handlers import RpcContext, parse_message
 from weightd_gateway.grpc.fast_parse import fast_parse
 from weightd_gateway.grpc.field_limits import check_fields, layout_of
+from weightd_gateway.grpc.handlers import RpcContext, parse_message
 from weightd_gateway.grpc.messages import INFERENCE
+from weightd_gateway.inference import InferenceRequest
+from weightd_gateway.oip_view import VERSION
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
+from weightd_gateway.tensors import Array
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, NotFound
 from weightd_protocol.schema import describe_value, label

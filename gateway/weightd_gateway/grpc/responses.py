@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightd_gateway import tensors
-from weightd_gateway.tensors import Array
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.oip_view import VERSION
-from weightd_gateway.inference import InferenceResult
 from weightd_gateway.grpc import parameters
 from weightd_gateway.grpc.messages import INFERENCE
 from weightd_gateway.grpc.requests import InferRequest, OutputTarget
+from weightd_gateway.inference import InferenceResult
+from weightd_gateway.oip_view import VERSION
+from weightd_gateway.tensors import Array
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import label
 from weightd_protocol.tensors import frame_of

@@ -15,24 +15,24 @@ from typing import Any
 
 import grpc
 
+from weightd_common.peers import Peers
 from weightd_gateway import listening
 from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.config import addresses
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
-from weightd_gateway.listening import GatewayAcceptor
 from weightd_gateway.grpc import health, infer, reflection
 from weightd_gateway.grpc.handlers import MAX_PROBES, MAX_UNSENT_CALLS, Handler, RpcDispatcher
 from weightd_gateway.grpc.health import Health
+from weightd_gateway.grpc.http2_filter import Http2Filter
 from weightd_gateway.grpc.infer import GrpcInference
 from weightd_gateway.grpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
 from weightd_gateway.grpc.model_api import ModelApi
 from weightd_gateway.grpc.reflection import Reflection
-from weightd_gateway.grpc.http2_filter import Http2Filter
 from weightd_gateway.grpc.requests import ShmResolver
 from weightd_gateway.grpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, WaitingCalls
-from weightd_common.peers import Peers
+from weightd_gateway.listening import GatewayAcceptor
 
 # Calls of whoever asks.
 MAX_UNAUTHENTICATED = MAX_PROBES + MAX_WATCH_STREAMS + MAX_REFLECTION_STREAMS

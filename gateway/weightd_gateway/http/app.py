@@ -9,26 +9,26 @@ from typing import Any, cast
 
 from aiohttp import hdrs
 
+from weightd_common.exposition import CONTENT_TYPE, exposition
+from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_gateway import oip_view
 from weightd_gateway.auth import Caller
-from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.context import Gateway
-from weightd_gateway.page.files import FILES, STATUS_HEADERS
-from weightd_gateway.page.poller import StatusPoller
+from weightd_gateway.error_codes import to_request_error
+from weightd_gateway.fair_limit import FairLimit
 from weightd_gateway.http import body, infer_json
 from weightd_gateway.http.auth import caller_of, check_host, traceparent_of
 from weightd_gateway.http.connection import ConnectionPhase
 from weightd_gateway.http.infer import HttpInference
-from weightd_gateway.http.responses import HttpError, HttpReply, error_reply, json_reply
 from weightd_gateway.http.request import HttpRequest, RequestConnection
+from weightd_gateway.http.responses import HttpError, HttpReply, error_reply, json_reply
 from weightd_gateway.http.routes import Operation, parse_route
-from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.page.files import FILES, STATUS_HEADERS
+from weightd_gateway.page.poller import StatusPoller
 from weightd_gateway.tracing import TRACEPARENT
 from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.schema import label
-from weightd_common.exposition import CONTENT_TYPE, exposition
-from weightd_common.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger("weightd_gateway.http")
 

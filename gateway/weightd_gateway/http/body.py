@@ -11,8 +11,8 @@ from aiohttp import hdrs
 from aiohttp.http_exceptions import PayloadEncodingError
 
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.http.responses import HttpError
 from weightd_gateway.http.request import HttpContent, HttpRequest
+from weightd_gateway.http.responses import HttpError
 from weightd_gateway.inflight_limit import Permit
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import label

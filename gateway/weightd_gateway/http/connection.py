@@ -13,11 +13,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from weightd_common.peers import Peer
+from weightd_gateway.fair_queue import FairRunner, ParseChunk
+from weightd_gateway.http.responses import HttpError, HttpReply
 from weightd_gateway.listening import common_name
 from weightd_gateway.logs import log_failure
-from weightd_gateway.http.responses import HttpError, HttpReply
-from weightd_gateway.fair_queue import FairRunner, ParseChunk
-from weightd_common.peers import Peer
 
 SWEEP_S = 1.0
 """How often `Crowd.sweep` has to be called."""

@@ -10,13 +10,13 @@ from typing import Any, cast
 from weightd_gateway import tensors
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
-from weightd_gateway.inference import InferenceRequest
-from weightd_gateway.http import infer_response, body, infer_json
+from weightd_gateway.http import body, infer_json, infer_response
 from weightd_gateway.http.auth import traceparent_of
 from weightd_gateway.http.connection import ConnectionPhase
 from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJson
-from weightd_gateway.http.responses import BINARY, JSON, HttpReply
 from weightd_gateway.http.request import HttpRequest, RequestConnection
+from weightd_gateway.http.responses import BINARY, JSON, HttpReply
+from weightd_gateway.inference import InferenceRequest
 from weightd_gateway.inflight_limit import Permit
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value

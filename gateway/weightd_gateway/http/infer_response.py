@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightd_gateway import tensors
-from weightd_gateway.oip_view import VERSION
-from weightd_gateway.inference import InferenceResult
 from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
+from weightd_gateway.inference import InferenceResult
+from weightd_gateway.oip_view import VERSION
 from weightd_protocol.tensors import frame_of
 
 # Puts the bytes of an output where the caller wants it.

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from aiohttp import web
 
-from weightd_gateway import tls_handshakes, listening
+from weightd_common.peers import Peer, Peers
+from weightd_gateway import listening, tls_handshakes
 from weightd_gateway.admission import PeerAdmission
-from weightd_gateway.tensors import to_json
 from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
-from weightd_gateway.listening import GatewayAcceptor
+from weightd_gateway.fair_queue import FairRunner
 from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
 from weightd_gateway.http.responses import JSON
-from weightd_gateway.fair_queue import FairRunner
-from weightd_common.peers import Peer, Peers
+from weightd_gateway.listening import GatewayAcceptor
+from weightd_gateway.tensors import to_json
 
 # Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
 _RESERVED_FDS = 128

@@ -7,13 +7,13 @@ import time
 from collections.abc import Awaitable
 from typing import Protocol
 
+from weightd_common.dashboard.history import History
+from weightd_common.dashboard.rows import Overview
 from weightd_gateway.auth import Caller
 from weightd_gateway.page.api import status_json
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
-from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import Overview
 
 # A page asks each second; if nobody has for so long, nobody has it open.
 _MAX_GAP_S = 10.0

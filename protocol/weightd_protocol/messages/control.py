@@ -6,9 +6,9 @@ from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd_protocol import limits
+from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import boolean, integer, list_of, record, text
-from weightd_protocol.frozen import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

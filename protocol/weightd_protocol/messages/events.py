@@ -6,8 +6,8 @@ from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd_protocol import limits
-from weightd_protocol.schema import integer, list_of, number, omit_default, one_of, record, text
 from weightd_protocol.frozen import dataclass
+from weightd_protocol.schema import integer, list_of, number, omit_default, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

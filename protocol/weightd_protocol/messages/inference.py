@@ -8,9 +8,9 @@ from typing import Any, Callable, Generic, Optional, Tuple, TypeVar
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.errors import ERRORS
+from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.regions import POSITIONS, Regions
 from weightd_protocol.schema import boolean, in_own_frame, integer, list_of, nullable, one_of, record, text
-from weightd_protocol.frozen import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

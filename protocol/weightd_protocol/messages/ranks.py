@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd_protocol import limits
+from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import (
     DIGEST,
@@ -22,7 +23,6 @@ from weightd_protocol.messages.worker_common import (
     SelfTestCases,
 )
 from weightd_protocol.schema import integer, list_of, record
-from weightd_protocol.frozen import dataclass
 
 _SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
 

@@ -6,8 +6,8 @@ from dataclasses import field
 from typing import Tuple
 
 from weightd_protocol import limits
-from weightd_protocol.schema import integer, list_of, record, text
 from weightd_protocol.frozen import dataclass
+from weightd_protocol.schema import integer, list_of, record, text
 
 _TENSOR = integer(0, limits.MAX_TENSORS - 1)
 _BYTES = integer(0, limits.MAX_COUNT)

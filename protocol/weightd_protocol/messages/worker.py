@@ -11,7 +11,10 @@ from typing import Dict, Optional, Tuple, Type, Union
 
 from weightd_protocol import limits
 from weightd_protocol.errors import ERRORS
+from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.regions import POSITIONS, MappedRegions
 from weightd_protocol.messages.worker_common import (
     BYTES,
     DIGEST,
@@ -24,8 +27,6 @@ from weightd_protocol.messages.worker_common import (
     SelfTestCase,
     SelfTestCases,
 )
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.regions import POSITIONS, MappedRegions
 from weightd_protocol.schema import (
     boolean,
     in_own_frame,
@@ -37,7 +38,6 @@ from weightd_protocol.schema import (
     record,
     text,
 )
-from weightd_protocol.frozen import dataclass
 
 CHILD_PROTOCOL_VERSION = 2
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""

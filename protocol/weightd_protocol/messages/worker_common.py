@@ -6,8 +6,8 @@ from dataclasses import field
 from typing import Dict, Tuple
 
 from weightd_protocol import limits
-from weightd_protocol.schema import boolean, integer, list_of, mapping, omit_default, one_of, text
 from weightd_protocol.frozen import dataclass
+from weightd_protocol.schema import boolean, integer, list_of, mapping, omit_default, one_of, text
 
 SelfTestCase = Dict[str, Tuple[int, ...]]
 """An input of the canary: the shape of each of the model's inputs, by its name."""

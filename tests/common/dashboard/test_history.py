@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from testkit import looks
 from testkit.looks import MB
-from weightd_protocol.messages.metrics import Histogram, MetricsResponse
 from weightd_common.dashboard.history import RATE_WINDOW_S, SPARKLINE_POINTS, History
 from weightd_common.dashboard.rows import ModelRow, Overview, RatePoint
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse
 
 
 def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_protocol.messages.metrics import Histogram
 from weightd_common.dashboard.rates import count_difference, quantile, rate
+from weightd_protocol.messages.metrics import Histogram
 
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.1)
 

@@ -7,12 +7,12 @@ from typing import Any, Callable, Dict, Optional, cast
 import numpy as np
 import pytest
 
-from weightd.client import Client
 from weightctl.advise.source import FileRows, SyntheticRows
 from weightctl.advise.trial import BatchTest, BatchTestResult
+from weightd.client import Client
+from weightd_common.rowtest.rows import RowKind
 from weightd_protocol.errors import Internal, InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec
-from weightd_common.rowtest.rows import RowKind
 
 X = TensorSignature("x", "FP32", (-1, 9))
 

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from weightd_common.stream import Stream
 from weightd_daemon.api import connection_limit as crowd
 from weightd_daemon.api.connection import ClientConnection, ClientIdentity
 from weightd_daemon.api.connection_limit import ClientConnectionLimiter, max_total_regions
@@ -23,7 +24,6 @@ from weightd_daemon.platform.connection_limit import (
 )
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
-from weightd_common.stream import Stream
 
 
 class Hall:

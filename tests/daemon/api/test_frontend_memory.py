@@ -14,19 +14,20 @@ from typing import Any, cast
 import pytest
 
 from testkit.lingering import lingering
+from weightd_common import memfd
+from weightd_common.stream import Stream
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.connection import ClientIdentity
 from weightd_daemon.api.handlers import DaemonControl, RequestRouter
+from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.tenants.resolver import TenantResolver
+from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import Cancelled, InvalidArgument
 from weightd_protocol.framing import message_prefix
-from weightd_protocol.messages.worker import Result
 from weightd_protocol.messages.inference import (
     Error,
     Infer,
@@ -46,8 +47,7 @@ from weightd_protocol.messages.regions import (
     Unregister,
 )
 from weightd_protocol.messages.types import TO_CLIENT
-from weightd_common import memfd
-from weightd_common.stream import Stream
+from weightd_protocol.messages.worker import Result
 
 X = TensorSpec("x", "UINT8", (1000,))
 

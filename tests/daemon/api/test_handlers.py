@@ -12,23 +12,25 @@ from typing import NoReturn, cast
 import msgpack
 import pytest
 
+from weightd_common.safe_open import OPERATOR, Grant
+from weightd_common.stream import Stream
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.connection import ClientIdentity
 from weightd_daemon.api.handlers import DaemonControl, RequestRouter
 from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.metadata import MetadataRequest, Signature
-from weightd_daemon.tenants.usage import UsageTable
+from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.resolver import PeerCredential, TenantResolver
+from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, decode, encode, max_request_items
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd_protocol.framing import Message
-from weightd_protocol.messages.worker import Built, Result
 from weightd_protocol.messages.control import ModelMetadata, Reload, ServerReady, Update, UpdateResponse
+from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.messages.inference import (
     Cancel,
     Error,
@@ -39,11 +41,9 @@ from weightd_protocol.messages.inference import (
     TensorSignature,
     TensorSpec,
 )
-from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.messages.regions import Unregister
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage
-from weightd_common.safe_open import OPERATOR, Grant
-from weightd_common.stream import Stream
+from weightd_protocol.messages.worker import Built, Result
 
 LIMIT_S = 20.0
 NBYTES = 1000

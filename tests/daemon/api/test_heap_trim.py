@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.api.memory_budget import LARGE_BYTES, MemoryBudget
 from weightd_daemon.api.heap_trim import TRIM_DELAY_S, HeapTrimmer
+from weightd_daemon.api.memory_budget import LARGE_BYTES, MemoryBudget
 from weightd_daemon.platform import memory
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightd_common import memfd
 from weightd_daemon.api.region_registry import MAX_USER_REGIONS, RegionRegistry
 from weightd_daemon.scheduling.tensor_location import TensorLocations
 from weightd_daemon.tenants.usage import QuotaExceeded
@@ -22,7 +23,6 @@ from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
-from weightd_common import memfd
 
 FOUR_FLOATS = (TensorSpec("x", "FP32", (2, 2)),)
 

@@ -15,22 +15,22 @@ from typing import Any, cast
 
 import pytest
 
+from weightd_common import memfd
+from weightd_common.stream import Stream
 from weightd_daemon.api import server, unread_data
 from weightd_daemon.api.connection import ClientConnection, ClientIdentity, proxied_identity, unix_identity
+from weightd_daemon.api.memory_budget import MemoryBudget
 from weightd_daemon.api.server import ClientConnections, ConnectionCallbacks
 from weightd_daemon.api.unread_data import unread_bytes
-from weightd_daemon.api.memory_budget import MemoryBudget
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.resolver import PeerCredential
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.framing import Message, message_prefix
-from weightd_common import memfd
-from weightd_common.stream import Stream
 
 LIMIT_S = 20.0
 ROOM = 2**20

@@ -22,16 +22,16 @@ import pytest
 import zmq
 
 from testkit.waiting import until
+from weightd_common.stream import Stream
 from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies, backoff_s
-from weightd_daemon.zmq_proxy.control import PeerIdentity
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.listen import listen_on
-from weightd_daemon.platform.log_setup import client_of
+from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.group_membership import Members
+from weightd_daemon.platform.listen import listen_on
+from weightd_daemon.platform.log_setup import client_of
+from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.framing import MAX_FRAMES
-from weightd_common.stream import Stream
 
 LIMIT_MS = 20_000
 MIB = 2**20

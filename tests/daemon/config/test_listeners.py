@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.config.listeners import allowed_keys
-from weightd_daemon.config.load import Config, ConfigError, parse
-from weightd_protocol import limits
 from weightd_common import curve_keys as keys_module
 from weightd_common import tcp_addresses
 from weightd_common.curve_keys import format_key_file
+from weightd_daemon.config.listeners import allowed_keys
+from weightd_daemon.config.load import Config, ConfigError, parse
+from weightd_protocol import limits
 
 DEFAULT = "ipc:///run/w/weightd.sock"
 

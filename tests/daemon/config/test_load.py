@@ -12,18 +12,19 @@ from unittest import mock
 
 import pytest
 
+from weightd_common import tcp_addresses
+from weightd_common import toml_schema as tables
+from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import defaults
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.defaults import default_path
 from weightd_daemon.config.devices import DeviceConfig
-from weightd_daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
 from weightd_daemon.config.group_membership import Membership
+from weightd_daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd_common import toml_schema as tables, tcp_addresses
-from weightd_common.toml_schema import ErrorCollector
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 

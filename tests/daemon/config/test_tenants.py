@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from weightd_common.curve_keys import PUBLIC, SECRET, format_key_file
 from weightd_daemon.config.load import Config, ConfigError, parse
 from weightd_daemon.config.tenants import TenantConfig, find_warnings
 from weightd_protocol import limits
-from weightd_common.curve_keys import PUBLIC, SECRET, format_key_file
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 OTHER = "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from weightd_common import toml_schema as config_tables
 from weightd_daemon.config import load as config
 from weightd_daemon.doctor.checks import host as checks
 from weightd_daemon.doctor.checks import ranks as rank_checks
@@ -18,7 +19,6 @@ from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol.schema import decode
-from weightd_common import toml_schema as config_tables
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from weightd_daemon.doctor.render import render_json, render_table
 from weightd_daemon.doctor.checks.finding import (
     PROCESS_EXITS,
     CheckResult,
@@ -14,6 +13,7 @@ from weightd_daemon.doctor.checks.finding import (
     passed,
     untestable,
 )
+from weightd_daemon.doctor.render import render_json, render_table
 from weightd_protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")

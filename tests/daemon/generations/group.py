@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
 from weightd_daemon.generations.persisted import GenerationRecord
-from weightd_daemon.generations.resume import record_generation, resume_rank_group
-from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.resume import record_generation, resume_rank_group
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
+from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_protocol.messages.worker import Hello, ProcessFailed, Stop, Traits
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.worker import Hello, ProcessFailed, Stop, Traits
+from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
-from weightd_daemon.generations.shared_weights import Generation
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.persisted import GenerationRecord, SealRecord
 from weightd_daemon.generations.resume import record_generation, resume_generation
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
@@ -24,7 +25,6 @@ from weightd_protocol.messages.worker import (
     Traits,
     TrimStore,
 )
-from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd_daemon.generations.process import WorkerProcess
+from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec
 from weightd_daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
-from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import (
     Allow,

@@ -12,14 +12,13 @@ import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
 from weightd_daemon.generations.base import STOP_TIMEOUT_S
-from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RowTestSpec
 from weightd_daemon.generations.progress import RetryHint
-from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
-from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
+from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RowTestSpec
+from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker_common import RowSupport as Found
 from weightd_protocol.messages.ranks import (
     JoinedGroup,
     RankMember,
@@ -28,6 +27,7 @@ from weightd_protocol.messages.ranks import (
     SelfTestDone,
     SelfTestResult,
 )
+from weightd_protocol.messages.worker_common import RowSupport as Found
 from weightd_protocol.version import VERSION
 
 from .group import (

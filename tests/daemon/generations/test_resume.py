@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn
-from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
+from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import Traits

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.generations.actions import Action, Role, Send, Spawn
+from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.spec import SelfTestSpec
-from weightd_daemon.generations.progress import RetryHint
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_protocol import limits
 from weightd_protocol.messages.worker import Build, ContinueSelfTest, TryingSelfTest

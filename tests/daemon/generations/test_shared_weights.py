@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from weightd_daemon.generations.attach_control import ALLOW_TIMEOUT_S
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
+from weightd_daemon.generations.attach_control import ALLOW_TIMEOUT_S
+from weightd_daemon.generations.backoff import MAX_FAILED_STARTS
 from weightd_daemon.generations.base import HELLO_TIMEOUT_S, STOP_TIMEOUT_S
 from weightd_daemon.generations.progress import ProgressLogger, RetryHint
-from weightd_daemon.generations.backoff import MAX_FAILED_STARTS
+from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import Attached, Build, Built, Hello, Traits, TrimStore

@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RankGroupSpec
-from weightd_daemon.generations.resume import record_generation, resume_rank_group
-from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.resume import record_generation, resume_rank_group
+from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RankGroupSpec
+from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_protocol.messages.worker import ProcessFailed
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.worker import ProcessFailed
 
 from .group import BROKER, CASES, SEAT, SHA, X, Y, digest, hello_of, rank_of
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.config.load import load
 from weightd_daemon.handover.config_reader import ConfigReader, ReadConfig
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.processes.process_table import ProcessTable
 
 MODEL = '[models.m]\npath = "m.mindir"\npython = "python3"\n'
 

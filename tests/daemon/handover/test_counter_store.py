@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.counters.daemon_counters import DaemonCounterRecord, DaemonCounters
+from weightd_daemon.counters.registry import CounterRegistry, ModelCounterRecord
 from weightd_daemon.handover import counter_store
 from weightd_daemon.handover.counter_store import (
     INTERVAL_S,
@@ -19,11 +21,9 @@ from weightd_daemon.handover.counter_store import (
     CounterStore,
     CounterStoreError,
 )
-from weightd_daemon.counters.registry import CounterRegistry, ModelCounterRecord
-from weightd_daemon.counters.daemon_counters import DaemonCounterRecord, DaemonCounters
 from weightd_daemon.observability.tenant_status import tenant_statuses
-from weightd_daemon.tenants.usage import OTHER_MODELS, UsageRecord, UsageTable
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import OTHER_MODELS, UsageRecord, UsageTable
 from weightd_protocol import limits
 from weightd_protocol.errors import NotFound
 from weightd_protocol.schema import plain

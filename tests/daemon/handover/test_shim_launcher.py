@@ -18,16 +18,16 @@ import pytest
 
 import testkit.manager
 from testkit.keeping import LIMIT_S, ended
-from weightd_daemon.processes.spec import ProcessSpec
-from weightd_daemon.processes.shim import client
-from weightd_daemon.processes.shim.client import ShimLost
 from weightd_daemon.config.daemon import DaemonConfig
-from weightd_daemon.handover import state, shim_launcher
+from weightd_daemon.handover import shim_launcher, state
 from weightd_daemon.handover.instance_lock import make_private_directory
 from weightd_daemon.handover.shim_launcher import ShimLauncher
 from weightd_daemon.handover.systemd_manager import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import reap
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimLost
+from weightd_daemon.processes.spec import ProcessSpec
 
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config.model import ModelConfig, complete_model
-from weightd_daemon.handover import state
-from weightd_daemon.handover.state import Handover, HandoverError
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.generations.persisted import ChildRecord, GenerationRecord, SealRecord
+from weightd_daemon.handover import state
+from weightd_daemon.handover.state import Handover, HandoverError
 from weightd_daemon.models.persisted import DeviceRecord, ModelRecord, SourceRecord
-from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION, Built, Hello, Traits
 from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION, Built, Hello, Traits
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_protocol.version import VERSION
-from weightd_common.toml_schema import ErrorCollector
 
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))

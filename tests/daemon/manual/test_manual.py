@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from weightd_common import toml_schema
+from weightd_common.manual.commands import read_parser
+from weightd_common.manual.reference import iterate_keys
 from weightd_daemon import exit_codes
 from weightd_daemon.cli import parser
 from weightd_daemon.config import load as config
@@ -21,9 +24,6 @@ from weightd_daemon.config.listeners import ListenerConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.manual import configuration, program
-from weightd_common import toml_schema
-from weightd_common.manual.commands import read_parser
-from weightd_common.manual.reference import iterate_keys
 
 if sys.version_info >= (3, 11):
     import tomllib

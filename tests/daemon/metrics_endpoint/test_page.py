@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from weightd_common.exposition import exposition
 from weightd_daemon.metrics_endpoint import page
 from weightd_daemon.metrics_endpoint.page import MAX_AGE_S, MetricsPage
 from weightd_protocol.messages.metrics import MetricsResponse, ReloadCounts
-from weightd_common.exposition import exposition
 
 
 class PageMaker:

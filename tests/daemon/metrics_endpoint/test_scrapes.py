@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from testkit.lingering import lingering
-from weightd_daemon.platform.listen import is_loopback_listener, listen_on
-from weightd_daemon.platform.event_loop import EventLoop
+from weightd_common.peers import UNKNOWN, Peer, Peers
 from weightd_daemon.metrics_endpoint.http import MAX_HEAD_BYTES
 from weightd_daemon.metrics_endpoint.page import MetricsPage
 from weightd_daemon.metrics_endpoint.scrapes import MAX_CONNECTIONS, TIMEOUT_S, MetricsEndpoint
+from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.listen import is_loopback_listener, listen_on
 from weightd_protocol.messages.metrics import MetricsResponse, ReloadCounts
-from weightd_common.peers import UNKNOWN, Peer, Peers
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIMIT_S = 30.0

@@ -7,24 +7,24 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.persisted import SealRecord
-from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.scheduling.tensor_location import SharedRegion
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.request import UNKNOWN_ORIGIN, ClientOrigin, Request
+from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.worker import Attached, Built, ChildMessage, ChildOrder, Hello, Predict, Result, Traits
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker import Attached, Built, ChildMessage, ChildOrder, Hello, Predict, Result, Traits
 from weightd_protocol.version import VERSION
-from weightd_common.safe_open import OPERATOR
 
 SHA = "5" * 64
 SEAL = SealRecord(8192, 10**18)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.counters.model_counters import ModelCounters
 from weightd_daemon.models.batching import describe_batching
+from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol import limits
 from weightd_protocol.messages.worker import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
 from weightd_protocol.messages.worker_common import RowSupport

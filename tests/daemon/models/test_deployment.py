@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.backoff import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
-from weightd_daemon.generations.backoff import MAX_FAILED_STARTS
-from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.platform.memory import MIB
-from weightd_daemon.models.placement import DeviceBudget, Placement, ResourceRequest
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.deployment_state import RolloutPolicy
+from weightd_daemon.models.placement import DeviceBudget, Placement, ResourceRequest
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.messages.worker import Attached, Built, Hello, ProcessFailed
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_protocol.version import VERSION

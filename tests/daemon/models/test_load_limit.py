@@ -8,8 +8,8 @@ from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec
 from weightd_daemon.generations.states import ChildEvent
-from weightd_daemon.platform.memory import MIB
 from weightd_daemon.models.load_limit import LoadLimiter
+from weightd_daemon.platform.memory import MIB
 
 ATTACHING = ChildEvent.HELLO, ChildEvent.ADMIT, ChildEvent.ATTACH
 NEED = 2 * 100 + 64

@@ -14,9 +14,9 @@ import pytest
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
-from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
 from weightd_daemon.models.batching import describe_batching
+from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
+from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_protocol.errors import (
     FailedPrecondition,
@@ -26,9 +26,9 @@ from weightd_protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from weightd_protocol.messages.worker import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
 from weightd_protocol.messages.worker_common import RowSupport
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.slot import MAX_QUICK_S
-from weightd_protocol.messages.worker import CancelPredict, Failed, Predict, PredictCancelled
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd_protocol.messages.worker import CancelPredict, Failed, Predict, PredictCancelled
 
 from .fakehost import W1, W2, ModelHarness, request
 

@@ -14,29 +14,32 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.persisted import SealRecord
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import ACTIVE, USABLE, ChildState
-from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.platform.memory import MIB
-from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
-from weightd_daemon.scheduling.tensor_location import SharedRegion
-from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
@@ -57,12 +60,9 @@ from weightd_protocol.messages.worker import (
     Stop,
     Traits,
 )
-from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
-from weightd_common.safe_open import OPERATOR
 
 FOREVER = float("inf")
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from weightd_daemon.engines.ascend import card_bytes
-from weightd_daemon.platform.memory import MIB
 from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
+from weightd_daemon.platform.memory import MIB
 
 NEED = ResourceRequest(weight_bytes=100 * MIB, copy_count=1, worker_count=3, process_count=4, process_bytes=10 * MIB)
 PRIVATE = dataclasses.replace(NEED, copies=3)

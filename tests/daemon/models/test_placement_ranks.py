@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.platform.memory import MIB
 from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
 from weightd_daemon.models.placement_ranks import CardGroup
+from weightd_daemon.platform.memory import MIB
 
 SLICES = (100 * MIB, 50 * MIB)
 NEED = ResourceRequest(sum(SLICES), 1, 2, 2, process_bytes=10 * MIB, buffer_bytes=400 * MIB, slice_bytes=SLICES)

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
-from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_daemon.platform.memory import MIB
-from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.worker import (
     BatchMismatch,
     ChildMessage,
@@ -30,12 +33,9 @@ from weightd_protocol.messages.worker import (
     Result,
     Stop,
 )
-from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
-from weightd_common.safe_open import OPERATOR
 
 from .fakehost import CPU, OUT, FakeHost, X, Y, request
 

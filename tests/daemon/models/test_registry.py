@@ -10,8 +10,8 @@ import pytest
 
 from weightd_daemon.config.batching import BatchingConfig
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.models.versions import IdSequence
 from weightd_protocol.errors import Unavailable
 

@@ -8,24 +8,24 @@ import logging
 
 import pytest
 
-from weightd_daemon.processes.events import Snapshot
+from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.persisted import SealRecord
+from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.models.placement import DeviceBudget
-from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
-from weightd_protocol.messages.worker import Hello, Predict, Reconnected, Result, Stop
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription
+from weightd_protocol.messages.worker import Hello, Predict, Reconnected, Result, Stop
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
-from weightd_common.safe_open import OPERATOR
 
 from .fakehost import ATTACHED, BAD, BUILT, CPU, GOOD, OUT, SEAL, SHA, FakeHost, request
 

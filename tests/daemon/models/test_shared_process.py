@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.processes.events import Snapshot
-from weightd_daemon.config.group_membership import Membership
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_daemon.models.placement import DeviceBudget
-from weightd_daemon.models.shared_process import ModelFactory
-from weightd_daemon.models.model import ServedModel
-from weightd_daemon.models.versions import IdSequence
-from weightd_protocol.errors import FailedPrecondition
-from weightd_protocol.messages.worker import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
-from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
-from weightd_protocol.version import VERSION
 from weightd_common.model_group import joint_digest
 from weightd_common.safe_open import OPERATOR
+from weightd_daemon.config.group_membership import Membership
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.shared_process import ModelFactory
+from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.processes.events import Snapshot
+from weightd_protocol.errors import FailedPrecondition
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
+from weightd_protocol.messages.worker import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.version import VERSION
 
 from .fakehost import CPU, FakeHost, request
 

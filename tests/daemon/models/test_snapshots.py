@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.generations.spec import ModelSource, SelfTestSpec
 from weightd_daemon.models.snapshots import Snapshots
+from weightd_daemon.processes.events import Snapshot
 
 SOURCE, OTHER = ModelSource("/m.onnx", number=1), ModelSource("/m.onnx", number=2)
 THERE = Snapshot("/cache/1", "", "5" * 64, 100)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_common.safe_open import OPERATOR, Grant
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.versions import IdSequence, ModelVersions
-from weightd_common.safe_open import OPERATOR, Grant
+from weightd_daemon.processes.events import SliceSnapshot, Snapshot
 
 
 class Shelf(ModelVersions):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.observability import log_tail
 from weightd_daemon.observability.log_tail import LogTailReader
+from weightd_daemon.processes.files import GenerationFiles
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.events import Logs, LogsResponse

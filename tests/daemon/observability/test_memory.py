@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from weightd_daemon.platform.memory import ProcessMemory
 from weightd_daemon.observability import memory
 from weightd_daemon.observability.memory import (
     INTERVAL_S,
@@ -20,6 +19,7 @@ from weightd_daemon.observability.memory import (
     memory_subjects,
 )
 from weightd_daemon.observability.metrics import MemoryFootprint
+from weightd_daemon.platform.memory import ProcessMemory
 
 from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness
 

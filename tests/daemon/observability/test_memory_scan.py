@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.platform.memory import ProcessMemory
 from weightd_daemon.observability import memory_scan
 from weightd_daemon.observability.memory_scan import MAX_AGE_S, MemoryScan, TtlCache
+from weightd_daemon.platform.memory import ProcessMemory
 
 
 class Kernel:

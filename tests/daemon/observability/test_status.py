@@ -4,19 +4,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.api.zmq_proxies import ProxyInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.platform.memory import MIB, ProcessMemory
-from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.observability.status import StatusInputs, build_status
+from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.observability.memory_scan import MemoryScan, TtlCache
-from weightd_protocol.messages.worker import Attached, Built, Hello, Traits
+from weightd_daemon.observability.status import StatusInputs, build_status
+from weightd_daemon.platform.memory import MIB, ProcessMemory
+from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.status import ProxyStatus
+from weightd_protocol.messages.worker import Attached, Built, Hello, Traits
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64

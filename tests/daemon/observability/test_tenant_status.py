@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.observability.tenant_view import build_tenant_status
 from weightd_daemon.observability.tenant_status import queued_counts, tenant_statuses
-from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
+from weightd_daemon.observability.tenant_view import build_tenant_status
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import NotFound

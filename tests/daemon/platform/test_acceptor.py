@@ -14,8 +14,8 @@ import pytest
 
 from weightd_daemon.platform import acceptor
 from weightd_daemon.platform.acceptor import Acceptor
-from weightd_daemon.platform.peercred import peer_credentials
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.peercred import peer_credentials
 
 
 class Scene:

@@ -17,8 +17,8 @@ import zmq
 
 from weightd_daemon.platform.clock import TICK_S, Clock
 from weightd_daemon.platform.event_loop import EventLoop, watch_signals
-from weightd_daemon.platform.zmq_sockets import watch_socket
 from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.zmq_sockets import watch_socket
 
 
 class Pipe:

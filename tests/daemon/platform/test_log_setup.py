@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 
+from weightd_common.journal_fields import add_priority, is_connected_to_journal, to_one_line
 from weightd_daemon.platform import log_setup
 from weightd_daemon.platform.journal import Journal
 from weightd_daemon.platform.log_setup import JournalHandler, LineFormatter, print_error, subject_extra
-from weightd_common.journal_fields import add_priority, is_connected_to_journal, to_one_line
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

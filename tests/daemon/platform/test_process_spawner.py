@@ -83,7 +83,9 @@ def test_descriptors_have_their_order_and_a_child_only_sigint_blocked() -> None:
 def test_a_system_that_refuses_it_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_spawner, "_unshare", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    monkeypatch.setattr(
+        process_spawner, "_unshare", mock.Mock(side_effect=PermissionError(1, "Operation not permitted"))
+    )
     # What else this process lets its children inherit is that of the program that started it.
     assert printed().startswith("0 1 2 3")
     assert (

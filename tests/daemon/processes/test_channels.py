@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.processes.channels import WorkerChannels
+from weightd_common import memfd
+from weightd_common.stream import Stream
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.processes.channels import WorkerChannels
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import MapRegion, UnmapRegion
-from weightd_common import memfd
-from weightd_common.stream import Stream
 
 LARGE = bytes(3_000_000)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.processes.device_probe import DeviceProbe
 from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.models.placement import DeviceBudget
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from testkit.examples import examples
-from weightd_daemon.processes.pending_forks import ForkRequest
-from weightd_daemon.processes.spec import ProcessSpec
-from weightd_daemon.processes.fork_coordinator import ForkCoordinator
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.timers import Timers
+from weightd_daemon.processes.fork_coordinator import ForkCoordinator
+from weightd_daemon.processes.pending_forks import ForkRequest
+from weightd_daemon.processes.spec import ProcessSpec
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Fork, Forked
 

@@ -4,10 +4,10 @@ import errno
 from dataclasses import replace
 from pathlib import Path
 
-from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S, START_TIMEOUT_S, ForkServers
-from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S, START_TIMEOUT_S, ForkServers
+from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 
 ONNX = ModelConfig("/m.onnx", "onnxruntime", "/python")
 LITE = ModelConfig("/m.mindir", "mindspore_lite", "/python37")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.platform import processes
-from weightd_daemon.platform.exit_cause import ExitInitiator
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.exit_cause import ExitInitiator
+from weightd_daemon.processes.process_table import ProcessTable
 
 
 @pytest.fixture

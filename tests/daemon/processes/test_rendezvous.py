@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.processes import spec, rendezvous
-from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_common.rendezvous import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.actions import Role
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_daemon.processes import rendezvous, spec
+from weightd_daemon.processes.events import SliceSnapshot, Snapshot
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.spec import WorkerProgram
 
 
 def test_a_port_is_one_on_which_nobody_listens() -> None:
@@ -72,6 +72,7 @@ def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, ther
     config = ModelConfig("/m", engine="mindspore", ranks=RanksConfig(groups=(("cpu", "cpu"),), size=2))
     snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
     told = [
-        rendezvous.rank_program(config, snapshot, "cpu", rank, rendezvous.Rendezvous()).rendezvous for rank in (0, 1, None)
+        rendezvous.rank_program(config, snapshot, "cpu", rank, rendezvous.Rendezvous()).rendezvous
+        for rank in (0, 1, None)
     ]
     assert [each and each.cores for each in told] == [*shares, ""]

@@ -14,19 +14,19 @@ from unittest import mock
 
 import pytest
 
-from weightd_daemon.processes import snapshotter
-from weightd_daemon.processes.events import Snapshot
-from weightd_daemon.processes.snapshots import SnapshotService, snapshot_directory_name
-from weightd_daemon.processes.device_probe import DeviceProbe
-from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.processes.snapshotter import SnapshotResult
+from weightd_common.modelfile import files_identity, model_files
+from weightd_common.safe_open import OPERATOR, Grant
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_common.modelfile import files_identity, model_files
-from weightd_common.safe_open import OPERATOR, Grant
+from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.processes import snapshotter
+from weightd_daemon.processes.device_probe import DeviceProbe
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.processes.snapshots import SnapshotService, snapshot_directory_name
+from weightd_daemon.processes.snapshotter import SnapshotResult
 
 SHA = "5" * 64
 

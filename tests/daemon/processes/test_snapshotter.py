@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 
 from testkit import models
+from weightd_common.modelfile import ModelFileError, digest, files_identity, model_files
 from weightd_daemon.processes import copy_progress, snapshotter
 from weightd_daemon.processes.copy_progress import CopyProgressFile
 from weightd_daemon.processes.snapshotter import SingleFile, SnapshotOrder, SnapshotRequest
-from weightd_common.modelfile import ModelFileError, digest, files_identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from weightd_daemon.generations.actions import Role
 from weightd_daemon.processes import spec
 from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.generations.actions import Role
 
 FILES = GenerationFiles(Path("/private/m.1"))
 PLAIN = WorkerProgram("/python", "onnxruntime", "/m.onnx", "cpu")

@@ -20,27 +20,29 @@ from unittest import mock
 import pytest
 import zmq
 
-from weightd_daemon.processes.supervisor import ProcessSupervisor
-from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.pending_forks import ForkRequest
-from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
-from weightd_daemon.processes.launchers.direct import DirectLauncher
-from weightd_daemon.processes.fork_coordinator import ForkCoordinator
-from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_common.stream import Stream
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
-from weightd_daemon.platform import processes
-from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
-from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.processes import ChildProcess
-from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.platform import processes
+from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
+from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.fork_coordinator import ForkCoordinator
+from weightd_daemon.processes.launchers.direct import DirectLauncher
+from weightd_daemon.processes.pending_forks import ForkRequest
+from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
+from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.scheduling.request import Request
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import message_prefix
+from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
     TO_CHILD,
     Attach,
@@ -56,9 +58,7 @@ from weightd_protocol.messages.worker import (
     Stop,
     Traits,
 )
-from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.version import VERSION
-from weightd_common.stream import Stream
 
 SHA = "5" * 64
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)

@@ -17,9 +17,9 @@ from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Scheduler
 from weightd_protocol.errors import RequestError, Unavailable
-from weightd_protocol.messages.worker import Built, ChildOrder, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker import Built, ChildOrder, Result
 
 COUNT = 5 * MAX_ENDED_PER_TURN + 3
 WRONG = RequestDescription("m", (TensorSpec("no_input", "FP32", (1,)),))

@@ -8,8 +8,8 @@ import pytest
 
 from weightd_daemon.scheduling.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd_protocol import limits
-from weightd_protocol.messages.worker import Failed, Result
 from weightd_protocol.messages.inference import ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker import Failed, Result
 
 RANKS = ("r0", "r1", "r2")
 

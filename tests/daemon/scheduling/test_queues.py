@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.queues import PRIORITY_LEVEL_S, PriorityQueue, sort_key
+from weightd_daemon.scheduling.request import Request
 from weightd_protocol.messages.inference import RequestDescription
 
 

@@ -12,12 +12,12 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.worker import ChildOrder, Failed, Predict, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker import ChildOrder, Failed, Predict, Result
 
 KILLED = ExitCause(-9, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))

@@ -25,16 +25,16 @@ from testkit import desks
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Predict, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.ranks import Done
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Predict, Result
 
 TIMEOUT_S, WIDTH = 50.0, 2
 

@@ -14,11 +14,8 @@ import pytest
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.scheduling.dispatcher import Dispatcher, ResponseSink
-from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
-from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.batching import merge_groups as parties_module
-from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.batching.estimates import DurationEstimates
 from weightd_daemon.scheduling.batching.former import (
     MAX_BATCH_S,
     BatchGroup,
@@ -26,16 +23,19 @@ from weightd_daemon.scheduling.batching.former import (
     form_batch,
     next_split_rows,
 )
-from weightd_daemon.scheduling.batching.partial_results import PartialResult, join_results
 from weightd_daemon.scheduling.batching.merge_groups import RecentNames, party_number
+from weightd_daemon.scheduling.batching.partial_results import PartialResult, join_results
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
-from weightd_daemon.scheduling.batching.estimates import DurationEstimates
+from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.dispatcher import Dispatcher, ResponseSink
+from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd_protocol.errors import Internal, ResourceExhausted
-from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, Result
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedOutput, MappedRegions
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, Result
 
 ROWS = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
 CUT = replace(ROWS, part_rows=4)

@@ -24,16 +24,16 @@ from testkit import desks
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
-from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.slot import Slot
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError, ResourceExhausted
-from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Failed, Predict, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedOutput
+from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Failed, Predict, Result
 
 MAX_ROWS, PART_ROWS, TIMEOUT_S = 8, 4, 50.0
 DEVICES = {"cpu:0": 0.001, "cpu:1": 0.01, "cpu:2": 0.08}

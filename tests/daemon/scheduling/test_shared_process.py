@@ -16,14 +16,14 @@ from testkit import desks
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
+from weightd_daemon.scheduling.batching.policy import BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.scheduling.batching.policy import BatchingPolicy
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Ping, Predict, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Ping, Predict, Result
 
 TIMEOUT_S = 60.0
 CRASH, OURS = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)

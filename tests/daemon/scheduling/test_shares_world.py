@@ -20,17 +20,17 @@ from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, FairClocks
 from weightd_daemon.scheduling.long_batches import ACTIVE_S, Durations
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
-from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, FairClocks
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Predict, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Predict, Result
 
 SHARES_FOR_S = 30.0
 ERROR = 0.05

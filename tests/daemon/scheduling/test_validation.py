@@ -16,8 +16,8 @@ from weightd_daemon.scheduling.validation import (
     describe_difference,
 )
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.worker_common import RowSupport
 
 IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())

@@ -10,6 +10,9 @@ import time
 import pytest
 
 from testkit.lingering import lingering
+from weightd_common.peers import Peers
+from weightd_common.stream import Stream
+from weightd_daemon.platform.fd_closer import DescriptorCloser
 from weightd_daemon.zmq_proxy.client import (
     DescriptorsSent,
     ProxyClient,
@@ -19,9 +22,6 @@ from weightd_daemon.zmq_proxy.client import (
 )
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_daemon.zmq_proxy.zmtp import NullMechanism, ZmtpConnection, ZmtpLimits
-from weightd_daemon.platform.fd_closer import DescriptorCloser
-from weightd_common.peers import Peers
-from weightd_common.stream import Stream
 
 from .peer import GREETING, READY
 

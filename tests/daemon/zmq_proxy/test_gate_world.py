@@ -16,17 +16,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from weightd_common.stream import Stream
+from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.group_membership import Members
+from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.zmq_proxy import client as clients
 from weightd_daemon.zmq_proxy import control
-from weightd_daemon.zmq_proxy.proxy import ZmqProxy
 from weightd_daemon.zmq_proxy.control import PeerConnected, ProxyConfig
-from weightd_daemon.platform.connection_limit import NO_TENANT
-from weightd_daemon.platform.listen import listen_on
-from weightd_daemon.platform.group_membership import Members
+from weightd_daemon.zmq_proxy.proxy import ZmqProxy
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.inference import Error
-from weightd_common.stream import Stream
 
 from .peer import GREETING, MORE, PING, READY, frame, message
 

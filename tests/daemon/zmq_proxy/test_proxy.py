@@ -17,22 +17,22 @@ from typing import Any
 import pytest
 
 from testkit.waiting import until
-from weightd_daemon.zmq_proxy import client as clients
-from weightd_daemon.zmq_proxy import proxy as module
-from weightd_daemon.zmq_proxy import control
-from weightd_daemon.zmq_proxy.client import ProxyClient
-from weightd_daemon.zmq_proxy.proxy import ZmqProxy
-from weightd_daemon.zmq_proxy.control import PeerConnected, ProxyConfig, ProxyLogLine
-from weightd_daemon.platform.peercred import Credentials
+from weightd_common.stream import Stream
 from weightd_daemon.platform.connection_limit import NO_TENANT
-from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.group_membership import Members
+from weightd_daemon.platform.listen import listen_on
+from weightd_daemon.platform.peercred import Credentials
+from weightd_daemon.zmq_proxy import client as clients
+from weightd_daemon.zmq_proxy import control
+from weightd_daemon.zmq_proxy import proxy as module
+from weightd_daemon.zmq_proxy.client import ProxyClient
+from weightd_daemon.zmq_proxy.control import PeerConnected, ProxyConfig, ProxyLogLine
+from weightd_daemon.zmq_proxy.proxy import ZmqProxy
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import MAX_FRAMES
 from weightd_protocol.messages.inference import Error
 from weightd_protocol.messages.types import TO_CLIENT
-from weightd_common.stream import Stream
 
 from .peer import COMMAND, GREETING, MORE, PING, READY, frame, message
 

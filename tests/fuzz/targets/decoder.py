@@ -16,9 +16,9 @@ from targets.reader import Reader
 from weightd_protocol import codec, limits
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.errors import ERRORS, RemoteProtocolError
-from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.messages.inference import Error, RequestDescription, ResponseDescription
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
 from weightd_protocol.schema import FieldError, describe_fields
 
 TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)

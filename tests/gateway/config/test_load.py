@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from weightd_gateway.auth import Caller, token_digest
-from weightd_gateway.config.load import ConfigError, default_path, keys_needing_restart, load, parse
-from weightd_gateway.config.addresses import ListenAddress
-from weightd_gateway.config.schema import GatewayFile
 from weightd_common.toml_schema import ErrorCollector
+from weightd_gateway.auth import Caller, token_digest
+from weightd_gateway.config.addresses import ListenAddress
+from weightd_gateway.config.load import ConfigError, default_path, keys_needing_restart, load, parse
+from weightd_gateway.config.schema import GatewayFile
 
 _ME = pwd.getpwuid(os.geteuid()).pw_name
 

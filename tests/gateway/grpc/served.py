@@ -17,12 +17,12 @@ from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
-from weightd_gateway.parser_process import Helpers
-from weightd_gateway.inference import InferenceRequest, InferenceResult
-from weightd_gateway.system_shared_memory import RegisteredRegions
-from weightd_gateway.grpc.server import GrpcServer
-from weightd_gateway.inflight_limit import AdmissionControl
 from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.grpc.server import GrpcServer
+from weightd_gateway.inference import InferenceRequest, InferenceResult
+from weightd_gateway.inflight_limit import AdmissionControl
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from weightd_gateway import tensors
 from weightd_gateway.grpc import (
-    handlers,
-    fast_parse,
     errors,
+    fast_parse,
     field_limits,
-    server,
+    handlers,
     parameters,
     reflection,
     requests,
+    server,
     streams,
 )
 from weightd_gateway.grpc.messages import INFERENCE

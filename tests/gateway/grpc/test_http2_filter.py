@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from weightd_gateway.admission import PeerAdmission
-from weightd_gateway.tls_handshakes import Handshakes
-from weightd_gateway.grpc import http2_frames, http2_filter as relay
-from weightd_gateway.grpc.http2_frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
-from weightd_gateway.grpc.http2_filter import CALLS_BURST, CALLS_PER_S, Http2Filter
 from weightd_common.peers import Peer
+from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.grpc import http2_filter as relay
+from weightd_gateway.grpc import http2_frames
+from weightd_gateway.grpc.http2_filter import CALLS_BURST, CALLS_PER_S, Http2Filter
+from weightd_gateway.grpc.http2_frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
+from weightd_gateway.tls_handshakes import Handshakes
 
 END_HEADERS = 4
 
@@ -166,7 +167,9 @@ def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> No
     run(story)
 
 
-@pytest.mark.parametrize("end", [frame(http2_frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)])
+@pytest.mark.parametrize(
+    "end", [frame(http2_frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)]
+)
 def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: Http2Filter, end: bytes) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)

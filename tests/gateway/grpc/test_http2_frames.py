@@ -61,7 +61,16 @@ def test_a_connection_begins_with_the_preface(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [http2_frames.PING, http2_frames.SETTINGS, http2_frames.PRIORITY, http2_frames.RST_STREAM, http2_frames.WINDOW_UPDATE, http2_frames.DATA, 200]
+    "kind",
+    [
+        http2_frames.PING,
+        http2_frames.SETTINGS,
+        http2_frames.PRIORITY,
+        http2_frames.RST_STREAM,
+        http2_frames.WINDOW_UPDATE,
+        http2_frames.DATA,
+        200,
+    ],
 )
 def test_control_frames_and_empty_data_have_a_rate(kind: int) -> None:
     found = begun()
@@ -107,7 +116,10 @@ def test_continuations_are_limited_by_number_and_by_bytes(size: int) -> None:
     for _ in range(2):
         again.feed(frame(http2_frames.HEADERS) + part + frame(http2_frames.CONTINUATION, b"", END_HEADERS), 0.0)
     with pytest.raises(LimitExceeded, match=f"at most {http2_frames.MAX_HEADER_BYTES} bytes of headers"):
-        again.feed(frame(http2_frames.HEADERS) + frame(http2_frames.CONTINUATION, bytes(http2_frames.MAX_HEADER_BYTES + 1)), 0.0)
+        again.feed(
+            frame(http2_frames.HEADERS) + frame(http2_frames.CONTINUATION, bytes(http2_frames.MAX_HEADER_BYTES + 1)),
+            0.0,
+        )
 
 
 def test_nothing_comes_between_the_parts_of_headers() -> None:

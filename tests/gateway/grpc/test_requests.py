@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd_gateway.tensors import DTYPES, MAX_VALUES, datatype_of
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.parser_process import Helpers
-from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_gateway.grpc import requests
-from weightd_gateway.grpc.handlers import RpcContext
 from weightd_gateway.grpc.field_limits import MAX_FIELDS
+from weightd_gateway.grpc.handlers import RpcContext
 from weightd_gateway.grpc.parameters import MAX_PARAMETERS
 from weightd_gateway.grpc.requests import (
     MAX_HEADER_BYTES,
@@ -31,6 +28,9 @@ from weightd_gateway.grpc.requests import (
     parse_infer_request,
 )
 from weightd_gateway.inflight_limit import AdmissionControl
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.system_shared_memory import RegisteredRegions
+from weightd_gateway.tensors import DTYPES, MAX_VALUES, datatype_of
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
 CALLER = Caller(None, "test")

@@ -126,7 +126,9 @@ def test_the_newer_reflection_differs_in_nothing_but_its_name() -> None:
 
 
 def test_bytes_of_the_one_are_messages_of_the_other() -> None:
-    ours = Messages(schema_tables.INFERENCE)["ModelInferRequest"](model_name="digits", id="7", raw_input_contents=[b"\0\1"])
+    ours = Messages(schema_tables.INFERENCE)["ModelInferRequest"](
+        model_name="digits", id="7", raw_input_contents=[b"\0\1"]
+    )
     ours.inputs.add(name="x", datatype="FP32", shape=[1, -1])
     ours.parameters["timeout"].int64_param = 5
     read = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())

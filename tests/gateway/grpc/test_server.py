@@ -27,8 +27,10 @@ from testkit import certificates
 from testkit.waiting import until
 from weightd_gateway.auth import Authenticator, Caller, token_digest
 from weightd_gateway.config import addresses
+from weightd_gateway.grpc import handlers as calls
+from weightd_gateway.grpc import http2_frames, reflection
+from weightd_gateway.grpc import server as front
 from weightd_gateway.inference import InferenceRequest, InferenceResult
-from weightd_gateway.grpc import handlers as calls, http2_frames, server as front, reflection
 from weightd_protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served

@@ -19,9 +19,9 @@ import pytest
 from testkit.fakedaemon import FakeDaemon, silent
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
-from weightd_gateway.tensors import DTYPES
 from weightd_gateway.auth import Authenticator, Caller, token_digest
 from weightd_gateway.http import app
+from weightd_gateway.tensors import DTYPES
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.inference import Cancel, Error, Infer
 from weightd_protocol.messages.types import ClientMessage

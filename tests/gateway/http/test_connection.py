@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from weightd_gateway.http.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
 from weightd_common.peers import Peer
+from weightd_gateway.http.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_gateway.tensors import MAX_VALUES
 from weightd_gateway.error_codes import TooLarge
 from weightd_gateway.http.infer_json import (
     MAX_JSON_BYTES,
@@ -20,6 +19,7 @@ from weightd_gateway.http.infer_json import (
     read,
     split_binary,
 )
+from weightd_gateway.tensors import MAX_VALUES
 from weightd_protocol.errors import InvalidArgument
 
 X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}

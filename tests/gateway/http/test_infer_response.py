@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from weightd_gateway.tensors import MAX_VALUES
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.http.infer_response import encode
 from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
+from weightd_gateway.http.infer_response import encode
+from weightd_gateway.tensors import MAX_VALUES
 from weightd_protocol.errors import InvalidArgument
 
 ANSWER = {"y": np.array([[1.5, 2.0]], np.float32), "z": np.array(True)}

@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from weightd_gateway.page.api import status_json
 from weightd_common.dashboard.rows import Overview
+from weightd_gateway.page.api import status_json
 
 from .pageserver import PageServer, StatusReply
 

@@ -13,10 +13,10 @@ from playwright.sync_api import sync_playwright
 
 from testkit import looks
 from testkit.looks import MB
-from weightd_protocol.messages.metrics import ProcessCount
-from weightd_protocol.messages.status import ModelStatus
 from weightd_common.dashboard.history import History
 from weightd_common.dashboard.rows import Overview
+from weightd_protocol.messages.metrics import ProcessCount
+from weightd_protocol.messages.status import ModelStatus
 
 from .conftest import tells
 from .pageserver import PageServer

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from testkit import looks
 from testkit.looks import MB
-from weightd_gateway.page.api import status_json
 from weightd_common.dashboard.history import History
 from weightd_common.dashboard.rows import Overview
+from weightd_gateway.page.api import status_json
 
 
 def picture(workers: int = 2) -> Overview:

@@ -11,9 +11,9 @@ from playwright.sync_api import Page, expect
 
 from testkit import looks
 from testkit.looks import MB
-from weightd_protocol.messages.metrics import ProcessCount
 from weightd_common.dashboard.history import History
 from weightd_common.dashboard.rows import Overview
+from weightd_protocol.messages.metrics import ProcessCount
 
 from .conftest import LIMIT_MS, Windows, tells
 from .pageserver import PageServer, StatusReply

@@ -6,9 +6,9 @@ from typing import Callable
 
 from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_worker.engines.engine import Engine, ModelSignature
 from weightd_worker.selftest import search
 from weightd_worker.selftest.selftest import SelfTest
-from weightd_worker.engines.engine import Engine, ModelSignature
 
 
 def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:

@@ -16,6 +16,8 @@ import pytest
 import zmq
 
 from weightd import Client
+from weightd_common.paths import unix_path
+from weightd_common.stream import Stream
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.messages.control import (
     ModelMetadata,
@@ -35,8 +37,6 @@ from weightd_protocol.messages.metrics import Metrics, MetricsResponse, ReloadCo
 from weightd_protocol.messages.regions import Register
 from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import FROM_CLIENT, ClientMessage
-from weightd_common.paths import unix_path
-from weightd_common.stream import Stream
 
 # For everything that must happen: a machine that is busy with other work needs it.
 LIMIT_S = 30.0

@@ -10,16 +10,16 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weightd_common.toml_schema import ErrorCollector
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config.load import make_authenticator, parse
 from weightd_gateway.context import Gateway
-from weightd_gateway.parser_process import Helpers
-from weightd_gateway.system_shared_memory import RegisteredRegions
+from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.http.connection import HttpConnections
 from weightd_gateway.http.server import HttpServer
 from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.daemon_client import DaemonClient
-from weightd_common.toml_schema import ErrorCollector
+from weightd_gateway.parser_process import Helpers
+from weightd_gateway.system_shared_memory import RegisteredRegions
 
 T = TypeVar("T")
 

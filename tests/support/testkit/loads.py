@@ -24,17 +24,17 @@ import zmq
 from testkit.lingering import lingering
 from testkit.users_child import ProcessContext
 from weightd import Client, Pending, RequestError
+from weightd_common import memfd
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import MAX_FRAMES, FrameReader, message_prefix
 from weightd_protocol.messages.control import ModelMetadata
-from weightd_protocol.messages.inference import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd_protocol.messages.events import Events
+from weightd_protocol.messages.inference import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd_protocol.messages.metrics import Metrics
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Register, Registered, Unregister
 from weightd_protocol.messages.status import Status
 from weightd_protocol.messages.types import TO_CLIENT
-from weightd_common import memfd
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 

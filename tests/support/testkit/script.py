@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Union
 
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.ranks import Done
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     BatchMismatch,
@@ -16,7 +17,6 @@ from weightd_protocol.messages.worker import (
     Result,
     TryingSelfTest,
 )
-from weightd_protocol.messages.ranks import Done
 
 PAUSE: Sequence[Any] = ()
 

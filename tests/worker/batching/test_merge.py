@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.tensors import describe_request, describe_response, frame_of
-from weightd_common.rowtest.bits import NotBatchable
 from weightd_worker.batching.merge import MergedRequest
 
 X, INDEX = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64)

@@ -12,15 +12,15 @@ import pytest
 
 from testkit import cases
 from testkit.fakeengine import FakeEngine
-from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.worker import Build
-from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker_common import RowSupport, SelfTestCases
 from weightd_common.rowtest import comparison
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker import Build
+from weightd_protocol.messages.worker_common import RowSupport, SelfTestCases
 from weightd_worker.batching import probe
-from weightd_worker.selftest import selftest, search
 from weightd_worker.engines.engine import Engine, ModelSignature
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.selftest import search, selftest
 
 X, Y = TensorSignature("x", "FP32", (-1, 3)), TensorSignature("y", "FP32", (-1, 3))
 SIGNATURE = ModelSignature((X,), (Y,))

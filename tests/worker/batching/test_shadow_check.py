@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from testkit.fakeengine import FakeEngine
+from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import describe_request, frame_of
-from weightd_common.rowtest.bits import NotBatchable
 from weightd_worker.batching import shadow_check as trials_module
 from weightd_worker.batching.merge import MergedRequest
 from weightd_worker.batching.shadow_check import RowsDiffer, ShadowChecks

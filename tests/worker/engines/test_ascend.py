@@ -18,6 +18,7 @@ import pytest
 
 from ascendsim import Host, environment, models
 from ascendsim.program import ProgramForkServer
+from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
@@ -31,7 +32,6 @@ from weightd_protocol.messages.worker import (
     Result,
     Traits,
 )
-from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
 from weightd_worker import exit_codes
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError

@@ -14,9 +14,9 @@ import pytest
 from testkit import cases
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_worker.selftest import selftest
 from weightd_worker.engines.engine import Engine
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.selftest import selftest
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 

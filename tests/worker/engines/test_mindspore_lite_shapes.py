@@ -19,13 +19,13 @@ from testkit.examples import examples
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
 from weightd_worker import pagesharing
-from weightd_worker.selftest import selftest
-from weightd_worker.selftest.verifier import AnswerVerifier
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.errors import ModelCorrupted
 from weightd_worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
 from weightd_worker.engines.sharing import SharedWeights
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.verifier import AnswerVerifier
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

@@ -11,12 +11,12 @@ import pytest
 
 from testkit import cases
 from weightd_protocol.errors import InvalidArgument
-from weightd_worker.selftest import selftest
 from weightd_worker.engines import onnxfile
 from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
 from weightd_worker.engines.onnxruntime import OnnxRuntime
 from weightd_worker.malloc_trim import private_bytes
+from weightd_worker.selftest import selftest
 
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
 

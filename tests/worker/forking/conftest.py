@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generator
 import numpy as np
 import pytest
 
+from weightd_common.stream import Stream
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     ContinueSelfTest,
@@ -26,9 +28,7 @@ from weightd_protocol.messages.worker import (
     Result,
     TryingSelfTest,
 )
-from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
-from weightd_common.stream import Stream
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

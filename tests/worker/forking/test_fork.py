@@ -14,8 +14,8 @@ import pytest
 
 from weightd_protocol.messages.worker import Fork, Forked
 from weightd_worker.forking import fork as forker_module
-from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.forking.fork import Forker
+from weightd_worker.forking.process_state import ProcessState
 
 # numpy's threads would be in the way.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}

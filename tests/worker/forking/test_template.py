@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Callable, ContextManager, Set, Tuple
 import numpy as np
 import pytest
 
+from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import (
     Attach,
     Attached,
@@ -25,7 +26,6 @@ from weightd_protocol.messages.worker import (
     Reconnected,
     Stop,
 )
-from weightd_protocol.messages.inference import RequestDescription
 from weightd_worker import exit_codes
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, environment, ranks
+from weightd_common.rendezvous import RendezvousInfo
 from weightd_protocol.codec import decode
-from weightd_protocol.messages.worker import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.worker import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
 from weightd_protocol.tensors import frame_of, spec_of
-from weightd_common.rendezvous import RendezvousInfo
 from weightd_worker import exit_codes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pytest
 from testkit.script import Script
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.worker import Build, Hello, Ping, Pong, Reconnected, Stop
 from weightd_protocol.messages.ranks import JoinGroup
+from weightd_protocol.messages.worker import Build, Hello, Ping, Pong, Reconnected, Stop
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes
 from weightd_worker.engines.errors import BuildError, EngineMissing

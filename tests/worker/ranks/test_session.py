@@ -12,8 +12,13 @@ import pytest
 from testkit.fakeengine import Answer, sequence
 from testkit.fakerank import FakeRank
 from testkit.script import Script
+from weightd_common import memfd
+from weightd_common.rendezvous import RendezvousInfo
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import (
     Attach,
     BeginBatch,
@@ -30,21 +35,16 @@ from weightd_protocol.messages.worker import (
     Stop,
     TrimStore,
 )
-from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport, SelfTestCases
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.tensors import frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
-from weightd_common import memfd
-from weightd_common.rendezvous import RendezvousInfo
 from weightd_worker import exit_codes
-from weightd_worker.selftest import selftest as canary
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.errors import BuildError, ModelCorrupted, OutOfDeviceMemory
 from weightd_worker.engines.ranks import RankRejected
 from weightd_worker.ranks import session
 from weightd_worker.ranks.session import RankInputs, RankSession
+from weightd_worker.selftest import selftest as canary
 
 M = TypeVar("M")
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, List, NamedTuple, Sequence, Tuple
 
+from weightd_common.rowtest.bits import check_rows
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.tensors import describe_response, from_frame
-from weightd_common.rowtest.bits import check_rows
 from weightd_worker.engines.engine import Arrays
 
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import Callable, List, Optional, Sequence
 
-from weightd_protocol.codec import clip
-from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.worker import Build
-from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
 from weightd_common.rowtest import comparison
 from weightd_common.rowtest.bits import NotBatchable
 from weightd_common.rowtest.comparison import TestedModel
 from weightd_common.rowtest.rows import RowKind
-from weightd_worker.selftest import selftest
-from weightd_worker.selftest.selftest import SelfTest
+from weightd_protocol.codec import clip
+from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.messages.worker import Build
+from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.selftest import SelfTest
 
 
 def find_row_support(

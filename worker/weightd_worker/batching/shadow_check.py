@@ -10,10 +10,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
-from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_common.rowtest import bits
 from weightd_common.rowtest.bits import NotBatchable
 from weightd_common.rowtest.rows import MAX_TEST_ROWS
+from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_worker.batching.merge import MergedRequest
 from weightd_worker.engines.engine import Arrays, Engine
 

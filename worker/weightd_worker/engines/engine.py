@@ -6,9 +6,9 @@ import abc
 import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from weightd_common.devices import card_of, is_cpu
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase
-from weightd_common.devices import card_of, is_cpu
 from weightd_worker.engines.errors import BuildError
 from weightd_worker.engines.sharing import WeightSharing
 

@@ -24,12 +24,12 @@ import os
 import types
 from typing import Any, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, cast
 
-from weightd_protocol.datatypes import ITEM_BYTES
-from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_common import mindir
 from weightd_common.devices import card_of, is_cpu
 from weightd_common.protobuf_reader import Malformed
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous

@@ -14,8 +14,8 @@ from weightd_protocol.codec import clip
 from weightd_protocol.messages.worker import Fork, Forked
 from weightd_worker import exit_codes, library_pages
 from weightd_worker.engines.engine import Engine
-from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.forking.clone import cannot_fork_reason, clone
+from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.pagesharing.libc import libc, unsupported_reason
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Callable, List, Sequence, Tuple, cast
 
-from weightd_protocol.errors import InvalidArgument, RequestError
-from weightd_protocol.messages.worker import Predict
-from weightd_protocol.messages.ranks import Done
 from weightd_common.rowtest.bits import NotBatchable
+from weightd_protocol.errors import InvalidArgument, RequestError
+from weightd_protocol.messages.ranks import Done
+from weightd_protocol.messages.worker import Predict
 from weightd_worker import exit_codes
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.ranks import RankEngine, RankRejected

@@ -9,13 +9,13 @@ from typing import Callable, Union
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, encode
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
-from weightd_protocol.messages.worker import TO_CHILD, Hello, Ping, Pong, Reconnected, Stop
 from weightd_protocol.messages.ranks import JoinGroup
+from weightd_protocol.messages.worker import TO_CHILD, Hello, Ping, Pong, Reconnected, Stop
 from weightd_worker import exit_codes
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.errors import EngineMissing
 from weightd_worker.engines.sharing import NotShared
-from weightd_worker.channel import ChannelConnection
 from weightd_worker.session_base import all_versions
 
 _log = logging.getLogger("weightd_worker")

@@ -6,21 +6,21 @@ import contextlib
 import os
 from typing import Any, Mapping, NamedTuple, Union
 
-from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.messages.worker import CancelPredict, ChildOrder, Hello, Ping, Pong, Reconnected, TrimStore
-from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd_common.cpulist import parse_cpulist
 from weightd_common.rendezvous import RendezvousInfo
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.worker import CancelPredict, ChildOrder, Hello, Ping, Pong, Reconnected, TrimStore
 from weightd_worker import exit_codes
 from weightd_worker.affinity import set_cpu_affinity
+from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected
 from weightd_worker.engines.sharing import NotShared
-from weightd_worker.channel import ChannelConnection
-from weightd_worker.session_base import SessionBase, all_versions, check_signature
-from weightd_worker.ranks.reference_answer import ReferenceAnswer, RowShare
 from weightd_worker.ranks.lockstep import LockstepRunner
+from weightd_worker.ranks.reference_answer import ReferenceAnswer, RowShare
+from weightd_worker.session_base import SessionBase, all_versions, check_signature
 
 
 class RankInputs(NamedTuple):

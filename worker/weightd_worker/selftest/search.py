@@ -15,13 +15,13 @@ from typing import Callable, Iterator, List, Optional, Tuple
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.errors import InvalidArgument, RequestError
-from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_worker.selftest import selftest
-from weightd_worker.selftest.selftest import SelfTest
 from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.selftest import SelfTest
 
 Shape = Tuple[int, ...]
 

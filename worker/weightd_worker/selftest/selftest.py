@@ -11,9 +11,9 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
+from weightd_common.rowtest.rows import generate_values
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_common.rowtest.rows import generate_values
 from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
 
 

@@ -7,9 +7,9 @@ from typing import List, Optional, Tuple
 import numpy as np
 
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_worker.selftest import selftest
 from weightd_worker.engines.engine import Arrays, ModelSignature
 from weightd_worker.engines.errors import BuildError
+from weightd_worker.selftest import selftest
 
 
 def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:

@@ -12,9 +12,9 @@ from typing import Dict, Mapping, Optional, Sequence
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import NUMPY_DTYPE
-from weightd_worker.selftest import selftest
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import ModelCorrupted
+from weightd_worker.selftest import selftest
 
 _log = logging.getLogger("weightd_worker")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untestable
 from weightd_daemon.doctor.facts.nodes import REQUIRED_NODES, DeviceNode
 from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit
-from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untestable
 
 SERVICE = "service"
 NODES = "device nodes"

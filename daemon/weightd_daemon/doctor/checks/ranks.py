@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd_daemon.doctor.facts.ranks import HCCL_LIBRARY, HCCN_CONF, NetworkFacts
 from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untestable
 from weightd_daemon.doctor.checks.host import NO_ASCEND
+from weightd_daemon.doctor.facts.ranks import HCCL_LIBRARY, HCCN_CONF, NetworkFacts
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import RankDevice, RankTable
 

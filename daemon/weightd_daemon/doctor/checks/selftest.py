@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weightd_daemon.doctor.selftest.processes import ChildError, ChildExited, ChildTimedOut
-from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, attach_bytes
 from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untestable
 from weightd_daemon.doctor.checks.host import format_mib
+from weightd_daemon.doctor.selftest.processes import ChildError, ChildExited, ChildTimedOut
+from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, attach_bytes
 from weightd_daemon.engines.ascend import MAX_PROCESSES
 from weightd_protocol.messages.worker import Attached, Built
 

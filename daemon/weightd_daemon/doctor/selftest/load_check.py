@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd_daemon.processes.spec import WorkerProgram
+from weightd_common.devices import is_cpu
 from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.doctor.selftest import weight_sharing
 from weightd_daemon.doctor.selftest.processes import ChildError, TestProcesses
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol.messages.worker import Attached, Built
-from weightd_common.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 

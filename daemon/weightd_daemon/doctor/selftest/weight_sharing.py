@@ -23,9 +23,10 @@ from weightd_daemon.doctor.selftest.processes import (
     ProtocolViolation,
     TestProcesses,
 )
-from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
+from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
@@ -38,7 +39,6 @@ from weightd_protocol.messages.worker import (
     Predict,
     Result,
 )
-from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker_common import SelfTestCase
 
 T = TypeVar("T")

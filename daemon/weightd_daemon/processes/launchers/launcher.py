@@ -6,8 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightd_daemon.processes.spec import ProcessSpec
 from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.processes.spec import ProcessSpec
 
 
 class SurvivingProcess(NamedTuple):

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_daemon.processes.spec import ProcessSpec
-from weightd_daemon.processes.launchers.launcher import SurvivingProcess
 from weightd_daemon.platform import clock, process_spawner
 from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.processes.launchers.launcher import SurvivingProcess
+from weightd_daemon.processes.spec import ProcessSpec
 
 _log = logging.getLogger("weightd")
 

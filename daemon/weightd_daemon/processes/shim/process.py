@@ -31,8 +31,8 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from weightd_daemon.platform import exit_watch
 from weightd_common import signals
+from weightd_daemon.platform import exit_watch
 
 SOCKET_FD = 3
 """Descriptor of its end of a pair of stream sockets."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from weightd_daemon.scheduling.request import Isolation, Request
-from weightd_daemon.scheduling.batching.split import SplitRequest
-from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates, Kind
+from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
+from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.

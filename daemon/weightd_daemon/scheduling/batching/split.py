@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocation, TensorLocations
-from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.batching.partial_results import PartialResult, join_results
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
+from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocation, TensorLocations
 from weightd_protocol import limits
 from weightd_protocol.errors import Internal, ResourceExhausted
-from weightd_protocol.messages.worker import Result
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
+from weightd_protocol.messages.worker import Result
 
 
 class SplitRequest:

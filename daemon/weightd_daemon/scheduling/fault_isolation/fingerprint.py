@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from weightd_daemon.scheduling.tensor_location import TensorLocation, iterate_tensors
 from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.tensor_location import TensorLocation, iterate_tensors
 
 # Up to so many bytes are read at once, which takes 5 microseconds.
 SMALL_BYTES = 4096

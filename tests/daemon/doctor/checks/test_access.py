@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from weightd_daemon.doctor.checks import access as access_checks
+from weightd_daemon.doctor.checks.finding import CheckResult, Finding
 from weightd_daemon.doctor.facts import nodes, unit
 from weightd_daemon.doctor.facts.nodes import REQUIRED_NODES, DeviceNode
 from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit
-from weightd_daemon.doctor.checks import access as access_checks
-from weightd_daemon.doctor.checks.finding import CheckResult, Finding
 
 ALICE = ServiceUser("alice", 1000, frozenset({1000, 1100}))
 # As systemd 252 prints the unit with its drop-in for cards.

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.doctor.facts.ranks import NetworkFacts
 from weightd_daemon.doctor.checks import ranks
 from weightd_daemon.doctor.checks.finding import CheckResult, Finding
+from weightd_daemon.doctor.facts.ranks import NetworkFacts
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import RankDevice
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.doctor.selftest.processes import ChildExited, ChildRejected, ChildTimedOut, ProtocolViolation
-from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, is_sharing_doubtful
 from weightd_daemon.doctor.checks import selftest as trial_checks
 from weightd_daemon.doctor.checks.finding import CheckResult, Finding
 from weightd_daemon.doctor.checks.selftest import (
@@ -20,8 +18,10 @@ from weightd_daemon.doctor.checks.selftest import (
     UNLISTED_WORKER,
     evaluate,
 )
-from weightd_protocol.messages.worker import Allowed, Attached, Built
+from weightd_daemon.doctor.selftest.processes import ChildExited, ChildRejected, ChildTimedOut, ProtocolViolation
+from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, is_sharing_doubtful
 from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker import Allowed, Attached, Built
 from weightd_protocol.messages.worker_common import DeviceMemory
 
 MIB = 1024 * 1024

@@ -11,7 +11,6 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.doctor.selftest.processes import (
     ChildError,
     ChildExited,
@@ -20,6 +19,7 @@ from weightd_daemon.doctor.selftest.processes import (
     ProtocolViolation,
     TestProcesses,
 )
+from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.worker import Built, Hello, ProcessFailed, Stop, Traits
 

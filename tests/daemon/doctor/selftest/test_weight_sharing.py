@@ -19,6 +19,7 @@ from weightd_daemon.doctor.selftest.processes import (
 )
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.exit_cause import ExitCause
+from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
 from weightd_protocol.messages.worker import (
     Allow,
     Allowed,
@@ -35,7 +36,6 @@ from weightd_protocol.messages.worker import (
     Traits,
     TryingSelfTest,
 )
-from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase
 
 M = TypeVar("M", bound=ChildMessage)

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from weightd_common import memfd
 from weightd_daemon.scheduling.fault_isolation.fingerprint import (
     SLICE_BYTES,
     SMALL_BYTES,
@@ -13,10 +14,9 @@ from weightd_daemon.scheduling.fault_isolation.fingerprint import (
     compute_sample_digest,
     is_small,
 )
-from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
-from weightd_common import memfd
 
 _numbers = itertools.count(1)
 SIZES = [0, 1, 255, 256, 257, SMALL_BYTES, SMALL_BYTES + 1, SLICE_BYTES, 3 * SLICE_BYTES + 5]

@@ -11,16 +11,16 @@ import pytest
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
+from weightd_daemon.scheduling.batching.policy import BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
-from weightd_daemon.scheduling.batching.policy import BatchingPolicy
 from weightd_daemon.scheduling.scheduler import AT_ONCE
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.worker import ChildOrder, Failed, Ping, Predict, Result
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
+from weightd_protocol.messages.worker import ChildOrder, Failed, Ping, Predict, Result
 
 CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 OURS = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)

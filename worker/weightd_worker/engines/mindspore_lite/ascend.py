@@ -32,9 +32,9 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, BuildSettings, Gears
 from weightd_worker.engines.errors import BuildError, OutOfDeviceMemory
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
-from weightd_worker.engines.mindspore_lite.weight_handle import WeightHandleSharing
 from weightd_worker.engines.mindspore_lite.gears import parse_gears
 from weightd_worker.engines.mindspore_lite.model import MindSporeLite
+from weightd_worker.engines.mindspore_lite.weight_handle import WeightHandleSharing
 from weightd_worker.engines.sharing import NotShared
 
 _log = logging.getLogger("weightd_worker")

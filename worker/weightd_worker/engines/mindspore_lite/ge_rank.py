@@ -22,10 +22,10 @@ import os
 import types
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
+from weightd_common.devices import card_of
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory
-from weightd_common.devices import card_of
 from weightd_worker.engines.engine import Arrays, BuildSettings, ModelSignature
 from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted, OutOfDeviceMemory
 from weightd_worker.engines.mindspore import read_signature

@@ -32,8 +32,8 @@ from weightd_worker.engines.engine import Arrays, BuildSettings
 from weightd_worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
 from weightd_worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
 from weightd_worker.engines.mindspore_lite.model import name_of
-from weightd_worker.engines.mindspore_lite.shapes import InputShapes
 from weightd_worker.engines.mindspore_lite.rw_lock import ReadersWriterLock
+from weightd_worker.engines.mindspore_lite.shapes import InputShapes
 
 # So many are known not to fail by their shapes; the others run alone each time.
 _MAX_KNOWN_SHAPES = 1024

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Sequence
 
-from weightd_protocol.messages.worker import Traits
 from weightd_common.modelfile import ModelFileError, model_files
+from weightd_protocol.messages.worker import Traits
 from weightd_worker.engines.errors import AttachRefused, BuildError, EngineMissing
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd_worker.engines.sharing import SharedWeights, WeightSharing
