@@ -11,7 +11,7 @@ from benchmarks.material import MLP, Arrays
 from testkit.service import Service
 from weightd import Pending
 
-C = TypeVar("C", bound="Crowd")
+C = TypeVar("C", bound="LoadClients")
 
 
 class LoadClients(abc.ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import weightd_ray as cluster
 from weightd_common import signals
 from weightd_common.commandline import Parser
 from weightd_common.init import serve_as_init

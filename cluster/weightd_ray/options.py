@@ -171,7 +171,7 @@ def _complete(arguments: Arguments, table: Mapping[str, Any], problems: ErrorCol
         model=path or arguments.model,
         name=arguments.name or Path(arguments.model).stem,
         sha256=arguments.published_digest or arguments.sha256,
-        table=table,
+        model_table=table,
     )
     workers, cores = 0, 1
     if not arguments.address:
@@ -182,7 +182,7 @@ def _complete(arguments: Arguments, table: Mapping[str, Any], problems: ErrorCol
     return dataclasses.replace(
         arguments,
         max_ongoing_requests=arguments.max_ongoing_requests or default_ongoing,
-        workers_in_all=workers,
+        total_workers=workers,
         cores=cores,
     )
 

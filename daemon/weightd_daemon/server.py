@@ -198,7 +198,7 @@ class Server:
         if self._file is not None or ends_on_hangup():
             signal_numbers.append(signal.SIGHUP)
         with (
-            lock_instance(self._config.daemon, kept=has_manager),
+            lock_instance(self._config.daemon, keep_private_dir=has_manager),
             listen(self._config, self._manager.inherited.get(CLIENTS, [])) as sockets,
             watch_signals(signal_numbers) as wakeups,
             self._event_log.capture_logs(),

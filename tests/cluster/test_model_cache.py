@@ -27,7 +27,7 @@ class Source:
         self.fetched += 1
         return [PublishedFile(name, len(content)) for name, content in self.contents]
 
-    def pieces(self, index: int) -> Iterator[bytes]:
+    def chunks(self, index: int) -> Iterator[bytes]:
         _, content = self.contents[index]
         for begin in range(0, len(content), 3):
             yield content[begin : begin + 3]

@@ -201,7 +201,7 @@ BIG = st.integers(0, 2**63 - 1)
 
 @given(st.lists(BIG, min_size=5, max_size=5), st.floats(0, 1e300), BIG)
 def test_any_number_is_read_as_it_is(counts: List[int], total: float, deaths: int) -> None:
-    model = replace(DIGITS, request_seconds=Histogram(tuple(counts), total), deaths=deaths)
+    model = replace(DIGITS, request_seconds=Histogram(tuple(counts), total), unexpected_exits=deaths)
     read = samples(exposition(replace(RESPONSE, models=(model,))))
     buckets = [
         float(value)

@@ -7,7 +7,7 @@ from weightd_common.rendezvous import RendezvousInfo
 RANK = RendezvousInfo(1, 2, 120, 68, reply_rank=1, port=8118, group_info="/g", buffer_mib=200)
 
 
-@pytest.mark.parametrize("meeting", [RANK, RANK._replace(reply=None), RendezvousInfo(-1, 2, 30, 5)])
+@pytest.mark.parametrize("meeting", [RANK, RANK._replace(reply_rank=None), RendezvousInfo(-1, 2, 30, 5)])
 def test_what_one_writes_the_other_reads(meeting: RendezvousInfo) -> None:
     assert RendezvousInfo.from_json(meeting.json()) == meeting
 
@@ -19,5 +19,5 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 def test_who_has_an_answer_to_give() -> None:
-    others = [RANK._replace(rank=0), RANK._replace(reply=None)]
+    others = [RANK._replace(rank=0), RANK._replace(reply_rank=None)]
     assert [each.has_outputs for each in [RANK, *others]] == [True, False, True]

@@ -77,7 +77,7 @@ def test_each_listener_has_a_line() -> None:
         ProxyStatus("default", "ipc:///run/weightd/weightd.sock", 100, 1, 0),
         ProxyStatus("lan", "tcp://*:5555", 0, 0, 3),
     )
-    assert render(replace(response(), gates=gates), 15 * MB).splitlines()[2:4] == [
+    assert render(replace(response(), zmq_proxies=gates), 15 * MB).splitlines()[2:4] == [
         "listener default: ipc:///run/weightd/weightd.sock, gate 100, 1 client",
         "listener lan: tcp://*:5555, its gate is starting, 0 clients, restarted 3 times",
     ]
@@ -173,7 +173,7 @@ def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> Non
 
 
 def test_a_loading_model_shows_how_long_it_still_takes() -> None:
-    far = replace(LOADING.generations[0], done=0.437, left_s=18.0)
+    far = replace(LOADING.generations[0], load_fraction=0.437, remaining_s=18.0)
     shown = "  generation 1 on cpu: attaching 3/8, 43 %, about 20 s left, sha256 abababababab"
     assert shown in lines(replace(LOADING, generations=(far,)))
 
@@ -250,7 +250,7 @@ def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Opt
 
 
 def test_memory_that_is_not_known_is_no_number() -> None:
-    shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, own_bytes=None, shared_bytes=None),)))
+    shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, private_bytes=None, shared_bytes=None),)))
     assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-", "-"]
     assert shown[-1] == "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB"
 
@@ -258,7 +258,7 @@ def test_memory_that_is_not_known_is_no_number() -> None:
 def test_it_fits_into_100_columns_with_large_numbers() -> None:
     busy = replace(
         WORKERS[0], name="digits.3.w1024", pid=4_194_304, served=9_999_999, p50_us=12345.6, p99_us=99999.9,
-        pss_bytes=99_999 * MB, own_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
+        pss_bytes=99_999 * MB, private_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
     )  # fmt: skip
     assert max(map(len, lines(of_digits(processes=(busy,), cause="and " * 200)))) <= WIDTH
 
@@ -288,7 +288,7 @@ def test_without_limit_and_pressure_there_is_no_such_line(memory: Optional[Memor
 
 
 def test_foreign_text_cannot_play_tricks_on_the_terminal() -> None:
-    evil = replace(FAILED.generations[0], cause="\x1b[2Jgone\r\nsecond line \x07")
+    evil = replace(FAILED.generations[0], reason="\x1b[2Jgone\r\nsecond line \x07")
     text = "\n".join(lines(replace(FAILED, name="m\x1b]0;", generations=(evil,))))
     assert "\x1b" not in text
     assert "\x07" not in text

@@ -59,7 +59,7 @@ def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: BareEngine, pla
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     listeners = {"lan": address}
-    with place.serve({"fixed": {"path": path}}, listeners) as weightd, weightd(address) as client:
+    with place.serve({"fixed": {"path": path}}, listeners) as weightd, weightd.client(address) as client:
         ask_all(client, "fixed", bare.questions(path, [{"x": np.ones((2, 3), np.float32)}]))
         with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update a model"):
             client.update("fixed", str(path))

@@ -38,8 +38,8 @@ class Load:
 @contextmanager
 def under_load(weightd: Weightd) -> Generator[Load, None, None]:
     """Have several processes ask during the block; every answer must be right, and no connection refused."""
-    clients = [weightd("load", materials.QUESTIONS, scheme=each) for each in SCHEMES]
-    probe = weightd("probe")
+    clients = [weightd.client("load", materials.QUESTIONS, scheme=each) for each in SCHEMES]
+    probe = weightd.client("probe")
     load = Load()
     for each in (*clients, probe):
         begun(each)

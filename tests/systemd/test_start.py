@@ -92,7 +92,7 @@ def test_a_wrong_configuration_is_not_tried_again(weightd: Weightd) -> None:
 
 def test_a_client_that_connects_starts_it_and_is_answered(weightd: Weightd) -> None:
     assert weightd.show("ActiveState") == "inactive"
-    report = ended(weightd("ask", materials.QUESTIONS))
+    report = ended(weightd.client("ask", materials.QUESTIONS))
     assert (report.get("wrong"), weightd.show("ActiveState")) == (0, "active"), f"{report}\n{weightd.journal()}"
 
 

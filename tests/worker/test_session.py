@@ -330,7 +330,7 @@ def test_weights_are_changed_after_each_build_and_before_the_canary(
     order: Sequence[Any], build: str, after: str, tmp_path: Path
 ) -> None:
     np.savez(str(tmp_path / "new.npz"), a=np.zeros(1), b=np.zeros(2))
-    files = FILES._replace(update=str(tmp_path / "new.npz"))
+    files = FILES._replace(weights_update=str(tmp_path / "new.npz"))
     engine = fake(sequence(*[np.zeros((2, 3), np.float32)] * 8))
     play(engine, order, STOP, files=files)
     assert engine.done[:3] == [build, "update a,b", "predict"]
@@ -866,9 +866,9 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     assert (rows.inputs, rows.outputs, rows.is_equal, rows.note) == (("x",), ("y",), True, "")
     # Where answers may differ a little, none is compared.
     _, near = play(fake(), build, STOP, tolerance=0.1, files=ChildFiles("/m", str(tmp_path / "store")))
-    assert only(Built, near).row_support == dataclasses.replace(rows, digest="")
+    assert only(Built, near).row_support == dataclasses.replace(rows, batch_digest="")
     attach = encode(Attach("7", CASES, 8, row_support=rows))
-    unsure = encode(Attach("7", CASES, 8, row_support=dataclasses.replace(rows, digest="")))
+    unsure = encode(Attach("7", CASES, 8, row_support=dataclasses.replace(rows, batch_digest="")))
     job = together(of_rows(1, 1), of_rows(2, 2))
 
     def more_of_many(inputs: Arrays) -> Arrays:

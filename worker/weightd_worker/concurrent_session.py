@@ -122,7 +122,7 @@ class ConcurrentSession(WorkerSession):
         if self._threads.is_idle and self._fatal_failures:
             # After the last one this process has no seat any more, and nobody hears.
             for failed in self._fatal_failures[:-1]:
-                self._reply((dataclasses.replace(failed, leaving=False), ()))
+                self._reply((dataclasses.replace(failed, is_exiting=False), ()))
             self._reply((self._fatal_failures.pop(), ()))
             self._fatal_failures.clear()
         if results and time.monotonic() >= self._next_housekeeping_at:

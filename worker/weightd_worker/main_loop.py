@@ -179,7 +179,9 @@ def _run_session(
         ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.sample),
         arguments.tolerance,
         origin=SpawnInfo(origin, clip(arguments.origin_note), inherited_model),
-        heirs=ForkTargets(arguments.users, make_forker(arguments.parent, process_state) if is_template else None),
+        fork_targets=ForkTargets(
+            arguments.users, make_forker(arguments.parent, process_state) if is_template else None
+        ),
     )
     return session.run(sha256)
 

@@ -382,7 +382,7 @@ class WorkerSession(SessionBase):
         digest = probe.rows_digest(
             self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
         )
-        return dataclasses.replace(row_support, digest=digest)
+        return dataclasses.replace(row_support, batch_digest=digest)
 
     def _share_weights(self, reference: selftest.SelfTest, bytes_before: int) -> SharedWeights:
         """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.

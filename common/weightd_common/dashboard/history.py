@@ -128,7 +128,7 @@ class History:
         return RatePoint(pace.rate, pace.p99_s)
 
     def _throughput(self, name: str, windows: List[StatusWindow]) -> Throughput:
-        return self._measure_throughput(name, windows)._replace(moments=tuple(self._rate_points[name]))
+        return self._measure_throughput(name, windows)._replace(rate_points=tuple(self._rate_points[name]))
 
     def _measure_throughput(self, name: str, windows: List[StatusWindow]) -> Throughput:
         """What is known of the longest of these in which nothing has begun anew."""

@@ -34,8 +34,8 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
-    progress_text = progress_text(generation.load_fraction, generation.remaining_s)
-    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{progress_text and f', {progress_text}'}{sha256}"
+    progress = progress_text(generation.load_fraction, generation.remaining_s)
+    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{progress and f', {progress}'}{sha256}"
     if generation.reason:
         yield from paragraph("cause", generation.reason, "    ")
     if generation.selftest:

@@ -183,7 +183,7 @@ class Screen:
         if self._glyphs is BLOCKS:
             return line
         spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.spans]
-        return line._replace(pieces=spans)
+        return line._replace(spans=spans)
 
 
 def _fit_window(window: curses.window) -> Tuple[int, int]:

@@ -49,7 +49,7 @@ class Authorizer:
         identity = connection.identity
         tenant = self.tenants.tenant_of(identity.credential)
         allowed_tenants = self.listener_tenants.get(identity.listener, ())
-        connection.tenant, connection.origin = None, identity.origin._replace(far=NO_TENANT)
+        connection.tenant, connection.origin = None, identity.origin._replace(party=NO_TENANT)
         if tenant is None:
             connection.rejection = Unauthenticated(_unknown_client_text(identity))
         elif allowed_tenants and tenant.name not in allowed_tenants:

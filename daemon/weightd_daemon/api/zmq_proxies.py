@@ -169,7 +169,7 @@ class ZmqProxies:
         """Have gates use new keys and tenants, by the names of listeners."""
         for post in self._listeners:
             lock = auth_by_listener[post.proxy.name]
-            post.config = post.config._replace(keys=lock.keys, tenants=lock.tenants)
+            post.config = post.config._replace(allowed_keys=lock.keys, tenant_members=lock.tenants)
             # One that is being started has the others yet; what it lets in, the daemon knows better.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them

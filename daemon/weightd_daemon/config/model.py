@@ -235,7 +235,7 @@ def complete_model(
             cores.format_cpulist(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
         mindspore_lite=config.mindspore_lite.resolve_paths(base),
-        canary=str(base / inputs_path) if inputs_path else config.selftest,
+        selftest=str(base / inputs_path) if inputs_path else config.selftest,
     )
 
 

@@ -62,7 +62,7 @@ class FailureReason:
 
     def with_prefix(self, prefix_text: str) -> FailureReason:
         """Return it with what it has led to."""
-        return replace(self, before=f"{prefix_text}{self.prefix}")
+        return replace(self, prefix=f"{prefix_text}{self.prefix}")
 
     def __str__(self) -> str:
         child = f"{self.child}: " if self.child else ""

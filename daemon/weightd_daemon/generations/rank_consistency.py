@@ -56,11 +56,11 @@ def verified_models(
     return tuple(
         replace(
             each,
-            canary_cases=proof.selftest_cases if proof.selftest_digest else (),
-            canary=proof.selftest_digest,
-            canary_note="" if proof.selftest_digest else "none was configured",
+            selftest_cases=proof.selftest_cases if proof.selftest_digest else (),
+            selftest_digest=proof.selftest_digest,
+            selftest_note="" if proof.selftest_digest else "none was configured",
             device=selftest.device,
-            rows=selftest.row_support,
+            row_support=selftest.row_support,
         )
         for each, proof in zip(built, results, strict=True)
     )

@@ -389,12 +389,15 @@ class RankGroup(GenerationBase):
         """One that was killed has ended; it may have done so before, and have been what the others have died of."""
         if self._failure_reason.child == child.name:
             self._failure_reason = replace(
-                self._failure_reason, words=exit_cause.detail or self._failure_reason.log_tail
+                self._failure_reason, log_tail=exit_cause.detail or self._failure_reason.log_tail
             )
         elif self._is_consequential and is_independent:
             # By another signal than the one that the daemon has sent.
             self._failure_reason = replace(
-                self._failure_reason, why=str(replace(exit_cause, by=ExitInitiator.UNKNOWN)), child=child.name, words=""
+                self._failure_reason,
+                reason=str(replace(exit_cause, initiator=ExitInitiator.UNKNOWN)),
+                child=child.name,
+                log_tail="",
             )
             self._is_consequential = False
             self._progress_logger.log(f"the first that was lost is {self._failure_reason}", child.name)

@@ -70,7 +70,7 @@ class SelfTestSearch:
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
         self.current_cases = message.cases
         if self.spec.should_search:
-            self.spec = replace(self.spec, unfit=message.unfit_cases)
+            self.spec = replace(self.spec, failed_cases=message.unfit_cases)
 
     def on_built(self, built: Built) -> None:
         """The holder has built, with this canary or none."""
@@ -95,7 +95,7 @@ class SelfTestSearch:
         self._deaths += 1
         failed_cases = (*self.spec.failed_cases, *(case for case in tried if case not in self.spec.failed_cases))
         if not self.spec.should_search:
-            self.spec = replace(self.spec, unfit=failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
+            self.spec = replace(self.spec, failed_cases=failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
             return self._deaths < MAX_HOLDER_DEATHS
         should_stop = (
             has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_SELFTEST_UNFIT_CASES

@@ -139,7 +139,9 @@ class Generation(GenerationBase):
                 )
             return
         if built is not None and built.row_support is not None and built.row_support.is_equal:
-            self.built = dataclasses.replace(built, rows=dataclasses.replace(built.row_support, equal=False, note=note))
+            self.built = dataclasses.replace(
+                built, row_support=dataclasses.replace(built.row_support, is_equal=False, note=note)
+            )
             self.counters.on_batch_mismatch()
             self._progress_logger.log(f"requests are not put together any more: {note}")
 
@@ -238,7 +240,7 @@ class Generation(GenerationBase):
             # It was given up before it was dead: only now its log is complete.
             self._progress_logger.log(str(FailureReason(child.loss.reason, name, exit_cause.detail)), name)
             if self._failure_reason.child == name:
-                self._failure_reason = dataclasses.replace(self._failure_reason, words=exit_cause.detail)
+                self._failure_reason = dataclasses.replace(self._failure_reason, log_tail=exit_cause.detail)
         self._reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:

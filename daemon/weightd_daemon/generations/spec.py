@@ -31,7 +31,7 @@ class SelfTestSpec:
     @classmethod
     def from_config(cls, key: SelfTestSetting) -> SelfTestSpec:
         """Return what the configuration says."""
-        return cls(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
+        return cls(should_search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
 
 class RowTestSpec(NamedTuple):
@@ -127,13 +127,13 @@ class GenerationSpec:
             config.workers,
             config.load_timeout,
             spares=config.spares or 0,
-            sharing=config.sharing != "off",
-            outlives_holder=config.holder_loss == "frozen",
+            is_sharing=config.sharing != "off",
+            can_outlive_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
-            canary=SelfTestSpec.from_config(config.selftest),
-            forks_built=config.can_fork_from_holder,
+            selftest=SelfTestSpec.from_config(config.selftest),
+            can_fork_from_holder=config.can_fork_from_holder,
             devices=devices,
-            rows=RowTestSpec.from_config(config),
+            row_test=RowTestSpec.from_config(config),
         )
 
     @property
@@ -143,11 +143,11 @@ class GenerationSpec:
 
     def without_sharing(self) -> GenerationSpec:
         """Return the same without sharing."""
-        return replace(self, sharing=False, forks_built=False)
+        return replace(self, is_sharing=False, can_fork_from_holder=False)
 
     def without_forking(self) -> GenerationSpec:
         """Return the same with workers that build for themselves."""
-        return replace(self, forks_built=False)
+        return replace(self, can_fork_from_holder=False)
 
     @property
     def processes_per_device(self) -> int:

@@ -164,9 +164,9 @@ class DeviceBudget:
         """A generation waits for room: `tell` is called each time that something is released."""
         self.waiting[label] = on_release
 
-    def set_free_bytes(self, free: int, rank: int) -> None:
+    def set_free_bytes(self, free_bytes: int, rank: int) -> None:
         """The card has said what is free, after a process of that generation has loaded; `rank` is for several."""
-        self.free_bytes = free
+        self.free_bytes = free_bytes
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
         """A process of a generation was seen to take so much beside the weights."""

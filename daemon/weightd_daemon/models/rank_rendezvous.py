@@ -89,7 +89,7 @@ def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, 
         has_broker=config.engine_spec.has_broker,
     )
     return dataclasses.replace(
-        GenerationSpec.from_config(config, ()), sharing=False, forks_built=False, ranks=group_spec
+        GenerationSpec.from_config(config, ()), is_sharing=False, can_fork_from_holder=False, rank_group=group_spec
     )
 
 

@@ -29,7 +29,7 @@ class DeviceMemoryInfo(Protocol):
     """
 
     name: str
-    capacity: int | None
+    capacity_bytes: int | None
     reported_bytes: int | None
 
 
@@ -73,14 +73,14 @@ class DeviceProbe:
             probe_next()
 
     def _is_unprobed(self, name: str) -> bool:
-        return not is_cpu(name) and self._devices[name].capacity is None and name not in self._failed_devices
+        return not is_cpu(name) and self._devices[name].capacity_bytes is None and name not in self._failed_devices
 
     def _on_result(
         self, device: DeviceMemoryInfo, probe_next: Callable[[], None], result: OneshotResult, exit_cause: ExitCause
     ) -> None:
         free = result.get("free_bytes")
         if isinstance(free, int):
-            device.capacity = device.reported_bytes = free
+            device.capacity_bytes = device.reported_bytes = free
             _log.info("%s: %d MiB are free", device.name, free // MIB)
         else:
             why = result.get("error") or exit_cause.detail or exit_cause.description

@@ -171,7 +171,7 @@ def _rank_arguments(program: WorkerProgram, files: GenerationFiles) -> list[str]
     argv: list[str] = []
     if program.rendezvous is not None:
         rendezvous = (
-            program.rendezvous._replace(table=str(files.rank_table)) if program.rank_table else program.rendezvous
+            program.rendezvous._replace(rank_table=str(files.rank_table)) if program.rank_table else program.rendezvous
         )
         argv += ["--ranks", rendezvous.json()]
     if program.members_json:

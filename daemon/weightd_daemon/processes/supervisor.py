@@ -313,17 +313,17 @@ class ProcessSupervisor:
             self._start(process_spec, program.spawn_reason or why)
 
     def send_order(
-        self, name: str, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
-        encoded = [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
-        kind = message.__class__
+        encoded = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
+        kind = order.__class__
         if kind in _CHANNEL_ORDERS or name in self._channel_only:
             if kind is BeginBatch:
                 self._channels.cork(name)
             self._channels.send(name, encoded, regions)
         elif name in self._held_orders:
-            self._held_orders[name].append(message)
+            self._held_orders[name].append(order)
         elif kind is Stop and self._channels.is_open_or_pending(name):
             # It stops when it has done what it was asked before.
             self._channels.send(name, encoded)
@@ -529,7 +529,7 @@ class ProcessSupervisor:
         event_handler = self._drop_child(name)
         if python and _MISSING_MODULE.search(exit_cause.detail):
             hint = f"install weightd there: {python} -m pip install weightd"
-            exit_cause = dataclasses.replace(exit_cause, words=f"{exit_cause.detail}; {hint}")
+            exit_cause = dataclasses.replace(exit_cause, detail=f"{exit_cause.detail}; {hint}")
         # First: whom it has not forked would be ended else for nothing.
         self._fork_coordinator.on_parent_exit(name)
         event_handler.on_exit(name, exit_cause, clock.now())
@@ -555,7 +555,7 @@ class ProcessSupervisor:
 
 
 def _with_limit_hint(broken: ProcessFailed) -> ProcessFailed:
-    return dataclasses.replace(broken, cause=clip(with_limit_hint(broken.reason)))
+    return dataclasses.replace(broken, reason=clip(with_limit_hint(broken.reason)))
 
 
 def _protocol_failure(error: RemoteProtocolError) -> ProcessFailed:

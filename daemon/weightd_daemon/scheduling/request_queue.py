@@ -30,7 +30,7 @@ _MAX_SPLITTING = 16
 AnyQueue = TenantQueue | TenantQueues
 """What waits, of one tenant or of each by itself."""
 
-_QueueT = TypeVar("_Q", TenantQueue, AnyQueue)
+_QueueT = TypeVar("_QueueT", TenantQueue, AnyQueue)
 
 
 class RequestQueue:

@@ -232,7 +232,7 @@ class SlotPool:
     ) -> former.BatchGroup:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
         constraints = self._constraints(
-            slot, self._max_requests(slot, batch_key, 1 + waiting.count, now), waiting.max_s
+            slot, self._max_requests(slot, batch_key, 1 + waiting.request_count, now), waiting.max_s
         )
         return former.form_batch(request, batch_key, waiting.requests, constraints, now)
 

@@ -138,7 +138,7 @@ def _complete(config: GatewayConfig, base: Path, problems: ErrorCollector) -> Ga
     problems.add(_check_tls(config), "tls_cert", "tls_key", "client_ca")
     if problems.wrong_keys().isdisjoint({"http", "grpc"}):
         http, grpc = (tuple(map(addresses.parse, each)) for each in (config.http, config.grpc))
-        config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
+        config = dataclasses.replace(config, http_addresses=http, grpc_addresses=grpc)
         problems.add(_check_exposure(config), "tls_cert", "anonymous", "insecure")
         problems.add(_check_shared_memory(config), "shared_memory")
         if not (http or grpc):

@@ -101,7 +101,7 @@ Method = Callable[[RpcContext, Any], Awaitable[bytes]]
 class Connections(Protocol):
     """The connections of clients, by what gRPC's library calls them."""
 
-    def peer(self, called: str) -> Peer:
+    def peer_of(self, library_name: str) -> Peer:
         """Return the peer of a connection."""
         ...
 
@@ -155,12 +155,12 @@ class RpcDispatcher:
         max_bytes: int = MAX_SMALL_MESSAGE_BYTES,
         is_unauthenticated: bool = False,
     ) -> Handler:
-        """Return what answers one message, of so many bytes at most, with one; `is_open`: whoever asks."""
+        """Return what answers one message, of so many bytes at most, with one; `is_unauthenticated`: whoever asks."""
 
         async def handle(messages: object, context: Context) -> bytes:
             begun, call = time.monotonic(), None
             try:
-                with self.admit(context, is_open=is_unauthenticated) as call:
+                with self.admit(context, is_unauthenticated=is_unauthenticated) as call:
                     if is_unauthenticated:
                         _hold_until_done(context, self._unsent_probe_limit, self.anonymous_caller(context))
                     else:
@@ -196,11 +196,11 @@ class RpcDispatcher:
 
     def anonymous_caller(self, context: Context) -> Caller:
         """Return who calls without a token: strangers are told apart by user or host, so that none has all places."""
-        return Caller(None, self._connections.peer(context.peer()).key)
+        return Caller(None, self._connections.peer_of(context.peer()).key)
 
     @contextmanager
     def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
-        """Have a call of somebody who may make one, and has a seat within the block; `is_open`: of whoever asks.
+        """Have a call of somebody who may make one, and has a seat within the block; `is_unauthenticated`: of whoever asks.
 
         Raises:
             Unauthenticated: nobody knows that one.
@@ -214,7 +214,7 @@ class RpcDispatcher:
                 token = parse_bearer(str(value))
             elif key == TRACEPARENT and (parent := valid_traceparent(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
-        peer = self._connections.peer(context.peer())
+        peer = self._connections.peer_of(context.peer())
         caller = (
             PROBE_CALLER
             if is_unauthenticated

@@ -41,7 +41,7 @@ class GrpcInference:
             with self._streams.admit(caller), calls.receiving(context):
                 # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
-                    call = call._replace(left=context.time_remaining())
+                    call = call._replace(time_left_s=context.time_remaining())
                     answer = await self._infer_streamed(calls, call, message)
                     sent = calls.admission.reserve_response(caller, len(answer))
                     try:
@@ -64,7 +64,7 @@ class GrpcInference:
         try:
             with calls.admission.admit(call.caller) as seat:
                 seat.reserve(len(message))
-                what = await parse_infer_request(message, call._replace(seat=seat), self._shm_resolver)
+                what = await parse_infer_request(message, call._replace(permit=seat), self._shm_resolver)
                 answer = encode_response(
                     what, await self._daemon_client.infer(call.caller, what.request), is_final=True
                 )

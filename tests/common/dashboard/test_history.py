@@ -83,7 +83,7 @@ def test_other_buckets_are_not_compared() -> None:
     before = looks.metrics(1.0, looks.counted("m", (5, 0, 0, 0)))
     now = replace(looks.metrics(2.0, looks.counted("m", (9, 0, 0, 0))), seconds_bounds=(0.002, 0.02, 0.2))
     assert only(seen(before, now)).throughput == seen(looks.metrics(1.0, looks.counted("m"))).throughput._replace(
-        moments=(RatePoint(None, None),) * 2
+        rate_points=(RatePoint(None, None),) * 2
     )
 
 

@@ -119,9 +119,9 @@ def test_a_model_that_is_quicker_than_the_way_to_it_gains_nothing() -> None:
 def test_sizes_that_are_refused_or_split_are_no_choice() -> None:
     sizes = measured((100, 190, 350, 600, 900, 1300))
     sizes[5] = sizes[5]._replace(is_split=True)
-    sizes[4] = sizes[4]._replace(answers=0, refused="too many")
+    sizes[4] = sizes[4]._replace(answers=0, refusal="too many")
     assert recommend(sizes)[:3] == (Verdict.MERGE, 8, ())
-    sizes[1] = sizes[1]._replace(answers=0, refused="no such gear")
+    sizes[1] = sizes[1]._replace(answers=0, refusal="no such gear")
     assert recommend(sizes)[:3] == (Verdict.MERGE, 8, (1, 4, 8))
     assert "no request of more than one row" in recommend(sizes[:2]).reason
 

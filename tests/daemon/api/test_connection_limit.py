@@ -115,8 +115,8 @@ def test_the_log_tells_once_when_it_is_full_and_when_there_is_room_again(
 
 class Guest:
     def __init__(self, user: str, account: str = EVERYBODY, since: float = 0.0) -> None:
-        self.user, self.account, self.since = user, account, since
-        self.has_spoken = self.is_busy = False
+        self.user, self.account, self.connected_at = user, account, since
+        self.has_sent_message = self.is_busy = False
 
 
 class LimiterHarness:
@@ -134,7 +134,7 @@ class LimiterHarness:
         self.crowd.add(guest, user, account)
         gone = [each.connection for each in self.crowd.evict_excess(self.most, "KEY")]
         self.there = [each for each in self.there if each not in gone]
-        guest.has_spoken, guest.is_busy = speaks or busy, busy
+        guest.has_sent_message, guest.is_busy = speaks or busy, busy
         return gone
 
     def of(self, account: str) -> int:
@@ -244,7 +244,7 @@ def may_end(there: list[Guest], most: int) -> list[Guest]:
         return [first(own)]
 
     def first(own: list[Guest]) -> Guest:
-        silent = [each for each in own if not each.has_spoken]
+        silent = [each for each in own if not each.has_sent_message]
         idle = [each for each in own if not each.is_busy]
         return silent[0] if silent else (idle or own)[-1]
 
@@ -258,7 +258,9 @@ def may_end(there: list[Guest], most: int) -> list[Guest]:
     found = [of_account([each for each in there if each.account == account]) for account in largest]
     if any(len(each) > 1 for each in found):
         return [guest for each in found for guest in each]
-    return [min((each for (each,) in found), key=lambda each: (each.is_busy, each.has_spoken, -each.since))]
+    return [
+        min((each for (each,) in found), key=lambda each: (each.is_busy, each.has_sent_message, -each.connected_at))
+    ]
 
 
 EVENTS = st.tuples(
@@ -293,7 +295,7 @@ def test_which_connections_end_is_by_the_rule_whatever_has_happened(
             elif event == "answer":
                 one.is_busy = False
             else:
-                one.has_spoken, one.is_busy = True, event == "ask"
+                one.has_sent_message, one.is_busy = True, event == "ask"
         assert len(crowd) == len(there) <= most
 
 

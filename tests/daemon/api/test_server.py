@@ -143,7 +143,7 @@ def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.M
             hall.connections.disconnect(connection, "for a test")
 
     count: list[int] = []
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, handle=hang_up))
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, on_message=hang_up))
     client.send(message(b"x") * 1000)
     other.send(message(b"end"))
     hall.until(lambda: hall.gone)
@@ -285,7 +285,7 @@ def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
         hall.messages.append((connection, message))
         hall.connections.disconnect(connection, "as a test")
 
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, handle=refuse))
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, on_message=refuse))
     client.send(message(b"bad") + message(b"worse"))
     hall.until(lambda: hall.gone)
     assert hall.frames == [[b"bad"]]
@@ -379,7 +379,7 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
     monkeypatch.setattr(server, "_MOST_EXPECTANT", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
-    slow = [hall.come(SOMEBODY._replace(is_near=True)) for _ in range(3)]
+    slow = [hall.come(SOMEBODY._replace(is_direct=True)) for _ in range(3)]
     for each in slow[:2]:
         socket.send_fds(each, [b"\1"], [memory])
         hall.until(lambda: any(one.stream.descriptors for one in [*hall.connections]))
@@ -390,7 +390,7 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
     hall.until(lambda: [*hall.connections][2].stream.descriptors)
     hall.loop.run_once(0)
     assert not hall.gone
-    late = hall.come(SOMEBODY._replace(is_near=True))
+    late = hall.come(SOMEBODY._replace(is_direct=True))
     socket.send_fds(late, [b"\1"], [memory])
     hall.until(lambda: hall.gone)
     assert len(hall.keys) == 3
@@ -403,7 +403,7 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
     modest = ClientIdentity(ClientOrigin("process 2 of uid 8", "uid 8"), is_direct=True)
-    for identity in (SOMEBODY._replace(is_near=True), SOMEBODY._replace(is_near=True), modest):
+    for identity in (SOMEBODY._replace(is_direct=True), SOMEBODY._replace(is_direct=True), modest):
         client = hall.come(identity)
         socket.send_fds(client, [b"\1"], [memory])
         hall.until(lambda: [*hall.connections][-1].stream.descriptors or hall.gone)
@@ -485,7 +485,7 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     def introduce(connection: ClientConnection) -> None:
         introduced.append(connection)
 
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, introduce=introduce))
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, assign_tenant=introduce))
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     excess = [unix() for _ in range(20)]
@@ -518,7 +518,9 @@ def test_the_limits_of_a_user_hold_for_all_users_of_one_owner(
 ) -> None:
     monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
     owners = ["one", "other"]
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, owner=lambda identity: owners[-1]))
+    monkeypatch.setattr(
+        hall.connections, "_calls", dataclasses.replace(hall.calls, limit_account_of=lambda identity: owners[-1])
+    )
     for _ in range(3):
         unix()
     hall.until(lambda: len(hall.keys) == 3)
@@ -620,7 +622,7 @@ def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_do
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_MOST_ROOMY", 2)
-    near = SOMEBODY._replace(is_near=True)
+    near = SOMEBODY._replace(is_direct=True)
     clients = [hall.come(near) for _ in range(4)]
     clients += [hall.come(near._replace(origin=ClientOrigin("process 1 of uid 8", "uid 8"))) for _ in range(2)]
     for each in hall.connections:

@@ -44,7 +44,7 @@ def test_each_model_is_looked_at(tmp_path: Path, model: ModelConfig) -> None:
         f"models.bad.path: {tmp_path}/missing.onnx: No such file or directory",
         "models.bad.python: /nonexistent/python: cannot be run: No such file or directory",
     ]
-    canary = dataclasses.replace(model, canary=str(tmp_path / "missing.npz"))
+    canary = dataclasses.replace(model, selftest=str(tmp_path / "missing.npz"))
     [problem] = problems(good=model, bad=canary)
     assert problem.startswith(f"models.bad.canary: {tmp_path}/missing.npz: ")
 

@@ -94,7 +94,7 @@ class World(RuleBasedStateMachine):
         may_fork, template = forks
         # On a card nothing is forked.
         self.forks = may_fork and not traits.pids_fixed_at_build
-        self.built = replace(BUILT, handle="" if template else handle, canary=canary, is_template=template)
+        self.built = replace(BUILT, handle="" if template else handle, selftest_digest=canary, is_template=template)
         self.devices = devices or ("cpu",)
         terms = GenerationSpec(
             workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices

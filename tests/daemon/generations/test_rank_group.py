@@ -109,7 +109,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     )
     found = Found(("x",), ("y",), False, "one by one")
     group.warmed(R0, R2, warmed=SelfTestDone("", ()))
-    group.warmed(R1, warmed=replace(WARMED, rows=found))
+    group.warmed(R1, warmed=replace(WARMED, row_support=found))
     built = group.unit.built
     assert built is not None
     assert (built.inputs, built.selftest_cases, built.selftest_digest, built.row_support) == (
@@ -204,7 +204,7 @@ def test_ranks_that_say_different_things_of_the_model_are_not_of_one(what: str) 
 def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int, silent: str) -> None:
     group = RankGroupHarness(reply=reply).warming()
     for name in (R0, R1):
-        group.warmed(name, warmed=replace(WARMED, canary="" if name == silent else "canary"))
+        group.warmed(name, warmed=replace(WARMED, selftest_digest="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
     assert group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the canary's known answer"
     assert group.unit.slots == {}

@@ -68,7 +68,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     )
     assert search.begin(HOLDER2) == Build((pid(W1),), unfit_cases=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
-    search.built(replace(BUILT, canary_cases=(x(32),)), HOLDER2)
+    search.built(replace(BUILT, selftest_cases=(x(32),)), HOLDER2)
     assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
     assert generation.selftest_search.spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)))
 
@@ -120,7 +120,7 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
         search.exits(name, end=SEGV)
     order = search.begin(last)
     assert (order.search_selftest, order.selftest_cases, len(order.unfit_cases)) == (False, (), MAX_HOLDER_DEATHS)
-    search.built(replace(BUILT, canary="", canary_cases=(), canary_note="the search was given up"), last)
+    search.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="the search was given up"), last)
     assert (search.state, search.generation.selftest_description) == (
         GenerationState.ATTACHING,
         "none: the search was given up",
@@ -182,7 +182,7 @@ def test_what_an_earlier_generation_has_found_comes_first() -> None:
     assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (True, known.cases, known.failed_cases)
     search.try_(*known.cases, unfit=known.failed_cases)
     search.exits(HOLDER, end=SEGV)
-    assert search.begin(HOLDER2) == replace(order, canary_cases=(), unfit=(x(1), x(48), x(96)))
+    assert search.begin(HOLDER2) == replace(order, selftest_cases=(), unfit_cases=(x(1), x(48), x(96)))
 
 
 def test_nobody_else_probes() -> None:

@@ -138,7 +138,7 @@ def test_of_rows_that_need_not_be_exact_it_is_a_loss_only_if_there_are_none(
 ) -> None:
     caplog.set_level(logging.INFO)
     rows = RowSupport(("x",), tuple(outputs), is_equal=False, note="why not")
-    ProgressLogger("m.1", 1).log_row_test(replace(BUILT, rows=rows), is_exact=exact)
+    ProgressLogger("m.1", 1).log_row_test(replace(BUILT, row_support=rows), is_exact=exact)
     assert [each.levelname for each in caplog.records] == [level]
 
 
@@ -199,7 +199,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
 @pytest.mark.parametrize("traits", [CARD, CPU])
 def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: Traits) -> None:
     life = GenerationHarness(1, traits).building()
-    life.built(replace(BUILT, canary="", canary_cases=(), canary_note="it is not deterministic"))
+    life.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="it is not deterministic"))
     cause = f"{HOLDER}: no canary: it is not deterministic; name an input with the key canary, or set sharing to off"
     expected = (GenerationState.FAILED, cause) if traits is CARD else (GenerationState.ATTACHING, "")
     assert (life.state, life.cause) == expected
@@ -265,7 +265,7 @@ def test_a_worker_that_does_not_reproduce_the_canary_never_serves() -> None:
     life, without = GenerationHarness().attaching(), GenerationHarness(1).building()
     assert life.attached(W1, attached=Attached("another", 0)) == [stop(W1), attach(W2)]
     assert life.cause == f"{W1}: the canary's answer is not the holder's: the worker would answer wrongly"
-    without.built(replace(BUILT, canary=""))
+    without.built(replace(BUILT, selftest_digest=""))
     assert without.attached(W1, attached=Attached("whatever", 0))[0] == AddSlot(W1)
 
 
@@ -661,7 +661,7 @@ def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own
     assert life.generation.attach_control.can_trust_answers(lambda _: False)
     # Nobody need be asked for a replacement, which is held to the canary that the holder had found.
     assert life.replaced(W1, by=W3) == [attach(W3, "")]
-    life.attached(W3, attached=replace(ATTACHED, canary="other"))
+    life.attached(W3, attached=replace(ATTACHED, selftest_digest="other"))
     assert life.generation.children[W3].state is ChildState.STOPPING
 
 

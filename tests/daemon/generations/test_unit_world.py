@@ -295,7 +295,7 @@ class World(RuleBasedStateMachine):
     def end(self, name: str, how: str) -> None:
         process, end = self.processes[name], ENDS[how]
         if process.killed and end.status is not None and end.status < 0:
-            end = replace(end, by=ExitInitiator.DAEMON)
+            end = replace(end, initiator=ExitInitiator.DAEMON)
         draining = self.unit.state is GenerationState.DRAINING
         is_loss = not process.killed and not ((draining or process.stopping) and end.status == 0)
         broker_follows = self.have_met and end.status in (0, 1)

@@ -214,13 +214,13 @@ def test_another_users_files_are_an_error_of_one_line(
 
 
 def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:
-    with lock_instance(config, kept=True):
+    with lock_instance(config, keep_private_dir=True):
         # It is not made, either: that is done when it is known that there is no keeper.
         assert not config.private_dir.exists()
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "pages").touch()
     stale_socket(config.children_socket)
-    with lock_instance(config, kept=True):
+    with lock_instance(config, keep_private_dir=True):
         assert tree(root) == {"run/weightd.sock.lock", f"cache/{config.daemon_key}/pages"}
     assert tree(root) == {f"cache/{config.daemon_key}/pages"}
 

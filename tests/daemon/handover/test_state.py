@@ -44,7 +44,9 @@ GENERATION = GenerationRecord(
     ),
     store_fingerprint=SealRecord(2**33, 1_700_000_000_000_000_001),
 )
-OTHER = dataclasses.replace(GENERATION, device="ascend:1", access="open", closed="", children=(), seal=None)
+OTHER = dataclasses.replace(
+    GENERATION, device="ascend:1", attach_state="open", attach_closed_reason="", children=(), store_fingerprint=None
+)
 MODEL = ModelRecord(
     name="m",
     config=complete_model(

@@ -46,7 +46,7 @@ class Stage:
 
     @property
     def seen(self) -> list[ServedModel]:
-        return cast("list[Model]", self.models)
+        return cast("list[ServedModel]", self.models)
 
     def look(self, seconds: float = 0.0, note: str = "") -> list[str]:
         self.now += seconds
@@ -275,7 +275,9 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
 def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> None:
     model = FakeModel(device="ascend:0")
     model.main.progress, model.main.cause = "building", "the last one failed"
-    look = Stage(model).herald.poll(cast("list[Model]", [model]), 0.0, load_progress=lambda _: "43 %, about 20 s left")
+    look = Stage(model).herald.poll(
+        cast("list[ServedModel]", [model]), 0.0, load_progress=lambda _: "43 %, about 20 s left"
+    )
     status = "STATUS=1 model is building on ascend:0, 43 %, about 20 s left; "
     assert [each for each in look if each.startswith(status)]
 

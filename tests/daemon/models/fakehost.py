@@ -91,13 +91,13 @@ class FakeHost:
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
 
-    def pin(
+    def take_snapshot(
         self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
         self.pinned.append(source)
         self.expected = expected
 
-    def unpin(self, model: str, source: ModelSource) -> None:
+    def remove_snapshot(self, model: str, source: ModelSource) -> None:
         self.unpinned.append(source)
 
     def spawn(
@@ -120,59 +120,59 @@ class FakeHost:
 
     def resume(self, owner: ProcessEventHandler, generation: GenerationBase, seal: SealRecord | None) -> bool:
         self.resumed.append(generation.label)
-        return self.seal(generation) == seal
+        return self.seal_record(generation) == seal
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         pass
 
-    def seal(self, generation: GenerationBase) -> SealRecord | None:
+    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
         return self.seals.get(generation.label)
 
-    def exported(self, generation: GenerationBase) -> None:
+    def on_exported(self, generation: GenerationBase) -> None:
         self.seals[generation.label] = SEAL
 
-    def intact(self, generation: GenerationBase) -> bool:
+    def is_store_intact(self, generation: GenerationBase) -> bool:
         return generation.label not in self.damaged
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         return name not in self.dead
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         (self.aborted if abort else self.killed).append(name)
 
-    def order(
+    def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[SharedRegion] = ()
     ) -> None:
         self.orders.append((name, order))
         self.frames += frames
         self.memories += memories
 
-    def forget(self, generation: GenerationBase) -> None:
+    def remove_files(self, generation: GenerationBase) -> None:
         self.seals.pop(generation.label, None)
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
         self.answered.append((result.description.outputs, frames))
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.refusals.append((request.number, error.code, str(error)))
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """There is room for anything."""
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         self.releases.append(request.number)
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         self.metadata.append((client, metadata))
 
-    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+    def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         self.updated.append(response)
 
-    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
-        self.tell_error(client, request_id, error)
+    def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.reply_error(client, request_id, error)
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         self.errors.append((request_id, error.code, str(error)))
 
     # --- what a test asks for ---

@@ -16,8 +16,8 @@ from weightd_protocol.messages.worker import Attached, BatchMismatch, Failed, Pi
 from weightd_protocol.messages.worker_common import RowSupport
 
 from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, ModelHarness
-from .test_household import P1, P2, Home
-from .test_ranks import Cut
+from .test_rank_rendezvous import Cut
+from .test_shared_process import P1, P2, Home
 
 EQUAL = RowSupport(("x",), ("y",), is_equal=True)
 
@@ -50,7 +50,7 @@ def test_how_long_requests_take_wait_and_run() -> None:
 def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> None:
     stage = ModelHarness(workers=1, batching=BatchingConfig(64))
     meter = stage.model.dispatcher.counters
-    stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
+    stage.pinned().loads(built=replace(BUILT, row_support=EQUAL))
     first, second, third = stage.some(3)
     # Once all that comes with them has been taken in.
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_a_worker_that_does_not_reproduce_the_canary() -> None:
 def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
     stage = ModelHarness(batching=BatchingConfig(8))
     meter = stage.model.dispatcher.counters
-    stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
+    stage.pinned().loads(built=replace(BUILT, row_support=EQUAL))
     for name in (W1, W2):
         stage.says(name, BatchMismatch("they differ"))
     assert counted(meter)[3] == 1
@@ -121,7 +121,7 @@ def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
 def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_generation() -> None:
     stage = ModelHarness(batching=BatchingConfig(8), split=SplitConfig(4))
     meter, names = stage.model.dispatcher.counters, stage.model.dispatcher.party_names
-    stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
+    stage.pinned().loads(built=replace(BUILT, row_support=EQUAL))
     a, b = names.number_of("tenant a"), names.number_of("tenant b")
 
     def apart(name: str) -> frozenset[int]:

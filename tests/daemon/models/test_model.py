@@ -90,7 +90,7 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
     before: BatchingConfig, changed: dict[str, Any], most: int | None
 ) -> None:
     rows = RowSupport(("x",), ("y",), is_equal=True)
-    stage = ModelHarness(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
+    stage = ModelHarness(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, row_support=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
@@ -105,7 +105,7 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
 def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -> None:
     stage = ModelHarness(workers=1, batching=BatchingConfig(8), split=SplitConfig(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
-    stage.loads(1, dataclasses.replace(built, rows=RowSupport(("x",), ("y",), is_equal=True)))
+    stage.loads(1, dataclasses.replace(built, row_support=RowSupport(("x",), ("y",), is_equal=True)))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
@@ -121,8 +121,8 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
 ) -> None:
     stage = ModelHarness(workers=1, split=SplitConfig(4, exact=exact)).pinned()
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
-    built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
-    stage.loads(1, dataclasses.replace(built, rows=RowSupport((long.name,), ("y",), is_equal=True)))
+    built = dataclasses.replace(BUILT, inputs=(long,), selftest_cases=({long.name: (1, 16)},))
+    stage.loads(1, dataclasses.replace(built, row_support=RowSupport((long.name,), ("y",), is_equal=True)))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
@@ -135,7 +135,7 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
 
 def test_other_bounds_for_rows_hold_at_once() -> None:
     stage = ModelHarness(workers=1, split=SplitConfig(5)).pinned()
-    stage.loads(1, dataclasses.replace(BUILT, rows=RowSupport(("x",), ("y",), is_equal=True)))
+    stage.loads(1, dataclasses.replace(BUILT, row_support=RowSupport(("x",), ("y",), is_equal=True)))
     for most in (8, 4, 5):  # of which the request has 5
         config = dataclasses.replace(stage.model.config, split=SplitConfig(4, max_rows=most))
         assert stage.model.reconfigure(config)
@@ -236,7 +236,7 @@ def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
     batching: BatchingConfig, equal: bool | None, exact: bool | None
 ) -> None:
     rows = None if equal is None else RowSupport(("x",), ("y",), is_equal=equal)
-    stage = ModelHarness(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
+    stage = ModelHarness(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, row_support=rows))
     stage.model.request_metadata(MetadataRequest(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
 

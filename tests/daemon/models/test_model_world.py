@@ -174,14 +174,14 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model asks of its children ----------------------------------------------------------------------
 
-    def pin(
+    def take_snapshot(
         self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
         assert source not in self.pinning
         assert source not in self.snapshots
         self.pinning.append(source)
 
-    def unpin(self, model: str, source: ModelSource) -> None:
+    def remove_snapshot(self, model: str, source: ModelSource) -> None:
         if source in self.pinning:
             self.pinning.remove(source)
             self.unpinned.append(source)
@@ -215,19 +215,19 @@ class ModelWorld(RuleBasedStateMachine):
             process.returns = process.role is Role.WORKER
         return True
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         pass
 
-    def seal(self, generation: GenerationBase) -> SealRecord | None:
+    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
         return None
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         return name in self.processes and not self.processes[name].dead
 
-    def exported(self, generation: GenerationBase) -> None:
+    def on_exported(self, generation: GenerationBase) -> None:
         pass
 
-    def intact(self, generation: GenerationBase) -> bool:
+    def is_store_intact(self, generation: GenerationBase) -> bool:
         return True
 
     def kill(self, name: str, *, abort: bool = False) -> None:
@@ -235,7 +235,7 @@ class ModelWorld(RuleBasedStateMachine):
         if not abort:  # which may be in vain
             self.processes[name].killed = True
 
-    def order(
+    def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[SharedRegion] = ()
     ) -> None:
         process = self.processes[name]
@@ -256,24 +256,24 @@ class ModelWorld(RuleBasedStateMachine):
                 pass
         process.orders.append(order)
 
-    def forget(self, generation: GenerationBase) -> None:
+    def remove_files(self, generation: GenerationBase) -> None:
         assert not any(each.generation is generation for each in self.processes.values())
 
     # --- what the model tells clients -----------------------------------------------------------------------------
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         assert self.talking is not None
         assert self.is_sound(self.talking), "an answer that may be anything is passed on"
         self.ended[request.number] += 1
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.ended[request.number] += 1
         self.is_deserved(request, str(error))
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """There is room for anything."""
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         raise AssertionError("nobody has offered room")
 
     def is_deserved(self, request: Request, error: str) -> None:
@@ -291,19 +291,19 @@ class ModelWorld(RuleBasedStateMachine):
         elif "workers were lost to requests of" in error:
             assert max(self.killers[name] for name in request.origin) > MAX_PEER_DEATHS
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         assert metadata.inputs == (X,)
         self.replies[metadata.id] += 1
 
-    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+    def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         serving = [each.serving for each in self.model.deployments]
         assert [each.number for each in serving if each is not None] == list(response.generations)
         self.replies[response.id] += 1
 
-    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
-        self.tell_error(client, request_id, error)
+    def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.reply_error(client, request_id, error)
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         assert str(error).strip().rstrip(":") == str(error).strip(), "there is no cause in it"
         self.replies[request_id] += 1
 
@@ -322,7 +322,7 @@ class ModelWorld(RuleBasedStateMachine):
     def is_sound(self, process: Process) -> bool:
         """Whether what the process computes on is what its holder has built."""
         guarded = self.traits.holder_must_outlive and self.strict and process.shares
-        return not guarded or self.lives(process.holder)
+        return not guarded or self.is_alive(process.holder)
 
     def memory(self, name: str) -> DeviceMemory | None:
         here = [each for each in self.living() if each.generation.device == name]

@@ -11,7 +11,7 @@ from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
 from weightd_daemon.platform.memory import MIB
 
 NEED = ResourceRequest(weight_bytes=100 * MIB, copy_count=1, worker_count=3, process_count=4, process_bytes=10 * MIB)
-PRIVATE = dataclasses.replace(NEED, copies=3)
+PRIVATE = dataclasses.replace(NEED, copy_count=3)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_fits_exactly_fits_and_what_is_not_known_refuses_nothing(
 
 def test_a_refusal_for_memory_tells_the_figures() -> None:
     device = DeviceBudget("ascend:0", 1500 * MIB)
-    assert device.reserve("big.1", dataclasses.replace(NEED, weights=1229 * MIB)) == ""
+    assert device.reserve("big.1", dataclasses.replace(NEED, weight_bytes=1229 * MIB)) == ""
     assert device.reserve("m.2", PRIVATE) == (
         "ascend:0 has no room: m.2 needs 346 MiB (3 copies of 102 MiB weights, 4 processes of 10 MiB), "
         "230 MiB of 1,500 MiB are free; big.1 has 1,270 MiB"

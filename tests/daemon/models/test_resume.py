@@ -127,7 +127,7 @@ def test_a_model_goes_on_without_loading_anything() -> None:
 def test_one_that_shares_nothing_still_does_not() -> None:
     daemon = Daemon().started(m=ONE)
     [record] = daemon.records()
-    private = dataclasses.replace(record, generations=(dataclasses.replace(record.generations[0], sharing=False),))
+    private = dataclasses.replace(record, generations=(dataclasses.replace(record.generations[0], is_sharing=False),))
     following = daemon.resumed([private], m=ONE)
     [deployment] = following.fleet.models["m"].deployments
     assert (following.generation().spec.is_sharing, deployment.spec.is_sharing) == (False, False)

@@ -57,7 +57,7 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
     told = RendezvousInfo(0, 2, 120, 68, rank_table="/given.json")
     program = WorkerProgram("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
     argv = spec.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
-    expected = told._replace(table=str(files.rank_table)) if table else told
+    expected = told._replace(rank_table=str(files.rank_table)) if table else told
     assert RendezvousInfo.from_json(argv[argv.index("--ranks") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
 

@@ -88,7 +88,7 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
     weights.write_bytes(b"weights")
     sample.write_bytes(b"a sample")
     scene.source = replace(scene.source, weights=str(weights))
-    scene.pin(replace(scene.config, canary=str(sample)))
+    scene.pin(replace(scene.config, selftest=str(sample)))
     scene.wait()
     [(source, snapshot)] = scene.told
     assert source == scene.source
@@ -120,7 +120,7 @@ def test_each_file_is_read_by_the_right_by_which_it_was_named(scene: Scene, monk
     orders = ordered(monkeypatch)
     alice, bob = Grant(1, (2,)), Grant(3, (), ("/models",))
     scene.source = replace(scene.source, weights="/w.npz", grant=alice, weights_grant=bob)
-    scene.pin(replace(scene.config, canary="/s.npz"))
+    scene.pin(replace(scene.config, selftest="/s.npz"))
     [order] = orders
     assert [each.grant for each in order.requests] == [alice]
     assert {each.path: each.grant for each in order.files} == {"/w.npz": bob, "/s.npz": OPERATOR}

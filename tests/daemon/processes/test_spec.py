@@ -41,7 +41,7 @@ def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str
 
 @pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --users 3 --template"), (Role.WORKER, "")])
 def test_of_a_holder_others_may_be_forked(role: Role, more: str) -> None:
-    child = spec.child_spec(replace(PLAIN, may_be_template=True, users=3), "m.1.w1", role, "ipc://s", FILES)
+    child = spec.child_spec(replace(PLAIN, can_be_template=True, attached_count=3), "m.1.w1", role, "ipc://s", FILES)
     assert " ".join(child.arguments) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
 
 

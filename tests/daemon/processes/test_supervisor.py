@@ -331,7 +331,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     file.write_bytes(b"a model")
     sample.write_bytes(b"a sample")
     scene.backend.pins = True
-    table = replace(scene.table, path=str(file), devices=("cpu",), canary=str(sample), canary_tolerance=0.25)
+    table = replace(scene.table, path=str(file), devices=("cpu",), selftest=str(sample), selftest_tolerance=0.25)
     children: list[list[str]] = []
 
     def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.ChildProcess:

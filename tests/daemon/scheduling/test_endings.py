@@ -105,7 +105,7 @@ class Clients:
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=10_000)
         self.due = math.inf
-        self.desk = Dispatcher("m", config, self, self.order, self.due_by)
+        self.desk = Dispatcher("m", config, self, self.send_order, self.due_by)
         self.errors: dict[int, str] = {}
         for number in range(COUNT):
             self.desk.infer(request(number, deadline=50.0), 0.0)
@@ -119,26 +119,26 @@ class Clients:
     def due_by(self, latest: float) -> None:
         self.due = min(self.due, latest)
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[object], memories: object) -> None:
+    def send_order(self, process: str, order: ChildOrder, frames: Sequence[object], memories: object) -> None:
         raise AssertionError(order)
 
-    def answer(self, request: Request, result: Result, frames: Sequence[object]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[object]) -> None:
         raise AssertionError(request)
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.errors
         self.errors[request.number] = f"{error.code} {error}"
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         raise AssertionError(request)
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         raise AssertionError(request)
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         pass
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         raise AssertionError(error)
 
     def turn(self, now: float) -> None:

@@ -31,7 +31,9 @@ class Bench:
     """A desk with one request, whose inputs are the first 8 bytes of its client's memory."""
 
     def __init__(self, room: int = 8) -> None:
-        self.desk = Dispatcher("m", ModelConfig(path="/m.onnx", engine="onnxruntime"), self, self.order, lambda _: None)
+        self.desk = Dispatcher(
+            "m", ModelConfig(path="/m.onnx", engine="onnxruntime"), self, self.send_order, lambda _: None
+        )
         self.memory = memory()
         self.rooms: list[tuple[str, bool]] = []
         self.told: list[tuple[str, bool]] = []
@@ -39,25 +41,27 @@ class Bench:
         self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=places)
         self.desk.infer(self.request, 0.0)
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         self.told.append(("answer", request.may_still_write))
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.told.append((error.code, request.may_still_write))
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         pass
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         self.told.append(("released", bool(request.pending_writes)))
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         pass
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[SharedRegion]) -> None:
+    def send_order(
+        self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[SharedRegion]
+    ) -> None:
         assert isinstance(order, Predict)
         assert order.regions is not None
         assert (list(frames), list(memories)) == ([], [self.memory])

@@ -110,11 +110,11 @@ class World(RuleBasedStateMachine):
 
     def new_desk(self) -> Dispatcher:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        return Dispatcher("m", config, self, self.order, lambda _: None)
+        return Dispatcher("m", config, self, self.send_order, lambda _: None)
 
     # --- what the desk tells ------------------------------------------------------------------------------------
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """All ranks of one group have told of it, of the last part if there are several."""
         assert request.number not in self.answers
         self.check_all_have_told()
@@ -124,14 +124,14 @@ class World(RuleBasedStateMachine):
         self.answers[request.number] = bytes(frames[0]) if placed is None else placed
         self.written |= {request.number} if request.may_still_write else set()
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         if "groups of ranks were" in str(error):
             assert max(request.deaths, request.lost_slots) >= 2
         self.answers[request.number] = error.code
         self.written |= {request.number} if request.may_still_write else set()
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         assert request.number not in self.answers
         self.check_all_have_told()
 
@@ -141,16 +141,16 @@ class World(RuleBasedStateMachine):
         assert not group.is_dying
         assert self.heard[group.name, number] == {rank.name for rank in group.ranks}
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         self.written.remove(request.number)
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Nobody asks."""
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Nobody asks."""
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
+    def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A rank is given something: nothing is ever taken back, and there is one job at a time."""
         group = self.groups[process.partition(".")[0]]
         [rank] = [each for each in group.ranks if each.name == process]
@@ -208,7 +208,7 @@ class World(RuleBasedStateMachine):
             try:
                 self.desk.infer(request, self.now)
             except RequestError as error:
-                self.refuse(request, error)
+                self.reply_request_error(request, error)
         self.turn()
 
     @rule(rest=st.integers(0, 4))
@@ -355,7 +355,7 @@ class World(RuleBasedStateMachine):
             group, rank = found
             name = group.broker if broker else rank.name
             self.kill(group)
-            self.exited(name, ExitCause(-sign))
+            self.on_exit(name, ExitCause(-sign))
 
     @rule(data=st.data(), leaving=st.booleans())
     def fail(self, data: st.DataObject, leaving: bool) -> None:
@@ -437,9 +437,9 @@ class World(RuleBasedStateMachine):
             while rank.name == name and rank.reports:
                 message, frames = rank.reports.popleft()
                 assert self.tell(name, message, [memoryview(each) for each in frames]) == ""
-        self.exited(name, ExitCause(-signal.SIGKILL, initiator=by))
+        self.on_exit(name, ExitCause(-signal.SIGKILL, initiator=by))
 
-    def exited(self, name: str, end: ExitCause) -> None:
+    def on_exit(self, name: str, end: ExitCause) -> None:
         group = self.dying.pop(name)
         for rank in group.ranks:
             if rank.name == name:

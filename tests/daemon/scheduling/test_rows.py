@@ -38,7 +38,7 @@ from weightd_protocol.messages.regions import MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, Result
 
 ROWS = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
-CUT = replace(ROWS, part_rows=4)
+CUT = replace(ROWS, max_split_rows=4)
 FAST, SLOW = "cpu:0", "cpu:1"
 
 _numbers = itertools.count(1)
@@ -169,7 +169,7 @@ def test_where_answers_may_differ_only_one_user_s_requests_go_together() -> None
 
 
 def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_piece() -> None:
-    terms = replace(CUT, apart=frozenset({party_number("a")}))
+    terms = replace(CUT, unmerged_parties=frozenset({party_number("a")}))
     of_a, of_b = [request(far="a") for _ in range(3)], [request(far="b") for _ in range(3)]
     assert group(of_a[0], *of_b, *of_a, terms=terms).requests == [of_a[0]]
     assert group(of_b[0], *of_a, *of_b, terms=terms).requests == of_b
@@ -326,7 +326,7 @@ def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> 
 def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_more() -> None:
     made, large = scheduler(CUT, seats=0), request(12)
     for name, source in (("old", 1), ("new", 2)):
-        made.slots.add_new(name, (name,), policy=replace(CUT, source=source))
+        made.slots.add_new(name, (name,), policy=replace(CUT, source_number=source))
     made.submit(large, 0.0)
     first = [(seat.name, next(iter(job.items.values()))) for seat, job in made.assign(0.0)]
     assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
@@ -373,7 +373,7 @@ def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
 
 
 def cut(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> SplitRequest:
-    asked, terms = asked or request(64), replace(CUT, part_rows=part_rows, sizes=sizes)
+    asked, terms = asked or request(64), replace(CUT, max_split_rows=part_rows, sizes=sizes)
     form = terms.batch_key(asked.description)
     assert form is not None
     return SplitRequest(asked, terms, form)

@@ -94,14 +94,14 @@ class World(RuleBasedStateMachine):
     @initialize(exact=st.booleans(), sizes=st.sampled_from([(), (), (2, 8)]), workers=st.integers(1, 3))
     def begin(self, exact: bool, sizes: tuple[int, ...], workers: int) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        self.desk = Dispatcher("m", config, self, self.order, lambda _: None)
+        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None)
         self.terms = BatchingPolicy(1, frozenset("x"), frozenset("y"), MAX_ROWS, PART_ROWS, sizes, exact)
         for device in itertools.islice(itertools.cycle(DEVICES), workers):
             self.enlist(device)
 
     # --- what the desk tells ------------------------------------------------------------------------------------
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """An answer: to whom it was promised, and as large as it says."""
         assert request.number not in self.answers
         y, t = result.description.outputs
@@ -111,31 +111,31 @@ class World(RuleBasedStateMachine):
         self.answers[request.number] = request.locations.outputs[0][: y.nbytes] if placed else bytes(frames[0])
         self.written |= {request.number} if request.may_still_write else set()
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         """An error."""
         assert request.number not in self.answers
         assert "part" not in str(error), "the parts are not of one model"
         self.answers[request.number] = error.code
         self.written |= {request.number} if request.may_still_write else set()
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """More is kept of a request, now and then too much."""
         assert request.number not in self.answers
         if nbytes and self.room_left == 0:
             raise ResourceExhausted("there is no room")
         self.room_left -= 1
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         """Nobody writes any more."""
         self.written.remove(request.number)
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Nobody asks."""
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Nobody asks."""
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
+    def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A worker is given something: what goes together agrees in everything but its rows."""
         if isinstance(order, CancelPredict) and process not in self.workers:
             return  # it is dead, and hears nothing
@@ -225,7 +225,7 @@ class World(RuleBasedStateMachine):
             try:
                 self.desk.infer(request, self.now)
             except RequestError as error:
-                self.refuse(request, error)
+                self.reply_request_error(request, error)
         self.turn()
 
     @rule(device=st.sampled_from([*DEVICES]))

@@ -46,34 +46,34 @@ class Member:
 
     def __init__(self, index: int, house: House, terms: BatchingPolicy) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        self.desk = Dispatcher("m", config, self, self.order, lambda _: None)
+        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None)
         self.index = index
         self.house = house
         self.terms = terms
         self.answers: dict[int, str] = {}
         self.asked: dict[int, Request] = {}
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = "answer"
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = error.code
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         pass
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         pass
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         pass
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
+    def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         there = self.house.processes[process]
         match order:
             case BeginBatch(parts):

@@ -71,28 +71,28 @@ class Model:
             predict_timeout=predict_timeout,
             workers=workers,
         )
-        self.desk = Dispatcher("m", config, self, self.order, lambda _: None, world.clocks)
+        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None, world.clocks)
         self.world = world
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         self.world.ended(request, "")
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.world.ended(request, error.code)
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """Nothing is cut."""
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         """Nobody has room in its memory."""
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Nobody asks."""
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Nobody asks."""
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
+    def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         seat = self.world.seats.get(process)
         match order:
             case CancelPredict(number):

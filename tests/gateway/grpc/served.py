@@ -138,6 +138,6 @@ def served(identities: Authenticator = ANYBODY, *, tcp: bool = False, **settings
     """Serve within the block, with these settings of [gateway]."""
     with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
         address = "127.0.0.1:0" if tcp else f"unix:{directory}/grpc.sock"
-        config = dataclasses.replace(GatewayConfig(**settings), grpc_places=(addresses.parse(address),))
+        config = dataclasses.replace(GatewayConfig(**settings), grpc_addresses=(addresses.parse(address),))
         with Served(config, identities) as running:
             yield running

@@ -161,7 +161,7 @@ def test_what_values_become_is_counted() -> None:
     seats = AdmissionControl(1, 1000)
     content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
     with seats.admit(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        question(content, CALL._replace(seat=seat))
+        question(content, CALL._replace(permit=seat))
 
 
 def test_a_request_says_what_else_it_wants() -> None:
@@ -183,7 +183,7 @@ def test_a_request_says_what_else_it_wants() -> None:
 
 def test_a_call_whose_deadline_has_passed_asks_nothing() -> None:
     with pytest.raises(DeadlineExceeded):
-        question(request(), CALL._replace(left=0.0))
+        question(request(), CALL._replace(time_left_s=0.0))
 
 
 def test_memory_is_shared_with_callers_on_this_host_alone() -> None:
@@ -204,7 +204,7 @@ def test_memory_is_shared_with_callers_on_this_host_alone() -> None:
 )
 def test_a_request_takes_no_longer_than_its_call(own: int | None, left: float | None, expected: float | None) -> None:
     given_own = {} if own is None else {"timeout": {"int64_param": own}}
-    assert question(request(parameters=given_own), CALL._replace(left=left)).timeout == expected
+    assert question(request(parameters=given_own), CALL._replace(time_left_s=left)).timeout == expected
 
 
 RAW_AND_TYPED = [tensor("a"), tensor("b", contents={"fp32_contents": [1.0]})]

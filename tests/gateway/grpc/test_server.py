@@ -34,7 +34,7 @@ from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
-from .test_frames import frame
+from .test_http2_frames import frame
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 METHOD = "/inference.GRPCInferenceService/{}".format
@@ -645,7 +645,7 @@ def test_an_address_that_is_taken_is_told() -> None:
     with served() as first, pytest.raises(OSError, match=first.target), Served(first.gateway.config, KNOWN):
         pass
     with served(tcp=True) as first:
-        taken = dataclasses.replace(first.gateway.config, grpc_places=(addresses.parse(first.target),))
+        taken = dataclasses.replace(first.gateway.config, grpc_addresses=(addresses.parse(first.target),))
         with pytest.raises(OSError, match=first.target), Served(taken, KNOWN):
             pass
 

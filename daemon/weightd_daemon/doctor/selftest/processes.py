@@ -40,7 +40,7 @@ from weightd_protocol.messages.worker import (
     TryingSelfTest,
 )
 
-MessageT = TypeVar("M", bound=ChildMessage)
+MessageT = TypeVar("MessageT", bound=ChildMessage)
 
 _log = logging.getLogger("weightd.doctor")
 

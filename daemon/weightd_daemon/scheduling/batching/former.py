@@ -51,7 +51,7 @@ class BatchCandidates(NamedTuple):
     """
 
     requests: Iterable[Request]
-    count: int
+    request_count: int
     max_s: float = math.inf
 
 

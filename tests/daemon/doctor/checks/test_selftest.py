@@ -38,7 +38,7 @@ def free(mib: int) -> DeviceMemory:
 
 BUILT = Built("90", (X,), (X,), ({"x": (2,)},), CANARY, 1000 * MIB, "", free(30_000))
 ATTACHED = Attached(CANARY, 1000 * MIB, "", free(29_700))
-OTHER = replace(ATTACHED, canary="d" * 64)
+OTHER = replace(ATTACHED, selftest_digest="d" * 64)
 
 
 def trial(**changes: Any) -> SelfTestReport:
@@ -102,7 +102,12 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
         (BUILD, {"build": replace(BUILT, handle="", note="the library gave none")}, FAIL, "the library gave none"),
         (ATTACH, {"attach": NO_IMPORT}, FAIL, "virtual instance"),
         (ANSWER, {"attach": OTHER}, FAIL, "worker dddd"),
-        (ANSWER, {"build": replace(BUILT, canary="", canary_note="it dreams")}, FAIL, "no canary: it dreams: nothing "),
+        (
+            ANSWER,
+            {"build": replace(BUILT, selftest_digest="", selftest_note="it dreams")},
+            FAIL,
+            "no canary: it dreams: nothing ",
+        ),
         (MEMORY, {}, PASS, "31,000 MiB before"),
         (MEMORY, {}, PASS, "30,000 MiB after the build"),
         (MEMORY, {}, PASS, "29,700 MiB after the attach"),

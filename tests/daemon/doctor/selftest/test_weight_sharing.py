@@ -155,7 +155,7 @@ def test_a_list_that_does_not_grow() -> None:
 
 
 def test_the_same_question_before_and_after_the_death() -> None:
-    children = Scripted(Built=replace(BUILT, canary=""), Attached=replace(ATTACHED, canary=""))
+    children = Scripted(Built=replace(BUILT, selftest_digest=""), Attached=replace(ATTACHED, selftest_digest=""))
     result = weight_sharing.run_selftest(children, SelfTestSpec())
     first, second = [order for _, order in children.orders if isinstance(order, Predict)]
     assert first == second
@@ -179,7 +179,7 @@ def test_an_input_is_made_without_numpy() -> None:
     others = (("h", "FP16", (2,)), ("d", "FP64", ()), ("i", "INT64", (3,)), ("b", "BOOL", (5,)), ("u", "INT8", None))
     cases: tuple[SelfTestCase, ...] = ({"x": (2, 4), "u": (2, 2, 2)},)
     specs, frames = weight_sharing.make_inputs(
-        replace(BUILT, inputs=(X, *(TensorSignature(*each) for each in others)), canary_cases=cases)
+        replace(BUILT, inputs=(X, *(TensorSignature(*each) for each in others)), selftest_cases=cases)
     )
     assert [each.shape for each in specs] == [(2, 4), (2,), (), (3,), (5,), (2, 2, 2)]
     assert [each.nbytes for each in specs] == [len(frame) for frame in frames]

@@ -34,34 +34,34 @@ class Bench:
 
     def __init__(self, terms: BatchingPolicy | None = None) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, selftest_interval=1.0)
-        self.desk = Dispatcher("m", config, self, self.order, lambda _: None)
+        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None)
         self.answers: dict[int, str] = {}
         self.orders: list[tuple[str, ChildOrder]] = []
         self.now = 0.0
         self.groups = itertools.count(1)
         self.terms = terms or BatchingPolicy()
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = "answer"
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = f"{error.code}: {error}"
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         pass
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         pass
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         pass
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
+    def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         self.orders.append((process, order))
 
     def ask(self, number: int = 1, content: bytes = b"content", deadline: float = 1e9) -> Request:
