@@ -9,7 +9,7 @@ from pathlib import Path
 from weightd_daemon.platform import processes
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.processes.launchers.launcher import SurvivingProcess
-from weightd_daemon.processes.shim import process
+from weightd_daemon.processes.launchers.shim import process
 from weightd_daemon.processes.spec import ProcessSpec
 
 
