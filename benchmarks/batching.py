@@ -47,7 +47,7 @@ class Batching(Result):
         lone_ratio: p50 of a client that has one request under way: batching on by batching off, of the same processes,
             which are told by a reload: those of two models differ by more.
         rps: the requests/s of each side.
-        rows_of_job: how many requests ran together, in the mean.
+        rows_per_batch: how many requests ran together, in the mean.
         lone_p50_ms: p50 of the lone client.
         engine_gain: rows/s of one bare process of the engine that is given `max_rows` rows at once, by those of one
             that is given single rows, for each model.

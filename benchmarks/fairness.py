@@ -109,10 +109,10 @@ class Fairness(Result):
         tenants: whether A and B are told apart; else there is no table [tenants].
         p50_ratio_64: A has 64 requests in flight on the same model.
         p50_ratio_1000: 1,000.
-        refused: of so many requests of B (`asked`) while A fills the queue.
+        refused: of so many requests of B (`sent`) while A fills the queue.
         large_ratio: A has 8 in flight of 8 MiB each, on another model.
-        long_jobs: B's p99 while A has long jobs on every worker, by its p99 alone and one job of A's `max_rows`.
-        long_jobs_p99_s: this p99.
+        long_batches_ratio: B's p99 while A has long jobs on every worker, by its p99 alone and one job of A's `max_rows`.
+        long_batches_p99_s: this p99.
         poison: B's errors while A sends poison.
         poison_workers_lost: workers that were missing at once then, of three.
         storms: the largest ratio of those in `storm_ratios`, by what A sends as much of as it can.
@@ -1099,7 +1099,7 @@ def _failed(result: LoadResult) -> int:
 
 
 class _Watch:
-    """Looks how many workers of a model are READY, as long as the block lasts; `least` is the least that was seen."""
+    """Looks how many workers of a model are READY, as long as the block lasts; `min_ready` is the least that was seen."""
 
     def __init__(self, service: Service) -> None:
         self.min_ready = POISON_WORKERS

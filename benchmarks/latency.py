@@ -31,10 +31,10 @@ class Latency(Result):
 
     Attributes:
         p50_us: a request to weightd over `transport`, in the client, from array to array.
-        gate_p50_us: the same over ZeroMQ, through the gate.
+        proxy_p50_us: the same over ZeroMQ, through the gate.
         two_hop_p50_us: frames of the same sizes over ZeroMQ to a worker and back, with nothing done on the way.
         ratio: the first by the last.
-        gate_ratio: the second by the last.
+        proxy_ratio: the second by the last.
         bare_predict_us: what the engine alone takes of p50_us; the echo has no such part.
     """
 

@@ -49,7 +49,7 @@ class Ranks(Result):
     Attributes:
         added_ms: what a request takes longer than a predict of the bare group, which the ranks time themselves.
         predict_ms, request_ms: both of them.
-        again_ratio: from kill -9 of a rank to the next answer, by the bare group's start up to its first answer.
+        recovery_ratio: from kill -9 of a rank to the next answer, by the bare group's start up to its first answer.
         again_s, start_s: both of them.
         first_s: from the start of weightd to its first answer.
         memory_ratio: PSS of the daemon, its helpers, the ranks and the scheduler, by that of the bare group.

@@ -45,11 +45,11 @@ class Recovery(Result):
     built the model.
 
     Attributes:
-        back_ms: of each fault: milliseconds until as many workers as before are READY, without the struck ones.
+        recovery_ms: of each fault: milliseconds until as many workers as before are READY, without the struck ones.
         gap_ms: of each fault: the longest time in which no answer came.
         errors: of each fault: requests that ended in an error, by code, over all repeats.
         killed_worker_errors: those of "worker killed".
-        killed_worker_back_ms: likewise.
+        killed_worker_recovery_ms: likewise.
     """
 
     benchmark = "recovery"

@@ -64,7 +64,7 @@ class Rival(Result):
             the first correct answer.
         all_ready_s: likewise until every worker can answer.
         pss_mb: likewise, memory of all processes together after they have answered.
-        killed_back_ms: from the kill -9 of a worker under load until there are as many as before.
+        killed_recovery_ms: from the kill -9 of a worker under load until there are as many as before.
         killed_errors: requests that ended in an error, over all kills.
         killed_longest_ms: the longest that a request took meanwhile.
     """

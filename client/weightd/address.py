@@ -27,9 +27,9 @@ class Address(NamedTuple):
     """Where a daemon is looked for.
 
     Attributes:
-        given: the address, as it was given.
-        unix: the path of its unix socket, "" where it is not to be used.
-        zeromq: the address of its ZeroMQ socket, "" where it is not to be used.
+        text: the address, as it was given.
+        unix_path: the path of its unix socket, "" where it is not to be used.
+        zmq_address: the address of its ZeroMQ socket, "" where it is not to be used.
     """
 
     text: str
@@ -42,7 +42,7 @@ class NoDaemon(Unavailable):
 
     Args:
         path: the path of the socket.
-        why: what was found there.
+        reason: what was found there.
     """
 
     def __init__(self, path: str, why: str) -> None:
@@ -115,7 +115,7 @@ def check_reachable(address: str) -> None:
     would look like a slow daemon.
 
     Raises:
-        RequestError: as `knock`.
+        RequestError: as `connect_unix`.
     """
     path = ipc_path(address)
     if path:

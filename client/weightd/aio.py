@@ -346,7 +346,7 @@ class AsyncClient(Uncopied):
         return typed_inputs, deadline - time.monotonic()
 
     async def _with_retries(self, attempt: Callable[[Optional[float]], Awaitable[T]], timeout: Optional[float]) -> T:
-        """Return what `ask` does within so many seconds, by further attempts where those may help."""
+        """Return what `attempt` does within so many seconds, by further attempts where those may help."""
         if self._retry is None:
             return await attempt(timeout)
         attempts = Attempts(self._retry, self._resolve_timeout(timeout)[0])

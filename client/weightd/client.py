@@ -447,7 +447,7 @@ class Client(Uncopied):
         return Attempts(retry, self._resolve_timeout(timeout)[0])
 
     def _with_retries(self, attempt: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
-        """Return what `ask` does within so many seconds, by further attempts where those may help."""
+        """Return what `attempt` does within so many seconds, by further attempts where those may help."""
         return (
             attempt(timeout)
             if self._retry is None

@@ -32,11 +32,11 @@ class DaemonConnection(abc.ABC):
         transport: what it is made of.
         address: who is at the other end, for people.
         descriptors: readable when something may be received, has been sent or is lost.
-        takes_descriptors: whether a message may have some.
-        is_plain: whether there is one, a socket: readable as long as something can be received, and to be waited for
+        accepts_descriptors: whether a message may have some.
+        is_level_triggered: whether there is one, a socket: readable as long as something can be received, and to be waited for
             until it is writable where something is unsent. Else `is_idle` is to be asked before each wait.
         closed: whether it is of no use any more.
-        is_spoilt: whether it will be found lost, or was.
+        is_broken: whether it will be found lost, or was.
         unsent: how much waits until the daemon reads.
         sent: how much of what did not go at once is sent by now, in what `unsent` counts.
     """
@@ -64,7 +64,7 @@ class DaemonConnection(abc.ABC):
 
     @abc.abstractmethod
     def cork(self) -> None:
-        """Messages may be kept back until `let_go`: more come at once."""
+        """Messages may be kept back until `uncork`: more come at once."""
 
     @abc.abstractmethod
     def uncork(self) -> None:

@@ -17,8 +17,8 @@ class CurveKeys(NamedTuple):
     """The keys of a connection, in Z85.
 
     Attributes:
-        server: the public one of the daemon's listener.
-        secret: the client's own.
+        server_key: the public one of the daemon's listener.
+        secret_key: the client's own.
     """
 
     server_key: str

@@ -47,7 +47,7 @@ def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSigna
     Args:
         inputs: as they were given.
         model: its name, for people.
-        takes: its inputs.
+        signatures: its inputs.
 
     Raises:
         InvalidArgument: they have no names and the model has not one input; there is no input of a name; a list is
@@ -92,8 +92,8 @@ def as_array(description: str, value: Any, datatype: str) -> Any:
     and keeps it.
 
     Args:
-        place: what it is, for errors.
-        value: an instance of `PLAIN`.
+        description: what it is, for errors.
+        value: an instance of `UNTYPED_TYPES`.
         datatype: a name of the wire.
 
     Raises:

@@ -73,7 +73,7 @@ class PendingCall:
 
     Attributes:
         id: the request's id on the wire.
-        expects: the type of the message that answers it.
+        response_type: the type of the message that answers it.
         done: whether it has ended, in an answer or in an error.
         request: what an inference request asks, as its `infer` message has it; None for any other.
         lease: what is in shared memory of it.
@@ -93,7 +93,7 @@ class PendingCall:
         self._callbacks: List[Callable[[], None]] = []
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `hook` called once the call has ended: at once if it has."""
+        """Have `callback` called once the call has ended: at once if it has."""
         self._callbacks.append(callback)
         if self.done:
             self._run_callbacks()
@@ -145,7 +145,7 @@ class ClientCore:
 
     Attributes:
         calls: those that are under way, by id, and some of those that were given up: none where nothing can come.
-        sharing: where their tensors are.
+        shm_tensors: where their tensors are.
 
     Args:
         tenant: for whom it is asked, if that is another than who asks; changes are always asked for by that one.
@@ -181,7 +181,7 @@ class ClientCore:
         """Return an inference request and its frames.
 
         Raises:
-            Untyped: `typed` has to make arrays of `inputs` first.
+            Untyped: `typed_inputs` has to make arrays of `inputs` first.
             InvalidArgument: an argument is not what it has to be; an array has no datatype on the wire, or is too large
                 for it; names or shapes do not fit into a header.
         """

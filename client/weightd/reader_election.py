@@ -18,7 +18,7 @@ class Waiter:
     """A thread that waits for `call`, while another one reads.
 
     Attributes:
-        reads: whether it is its turn to read now.
+        is_reader: whether it is its turn to read now.
         thread: which it is.
     """
 
@@ -33,7 +33,7 @@ class Waiter:
 
     @property
     def is_awake(self) -> bool:
-        """Whether `sleep` would return at once."""
+        """Whether `wait` would return at once."""
         return not self._lock.locked()
 
     def wait(self, seconds: float) -> None:
@@ -49,16 +49,16 @@ class Waiter:
 
 
 class ReaderElection:
-    """Gives the right to read to one thread at a time. Whoever has it calls `leave` in the end.
+    """Gives the right to read to one thread at a time. Whoever has it calls `step_down` in the end.
 
     Who is alone needs no lock for that: the right is taken in one step, with the name of who has it.
 
     Args:
-        thread: tells which one calls; by default `threading.get_ident`.
+        current_thread: tells which one calls; by default `threading.get_ident`.
 
     Attributes:
         reader: the thread that has the right, under the one key that there is; empty where none has.
-        stuck: how many wait for something else than an answer, and have to know when somebody leaves.
+        blocked_count: how many wait for something else than an answer, and have to know when somebody leaves.
     """
 
     def __init__(self, current_thread: Optional[Callable[[], int]] = None) -> None:
@@ -71,7 +71,7 @@ class ReaderElection:
         self._waiters: List[Waiter] = []
 
     def try_read(self, *, reentrant: bool = True) -> bool:
-        """Return whether it is the caller who reads, from now on; not `again`: and has not done so before."""
+        """Return whether it is the caller who reads, from now on; not `reentrant`: and has not done so before."""
         thread = self._current_thread()
         return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
 

@@ -68,7 +68,7 @@ class Attempts:
         retry: how often, and when.
         seconds: that the call may take.
         clock: tells the time in seconds.
-        chance: gives a number from 0 to 1, another one each time.
+        random_fraction: gives a number from 0 to 1, another one each time.
     """
 
     def __init__(

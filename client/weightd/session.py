@@ -64,12 +64,12 @@ class ClientSession:
     Attributes:
         address: where the daemon is looked for; of several, the one that is being tried, or was tried last.
         timeout: seconds that a call waits unless it says otherwise.
-        patience: what `patience_of` returns of them.
+        default_timeout_and_grace: what `resolve_timeout` returns of them.
         core: knows the calls.
         connection: the one there is, or the last one: then it is closed.
         closed: whether the user has closed it.
-        is_foreign: whether this process was forked from the one that made it.
-        verdict: why the daemon has ended the last connection, if it has said that.
+        is_forked_copy: whether this process was forked from the one that made it.
+        protocol_error: why the daemon has ended the last connection, if it has said that.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class ClientSession:
 
 
 def extended_deadline(started_at: float, deadline: float) -> Optional[float]:
-    """Return a later deadline for a wait since `began` that has ended without an answer; None if it was long enough.
+    """Return a later deadline for a wait since `started_at` that has ended without an answer; None if it was long enough.
 
     If this process was stopped beyond the deadline, the answer may have come in time and wait in the socket.
     """

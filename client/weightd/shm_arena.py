@@ -42,8 +42,8 @@ class MemfdRegion:
     Attributes:
         descriptor: of it, open as long as this is.
         nbytes: its size.
-        begin: its address in this process.
-        returned: parts that are not needed any more, with their sizes. They are given back by whoever cuts next, and
+        start_address: its address in this process.
+        returned_blocks: parts that are not needed any more, with their sizes. They are given back by whoever cuts next, and
             not where the last view goes: that may be anywhere, in the middle of a `take` too.
     """
 
@@ -137,7 +137,7 @@ class ShmArena:
     """The regions of one client. May be used by several threads.
 
     Args:
-        most_bytes: of all regions together.
+        max_bytes: of all regions together.
 
     Attributes:
         regions: all that there are; another tuple where those are others.

@@ -60,11 +60,11 @@ class Lease(NamedTuple):
         epoch: of the connection that it is for.
         arrays: the inputs, as the caller has them.
         out: arrays for outputs, by name.
-        in_frames: inputs that are nowhere else.
-        inputs: those that are.
+        framed_inputs: inputs that are nowhere else.
+        shared_inputs: those that are.
         copies: where these were copied to.
-        rooms: for outputs, by their position.
-        named: the same, as the request names them.
+        output_buffers: for outputs, by their position.
+        shared_outputs: the same, as the request names them.
     """
 
     epoch: int
@@ -87,9 +87,9 @@ class ShmTensors:
 
     Attributes:
         arena: where the memory is from.
-        settled: the regions of which there is nothing to say; None where that may change at any time.
+        announced_regions: the regions of which there is nothing to say; None where that may change at any time.
         leases: of requests that have not ended, or whose memory a worker may still write to, by id.
-        large: of requests that are answered with large outputs, by the identity of their description: with itself, so
+        large_outputs: of requests that are answered with large outputs, by the identity of their description: with itself, so
             that it stays its own, the description of the answer, and position, name and bytes of each large output.
     """
 
@@ -131,7 +131,7 @@ class ShmTensors:
     def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[MemfdRegion]]]:
         """Return what is to be said before the next request, each with the region whose descriptor goes with it.
 
-        Nothing, where the arena's regions are those that are `settled`.
+        Nothing, where the arena's regions are those that are `announced_regions`.
         """
         regions = self.arena.regions
         if not self._can_share or regions is self.announced_regions:
@@ -262,7 +262,7 @@ class ShmTensors:
         return True
 
     def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, UserBuffer]]:
-        """Room for an output, where the caller wants it if that is possible: in an array that is `given`, or None."""
+        """Room for an output, where the caller wants it if that is possible: in an array that is `user_array`, or None."""
         found = None if user_array is None or not user_array.flags.c_contiguous else self.arena.find(user_array)
         buffer = self.arena.take(nbytes) if found is None else UserBuffer(user_array, *found)
         if buffer is not None and buffer.nbytes:

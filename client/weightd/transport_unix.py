@@ -15,7 +15,7 @@ from weightd_protocol.framing import FrameReader, Message
 
 
 class UnixConnection(DaemonConnection):
-    """A connected socket. Made by `connecting`."""
+    """A connected socket. Made by `connect_steps`."""
 
     transport = "unix"
     is_level_triggered = True

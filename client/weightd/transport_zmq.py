@@ -73,7 +73,7 @@ os.register_at_fork(after_in_child=_contexts.reset)
 
 
 class ZeroMqConnection(DaemonConnection):
-    """A DEALER socket. Made by `connecting`; before, it is not connected."""
+    """A DEALER socket. Made by `connect_steps`; before, it is not connected."""
 
     transport = "zmq"
     is_level_triggered = False

@@ -30,7 +30,7 @@ class Waker:
                     os.write(self._write, b"\0")
 
     def make_poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> Any:
-        """Return what `sleep` takes: waits until one can be read from or, if so, the first one be written to."""
+        """Return what `wait` takes: waits until one can be read from or, if so, the first one be written to."""
         poller = new_poller((*descriptors, self._read))
         if to_write:
             poller.modify(descriptors[0], READ | WRITE)

@@ -32,7 +32,7 @@ class Body:
 
     Args:
         receive: of ASGI.
-        patience: seconds in which all of it has to come.
+        timeout_s: seconds in which all of it has to come.
     """
 
     def __init__(self, receive: Receive, timeout_s: float) -> None:
@@ -107,7 +107,7 @@ class AsgiRequest:
     Args:
         scope: of ASGI, of type http.
         receive: of ASGI.
-        patience: seconds in which its body has to come.
+        timeout_s: seconds in which its body has to come.
 
     Attributes:
         method: as Request.

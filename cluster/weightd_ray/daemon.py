@@ -72,7 +72,7 @@ class EmbeddedDaemon:
     Args:
         base: the directory for the files of replicas.
         models: the tables of its configuration.
-        starts: is called when it starts, and each time that it starts again.
+        on_start: is called when it starts, and each time that it starts again.
     """
 
     def __init__(self, base: Path, models: Mapping[str, Table], on_start: Callable[[], None]) -> None:

@@ -78,7 +78,7 @@ class DaemonSupervisor:
 
     Args:
         start: returns a new daemon.
-        ended: a descriptor that becomes readable, or ends, when that is so.
+        stop_fds: a descriptor that becomes readable, or ends, when that is so.
         report: tells the replica.
     """
 

@@ -70,7 +70,7 @@ class CachedModel:
 
     Args:
         path: of the model's own file.
-        held: the descriptor of the lock.
+        lock_fd: the descriptor of the lock.
 
     Attributes:
         path: as above.

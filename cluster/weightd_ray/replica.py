@@ -56,7 +56,7 @@ class _CheckedDaemonClient(DaemonClient):
         check: raises Unavailable as long as that is so.
         address: as Service.
         timeout: likewise.
-        seats: likewise.
+        admission: likewise.
     """
 
     def __init__(self, check: Callable[[], None], address: str, timeout: float, admission: AdmissionControl) -> None:

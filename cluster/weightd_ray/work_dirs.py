@@ -28,7 +28,7 @@ class WorkDir(NamedTuple):
 
     Attributes:
         path: of it.
-        held: a descriptor; as long as a process has it, nobody removes the directory.
+        lock_fd: a descriptor; as long as a process has it, nobody removes the directory.
     """
 
     path: Path

@@ -11,7 +11,7 @@ EXIT_USAGE = 64
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that ends with `USAGE`; so do those of its commands."""
+    """An argument parser that ends with `EXIT_USAGE`; so do those of its commands."""
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and end."""

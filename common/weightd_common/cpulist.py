@@ -26,7 +26,7 @@ def parse_cpulist(text: str) -> FrozenSet[int]:
 
 
 def format_cpulist(cores: Collection[int]) -> str:
-    """Return the list that `parse` reads, in its shortest form."""
+    """Return the list that `parse_cpulist` reads, in its shortest form."""
     ranges: List[List[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][-1] + 1:

@@ -84,7 +84,7 @@ def _daemon_samples(
 def _model_samples(
     value: Callable[[ModelMetrics], Optional[Number]], *, is_public: bool = False
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of a family with the label `model`; `is_everyones`: those that may not see others are told it, too."""
+    """Samples of a family with the label `model`; `is_public`: those that may not see others are told it, too."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for model in response.models if is_public or _is_complete(response) else ():

@@ -9,8 +9,8 @@ def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> st
     """Return "43 %, about 20 s left", or as much of it as is known, "" for nothing.
 
     Args:
-        done: from 0 to 1; None if nobody knows. What is not over is never told as 100 %.
-        left_s: seconds; None likewise.
+        fraction: from 0 to 1; None if nobody knows. What is not over is never told as 100 %.
+        remaining_s: seconds; None likewise.
     """
     parts = [] if fraction is None else [f"{percent(fraction)} %"]
     if remaining_s is not None:

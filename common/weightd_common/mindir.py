@@ -58,7 +58,7 @@ class MindIr(NamedTuple):
     """What a file says. Of an absurd number of tensors, one more than there may be.
 
     Attributes:
-        exported: MindSpore itself has written it, not the Converter.
+        is_mindspore_export: MindSpore itself has written it, not the Converter.
     """
 
     inputs: Tuple[MindIrTensor, ...]

@@ -12,7 +12,7 @@ class GroupMember(NamedTuple):
 
     Attributes:
         model: the path of its snapshot; two that are to share weights have one.
-        pinned: its identity and digest, by which it is not read again.
+        pinned_identity: its identity and digest, by which it is not read again.
         options: of the engine, as JSON.
         sample: an .npz of inputs to prove it by, or "".
         tolerance: how far apart answers to these may be.
@@ -29,7 +29,7 @@ class GroupMembers(NamedTuple):
     """The models of a process, in their order.
 
     Attributes:
-        share: what they have in common: "workspace", "weights" or "both".
+        sharing: what they have in common: "workspace", "weights" or "both".
         models: which they are.
     """
 

@@ -59,7 +59,7 @@ class ModelFile(NamedTuple):
         name: relative to the model's directory.
         path: where it is.
         nbytes: its size.
-        identity: another one when it was written or replaced: device, inode, and the times of its last change, of
+        files_identity: another one when it was written or replaced: device, inode, and the times of its last change, of
             which nobody but the kernel sets the second.
     """
 
@@ -79,7 +79,7 @@ class OpenModel:
 
     Args:
         path: of the model file.
-        own: it is a copy that the daemon has made: nobody else has named what is there.
+        is_own_copy: it is a copy that the daemon has made: nobody else has named what is there.
         grant: the right by which the path was named.
 
     Attributes:
@@ -214,7 +214,7 @@ def model_files(path: Path, *, is_own_copy: bool = False) -> List[ModelFile]:
     """Return the files of the model at `path`.
 
     Raises:
-        ModelFileError: as `Model`, of which `own` is known, too.
+        ModelFileError: as `OpenModel`, of which `is_own_copy` is known, too.
     """
     with OpenModel(path, is_own_copy=is_own_copy) as model:
         return model.files
@@ -241,7 +241,7 @@ def digest(path: Path, *, is_own_copy: bool = False) -> str:
     `sha256sum` prints for them, in the order of `model_files`.
 
     Raises:
-        ModelFileError: as `Model`, of which `own` is known, too.
+        ModelFileError: as `OpenModel`, of which `is_own_copy` is known, too.
     """
     with OpenModel(path, is_own_copy=is_own_copy) as model:
         return combine_digests(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
@@ -265,10 +265,10 @@ def pinned_digest(path: Path, pinned_identity: str) -> str:
 
     Args:
         path: of the copy.
-        pinned: its `identity` when it was made, a colon, and its digest; or "".
+        pinned_identity: its `files_identity` when it was made, a colon, and its digest; or "".
 
     Raises:
-        ModelFileError: as `Model`.
+        ModelFileError: as `OpenModel`.
     """
     expected, _, sha256 = pinned_identity.partition(":")
     if sha256 and files_identity(model_files(path, is_own_copy=True)) == expected:

@@ -42,7 +42,7 @@ def raise_score(role: str, file: Path = _FILE, *, daemon_score: Optional[int] = 
     Args:
         role: a key of ABOVE_DAEMON.
         file: where the score is.
-        daemons: the daemon's score; None: it is what this process has. One that was forked may have a raised one.
+        daemon_score: the daemon's score; None: it is what this process has. One that was forked may have a raised one.
     """
     score = current_score(file) if daemon_score is None else daemon_score
     if score is None:

@@ -32,7 +32,7 @@ def die_with_named_parent(words: Sequence[str]) -> None:
     Imports take a second in which a process may be stopped; one that has not asked for this outlives its parent then.
 
     Raises:
-        SystemExit: as `die_with`.
+        SystemExit: as `die_with_parent`.
     """
     parent_pids = [after for word, after in zip(words, words[1:]) if word == "--parent" and after.isdigit()]
     if parent_pids:

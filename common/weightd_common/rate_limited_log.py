@@ -14,7 +14,7 @@ class RateLimitedLog:
     """Says when something is to be told of somebody: at once, and then no more often than each so many seconds.
 
     Args:
-        seconds: between two lines about one.
+        interval_s: between two lines about one.
     """
 
     def __init__(self, interval_s: float) -> None:

@@ -12,12 +12,12 @@ class RendezvousInfo(NamedTuple):
     Attributes:
         rank: which one it is; that of a broker is -1.
         size: how many ranks there are.
-        connect_timeout: seconds within which all have to find each other.
-        exec_timeout: seconds for which a rank waits for another one in a predict.
-        reply: the rank whose outputs are the answer; None: those of all are joined.
+        connect_timeout_s: seconds within which all have to find each other.
+        exec_timeout_s: seconds for which a rank waits for another one in a predict.
+        reply_rank: the rank whose outputs are the answer; None: those of all are joined.
         host: where the broker listens.
         port: likewise; 0 where there is no broker.
-        table: the path of the rank table, or "".
+        rank_table: the path of the rank table, or "".
         group_info: the path of the groups of ranks within the model, or "".
         buffer_mib: of communication on a card, for each of those groups; 0 where there is no card.
         cores: on which it stays once it serves; "": on those that it has.

@@ -102,7 +102,7 @@ class SafePathWalker:
     """Walks paths. To be closed: it keeps the directories open.
 
     Args:
-        trusting: the files are the daemon's own, nobody else has named them: authors are not asked for.
+        is_trusting: the files are the daemon's own, nobody else has named them: authors are not asked for.
         grant: the right by which the first path is named.
     """
 
@@ -130,7 +130,7 @@ class SafePathWalker:
         opened from now on has to lie in that directory.
 
         Raises:
-            OSError, ValueError: as `open`.
+            OSError, ValueError: as `open_file`.
         """
         grant_directory = self._grant.directory_of(path)
         if grant_directory:
@@ -141,10 +141,10 @@ class SafePathWalker:
         return (self.root() if uid is None else self.root().with_authors(uid)), path
 
     def open_directory(self, start: DirHandle, path: str) -> DirHandle:
-        """Return the directory at `path`, seen from `start`.
+        """Return the directory at `path`, seen from `starting_directory`.
 
         Raises:
-            OSError, NotTheirs, ValueError: as `open`.
+            OSError, NotTheirs, ValueError: as `open_file`.
         """
         directory, name, _ = self._walk(start, path)
         if name:
@@ -152,11 +152,11 @@ class SafePathWalker:
         return directory
 
     def open_file(self, start: DirHandle, path: str) -> Tuple[BinaryIO, DirHandle]:
-        """Open the regular file at `path`, seen from `start`; return it and the directory in which it really is.
+        """Open the regular file at `path`, seen from `starting_directory`; return it and the directory in which it really is.
 
         Raises:
             OSError: there is none, or it is something else, or it cannot be read.
-            NotTheirs: an author may not read it.
+            AccessDenied: an author may not read it.
             ValueError: the path holds a NUL.
         """
         directory, name, descriptor = self._walk(start, path)

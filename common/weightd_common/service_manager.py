@@ -28,7 +28,7 @@ def send(address: str, message: str, descriptors: Sequence[int] = (), timeout_s:
         address: that of the environment variable NOTIFY_SOCKET.
         message: assignments, a line each.
         descriptors: it gets duplicates of them.
-        patience: seconds to wait where its queue is full.
+        timeout_s: seconds to wait where its queue is full.
 
     Raises:
         BlockingIOError: its queue has been full for so long.

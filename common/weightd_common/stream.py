@@ -43,8 +43,8 @@ class Stream:
 
     Args:
         connection: connected; this object owns it.
-        incoming: finds messages in what comes.
-        takes_descriptors: whether the peer may send some; the kernel closes those that nobody takes.
+        frame_reader: finds messages in what comes.
+        accepts_descriptors: whether the peer may send some; the kernel closes those that nobody takes.
 
     Attributes:
         descriptors: that have come and were not taken yet, in their order; whoever takes one owns it.
@@ -109,7 +109,7 @@ class Stream:
         return False
 
     def cork(self) -> None:
-        """Keep small messages back until `let_go`, so that they go with one call of the kernel."""
+        """Keep small messages back until `uncork`, so that they go with one call of the kernel."""
         if self._corked is None:
             self._corked = []
 

@@ -33,7 +33,7 @@ _send: Callable[..., object] = zmq.backend.Socket.send
 def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes: float = ZERO_COPY_BYTES) -> None:
     """Send a message: all of it or, where it raises `zmq.ZMQError`, nothing.
 
-    Frames of `copied_below` bytes and more are not copied: they are kept alive until they are written, and must not be
+    Frames of `copy_below_bytes` bytes and more are not copied: they are kept alive until they are written, and must not be
     changed before. Received frames are never copied.
     """
     more = flags | _SNDMORE
@@ -87,7 +87,7 @@ def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
 def receive_first_frames(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
     """Return the first frames of the next message, one more than it may have: it is refused for that, not kept.
 
-    If the last of them has `more` to come, `skip` that before anything else is read.
+    If the last of them has `more` to come, `skip_frames` that before anything else is read.
 
     Raises:
         zmq.ZMQError: there is none.

@@ -74,9 +74,9 @@ class EventBatch(NamedTuple):
 
     Attributes:
         events: the oldest first.
-        last: what to ask after next.
+        last_number: what to ask after next.
         missed: how many it has forgotten.
-        some: whether it remembers any, those before `--since` included.
+        has_events: whether it remembers any, those before `--since` included.
     """
 
     events: Deque[Event]

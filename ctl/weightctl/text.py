@@ -86,7 +86,7 @@ def table(rows: Sequence[Sequence[str]], left_columns: int, indent: str) -> List
 
     Args:
         rows: the cells, the heading first; each row as long as the others.
-        left: how many columns are flush left; the others hold numbers.
+        left_columns: how many columns are flush left; the others hold numbers.
         indent: what each line starts with.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]

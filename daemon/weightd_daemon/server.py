@@ -558,7 +558,7 @@ class Server:
             self._request_router.reply_reloaded(client, ReloadResponse(request_id, *outcome))
 
     def _request_reload(self, on_done: Callable[[ConfigDiff | RequestError], object]) -> None:
-        """Have the configuration file read again; call `on_end` once it is in force, or refused.
+        """Have the configuration file read again; call `on_done` once it is in force, or refused.
 
         Raises:
             RequestError: nothing has changed.

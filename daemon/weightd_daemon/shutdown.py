@@ -39,7 +39,7 @@ class Shutdown:
     """Where one daemon is in `SHUTDOWN`.
 
     Attributes:
-        begun: whether no new request is taken.
+        has_begun: whether no new request is taken.
     """
 
     def __init__(self) -> None:

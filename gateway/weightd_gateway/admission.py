@@ -14,7 +14,7 @@ class PeerAdmission:
     """Decides on new connections; a decision takes the same time for any number of peers.
 
     Args:
-        most: connections in all. A peer may have at most three times as many as it leaves to others.
+        max_connections: connections in all. A peer may have at most three times as many as it leaves to others.
         rate: new connections a second of one peer; 0 for no limit. A peer that opened none for a while may open those
             of `BURST_S` seconds at once.
     """

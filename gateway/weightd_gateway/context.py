@@ -20,10 +20,10 @@ class Gateway:
 
     Attributes:
         config: as the file says.
-        identities: who is who, now: a reload has others.
-        service: the daemon.
+        authenticator: who is who, now: a reload has others.
+        daemon_client: the daemon.
         regions: memory that callers share.
-        helpers: the processes that parse and render many values.
+        parsers: the processes that parse and render many values.
         sockets: on which a service manager listens for HTTP.
         handshakes: TLS handshakes under way.
     """

@@ -31,7 +31,7 @@ class DaemonClient:
     Args:
         address: of the daemon; None: where `weightctl` looks.
         timeout: seconds that a question takes at most which says nothing of that itself.
-        seats: one is to be had by each request before anything of it is kept.
+        admission: one is to be had by each request before anything of it is kept.
     """
 
     def __init__(self, address: str | None, timeout: float, seats: AdmissionControl) -> None:

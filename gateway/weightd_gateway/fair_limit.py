@@ -16,10 +16,10 @@ class FairLimit:
     Tenants are told apart, and those who ask for the gateway itself by their names; None is whoever asks.
 
     Args:
-        most: places.
+        limit: places.
 
     Attributes:
-        taken: how many are somebody's.
+        in_use: how many are somebody's.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,7 +30,7 @@ class FairLimit:
     def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
         """Have so many more, if they are to be had; return whether they were.
 
-        The first of a caller are if any are, and those that come to `own`, which are all that it has.
+        The first of a caller are if any are, and those that come to `held`, which are all that it has.
         """
         free = self._limit - self.in_use - count
         if free < 0:

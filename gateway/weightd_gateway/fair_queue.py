@@ -22,7 +22,7 @@ class PipelinedStarter:
     """Begins requests that were sent ahead one by one, in turns between peers, with passes for other work in between.
 
     Args:
-        later: calls a function in the next pass of the loop.
+        call_soon: calls a function in the next pass of the loop.
     """
 
     def __init__(self, call_soon: Callable[[Work], object]) -> None:
@@ -59,11 +59,11 @@ class FairRunner:
     """Runs pieces of work at once while the pass of the loop has time left, and queues them by peer otherwise.
 
     Args:
-        later: calls a function in the next pass of the loop.
+        call_soon: calls a function in the next pass of the loop.
         clock: tells the time in seconds.
 
     Attributes:
-        ahead: begins requests that were sent ahead.
+        pipelined: begins requests that were sent ahead.
     """
 
     def __init__(self, call_soon: Callable[[Work], object], clock: Callable[[], float]) -> None:
@@ -108,10 +108,10 @@ class FairRunner:
 
 
 class ParseChunk:
-    """How many bytes of a connection are parsed at once: those that take no longer than `PIECE_S`.
+    """How many bytes of a connection are parsed at once: those that take no longer than `CHUNK_S`.
 
     Attributes:
-        size: of the next piece.
+        size_bytes: of the next piece.
     """
 
     MIN_BYTES = 2 * 1024

@@ -18,11 +18,11 @@ class AdmissionControl:
     """Requests that are received or answered.
 
     Args:
-        most: of them; how many each caller may have of that is for `Shares` to say, as of the bytes.
-        most_bytes: of all of them.
+        max_requests: of them; how many each caller may have of that is for `Shares` to say, as of the bytes.
+        max_bytes: of all of them.
 
     Attributes:
-        most: as above.
+        max_requests: as above.
     """
 
     def __init__(self, most: int, max_bytes: int) -> None:
@@ -73,8 +73,8 @@ class Permit:
     """A request that is under way.
 
     Args:
-        shares: of bytes.
-        most: bytes.
+        byte_limit: of bytes.
+        max_bytes: bytes.
         caller: whose request it is.
     """
 

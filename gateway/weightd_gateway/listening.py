@@ -54,8 +54,8 @@ class GatewayAcceptor:
         listener: listens; it is closed by `close`.
         admission: of the protocol.
         peers: identifies peers.
-        admit: is given each connection that is admitted. It has to have `admission.leaves` called at the end.
-        refusal: returns what a client receives whose connection is refused, from the reason; None: nothing.
+        on_connection: is given each connection that is admitted. It has to have `admission.leaves` called at the end.
+        refusal_response: returns what a client receives whose connection is refused, from the reason; None: nothing.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ def statistics(metrics: MetricsResponse, model: str = "") -> View:
 
 
 def repository_index(metrics: MetricsResponse, *, only_ready: bool = False) -> list[View]:
-    """Return the models that there are; `ready`: those that can answer."""
+    """Return the models that there are; `only_ready`: those that can answer."""
     return [
         {"name": each.name, "version": VERSION, "state": state_of(each), "reason": "" if each.ready else each.state}
         for each in metrics.models

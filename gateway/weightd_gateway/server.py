@@ -28,7 +28,7 @@ class GatewayServer:
         path: of the configuration, which SIGHUP has read again.
         config: what it said.
         gateway: what the fronts share; a reload has other identities in it.
-        fronts: the protocols.
+        frontends: the protocols.
         manager: the service manager.
     """
 

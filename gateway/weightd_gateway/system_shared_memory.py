@@ -45,7 +45,7 @@ class RegisteredRegion:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill `into` with what is there now.
+        """Fill `buffer` with what is there now.
 
         Raises:
             InvalidArgument: the file has become shorter.

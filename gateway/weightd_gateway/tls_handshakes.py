@@ -47,7 +47,7 @@ class FairThrottle:
 
     Args:
         share: part of the time that the pieces may take.
-        later: calls a function after so many seconds.
+        call_later: calls a function after so many seconds.
         clock: tells the time in seconds.
     """
 
@@ -83,7 +83,7 @@ class HandshakeSlots:
     """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
 
     Args:
-        most: places; how many each peer may have of that is for `Shares` to say.
+        limit: places; how many each peer may have of that is for `Shares` to say.
     """
 
     def __init__(self, limit: int) -> None:
@@ -91,7 +91,7 @@ class HandshakeSlots:
         self._waiting: dict[str | None, deque[Work]] = {}
 
     def take(self, key: str | None, begin: Work) -> None:
-        """Call a function when there is a place: now, or within `give` for another one."""
+        """Call a function when there is a place: now, or within `release` for another one."""
         if key not in self._waiting and self._limit.take(key):
             begin()
         else:
@@ -119,8 +119,8 @@ class Handshakes:
     """The TLS handshakes of all connections of this process.
 
     Args:
-        most: connections whose handshake is not complete.
-        most_begun: of them, those whose handshake has begun.
+        max_handshakes: connections whose handshake is not complete.
+        max_started: of them, those whose handshake has begun.
     """
 
     def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
@@ -149,8 +149,8 @@ class Handshakes:
             connection: a connected socket. It is closed where the handshake fails.
             peer: the other end.
             context: of the server.
-            patience: seconds until the handshake has to be complete.
-            make: returns the protocol; called after the handshake.
+            timeout_s: seconds until the handshake has to be complete.
+            protocol_factory: returns the protocol; called after the handshake.
 
         Raises:
             OSError: the handshake fails, or the peer has as many under way as it may have.
@@ -232,7 +232,7 @@ class _ThrottledProtocol(asyncio.Protocol):
         raw: the transport of the socket.
         inner: asyncio's protocol for TLS.
         connection: the socket.
-        run: runs work when it is the peer's turn.
+        run_fairly: runs work when it is the peer's turn.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
 
 
 def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
-    """Return what `read` does, of a text.
+    """Return what `read_tokens` does, of a text.
 
     Raises:
         TokenFileError: a line is wrong.

@@ -73,8 +73,8 @@ class Decoder(Generic[M]):
     Args:
         table: tag to type of the messages that the peer may send; one of these has a description.
         max_bytes: the largest header frame to accept.
-        most: descriptions that are known at a time, and rests of envelopes with one of them.
-        items_for: called with the sender and the front of a long description (`preview.front`) that is not known;
+        max_cached: descriptions that are known at a time, and rests of envelopes with one of them.
+        max_items_for: called with the sender and the front of a long description (`preview.front`) that is not known;
             returns the largest number of items that it may have, None for as many as the wire allows, or raises why the
             message is refused without a look at the rest of it.
     """
@@ -107,7 +107,7 @@ class Decoder(Generic[M]):
 
         Args:
             frames: header and tensors.
-            sender: is passed to `items_for`.
+            sender: is passed to `max_items_for`.
 
         Raises:
             RemoteProtocolError: the frames are not such a message.
@@ -235,7 +235,7 @@ def _decode(
     max_bytes: int,
     max_description_items: Optional[int],
 ) -> M:
-    """The message, whatever its form; `known` is its description, if that is known."""
+    """The message, whatever its form; `known_description` is its description, if that is known."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
     # Of fields that are passed over there may be any number.

@@ -40,8 +40,8 @@ class EnvelopeSplitter(NamedTuple):
 
     Attributes:
         field: the name of the number or the id.
-        apart: what returns that and the rest of an envelope, which is empty where it has no such form.
-        head: what the rest begins with: the type, up to the number or the id, without the number of fields.
+        split: what returns that and the rest of an envelope, which is empty where it has no such form.
+        type_prefix: what the rest begins with: the type, up to the number or the id, without the number of fields.
     """
 
     field: str

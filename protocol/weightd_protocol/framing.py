@@ -90,12 +90,12 @@ class FrameReader:
         max_frame_bytes: whoever announces more has broken the framing.
         admit: called with the bytes of a message that has begun and does not come at once; where it returns False,
             nothing but the header is kept.
-        most: messages that are given at once. Others that have come wait as the bytes that they are.
+        max_messages: messages that are given at once. Others that have come wait as the bytes that they are.
 
     Attributes:
-        is_behind: whether some do, perhaps: `receive` gives them, of no more bytes too.
-        announced: bytes of the message under way that were admitted; 0 where none is, or it is dropped.
-        missing: bytes of the frame under way that are still to come; 0 where none is.
+        is_backlogged: whether some do, perhaps: `receive` gives them, of no more bytes too.
+        admitted_bytes: bytes of the message under way that were admitted; 0 where none is, or it is dropped.
+        missing_bytes: bytes of the frame under way that are still to come; 0 where none is.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class FrameReader:
         return not (self._lengths or self._unparsed)
 
     def read_buffer(self) -> memoryview:
-        """Return where the next bytes are best read to, if LARGE_BYTES of a frame or more are `missing`.
+        """Return where the next bytes are best read to, if LARGE_BYTES of a frame or more are `missing_bytes`.
 
-        What was read there is told to `filled`. Else `receive` takes them.
+        What was read there is told to `on_filled`. Else `receive` takes them.
         """
         if self._buffer is None:
             return _DISCARD_BUFFER[: self.missing_bytes]
         return memoryview(self._buffer)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> List[Message]:
-        """So many bytes were read to `target`: return the message that they complete, if they do."""
+        """So many bytes were read to `read_buffer`: return the message that they complete, if they do."""
         messages: List[Message] = []
         self.missing_bytes -= count
         if not self.missing_bytes:

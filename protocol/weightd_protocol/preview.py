@@ -59,8 +59,8 @@ def find_problem(frame: Any, max_items: int) -> str:
 
     Args:
         frame: its first value is looked at. A frame that is cut short, or is not msgpack, is left to msgpack, which
-            fails after no more items than `most`.
-        most: the largest number of items that it may have or announce.
+            fails after no more items than `max_items`.
+        max_items: the largest number of items that it may have or announce.
     """
     if len(frame) <= SHORT_BYTES:
         return ""

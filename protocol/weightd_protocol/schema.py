@@ -368,12 +368,12 @@ def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
 
 
 def max_record_items(cls: Type[Any]) -> int:
-    """Return the largest number of items that a legal map of a `cls` has, see `Kind`."""
+    """Return the largest number of items that a legal map of a `cls` has, see `FieldType`."""
     return (_KINDS.get(cls) or _cache_kind(cls)).items
 
 
 def plain(message: object) -> Dict[str, Any]:
-    """Return `message` as a map of what msgpack can pack; a field that is None, or `left_out`, is not there.
+    """Return `message` as a map of what msgpack can pack; a field that is None, or `omit_default`, is not there.
 
     Raises:
         FieldError: a value is not what its field allows; the text names the field.

@@ -2,7 +2,7 @@
 
     python -m tests.chaos.client JSON
 
-The JSON is that of `Orders`. It ends when its stdin does, or after as many requests as it was ordered to send; before
+The JSON is that of `ClientPlan`. It ends when its stdin does, or after as many requests as it was ordered to send; before
 that, each request that it has sent must have ended. Each line that it writes is a JSON object with one key: "incident",
 "totals" or "problems"; the last is written once, as the last line.
 """

@@ -51,7 +51,7 @@ class WorkerConnection:
         """Return the messages that have come, those of the lane first; None when another daemon is there.
 
         Args:
-            timeout: seconds to wait for one of the two, -1 for any time; if nothing comes, no message is returned.
+            timeout_s: seconds to wait for one of the two, -1 for any time; if nothing comes, no message is returned.
         """
         messages: List[Frames] = []
         is_woken = False

@@ -81,9 +81,9 @@ def run(
 
     Args:
         arguments: see `arguments.parse`.
-        beginning: of this process, or of that which it was forked from.
+        process_state: of this process, or of that which it was forked from.
         origin: how it came to be.
-        made: what it has been given.
+        inherited_model: what it has been given.
     """
     attach_to_parent(arguments.role, arguments.parent, process_state)
     if arguments.cores:
@@ -123,7 +123,7 @@ def make_child_main(
     argv: Sequence[str],
     inherited_model: Optional[InheritedModel],
 ) -> Callable[[], int]:
-    """Return the life of a process that is forked; `words` are its arguments, but for its parent.
+    """Return the life of a process that is forked; `argv` are its arguments, but for its parent.
 
     Raises:
         SystemExit: they are not such.

@@ -24,10 +24,10 @@ _RELEASE_INTERVAL_S = 60.0
 
 
 class MallocTuner:
-    """The freed memory of this process, of which nothing is kept before `keep`.
+    """The freed memory of this process, of which nothing is kept before `retain_freed_memory`.
 
     Args:
-        give_back: has the engine give back what it keeps by itself.
+        release_engine_memory: has the engine give back what it keeps by itself.
     """
 
     def __init__(self, release_engine_memory: Callable[[], None]) -> None:

@@ -52,11 +52,11 @@ class Predictor:
 
     Args:
         engine: the engine.
-        answer: sends messages to who has asked, which go together.
+        reply: sends messages to who has asked, which go together.
 
     Attributes:
         regions: the memory of clients that is mapped here.
-        proof: what is known of right answers; None before that is known.
+        verifier: what is known of right answers; None before that is known.
     """
 
     def __init__(self, engine: Engine, reply: Callable[..., None]) -> None:
@@ -132,12 +132,12 @@ class Predictor:
         """The model is built and attached.
 
         Args:
-            rows: of one predict at most.
-            sizes: the only numbers of rows that the model takes; none: any.
-            exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
+            max_rows: of one predict at most.
+            allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
+            is_exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
             case: shapes of inputs; with these, but for the rows, the holder has compared rows.
-            compared: each number of rows up to this one.
-            special: kinds of floats: requests that have such values are run alone, if answers have to be the same.
+            compared_rows: each number of rows up to this one.
+            special_kinds: kinds of floats: requests that have such values are run alone, if answers have to be the same.
         """
         self._special_kinds = [SpecialFloats(each) for each in special_kinds] if is_exact else []
         self._allowed_batch_sizes = sorted(allowed_batch_sizes)
@@ -168,7 +168,7 @@ class Predictor:
         What cannot be run or divided so is run one by one: then only that fails whose fault it is.
 
         Args:
-            parts: the requests, in their order.
+            items: the requests, in their order.
             rows: to run it on, if they have less; 0: as many as they have.
             parties: whose each of them is, if it is tested that each has the answer that it has alone.
         """
@@ -257,7 +257,7 @@ class Predictor:
         return exit_codes.OK
 
     def stop_batching(self, reason: str) -> None:
-        """Run nothing together any more, for the reason that `note` gives."""
+        """Run nothing together any more, for the reason that `reason` gives."""
         if self._is_batching:
             _log.warning("no requests are run together any more: %s", reason)
             self._is_batching = False

@@ -75,7 +75,7 @@ class ChildFiles(NamedTuple):
     Attributes:
         model: the model's snapshot.
         store: where the holder may write its page store.
-        update: weights that replace those of the model, "" for none.
+        weights_update: weights that replace those of the model, "" for none.
         sample: what the canary asks, "" where it is made up.
     """
 
@@ -102,7 +102,7 @@ class ForkTargets(NamedTuple):
     """Those who will share what a holder builds.
 
     Attributes:
-        number: how many they are; 0: whether they are worth the holder is not asked.
+        worker_count: how many they are; 0: whether they are worth the holder is not asked.
         forker: forks them, where the holder may be a template: then it takes no requests.
     """
 
@@ -123,7 +123,7 @@ class WorkerSession(SessionBase):
         files: its files.
         tolerance: how far the canary's answers may be apart (`canary.difference`).
         origin: of this process.
-        heirs: of a holder.
+        fork_targets: of a holder.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class WorkerSession(SessionBase):
 
         Args:
             order: what the daemon has said.
-            known: each answer is that of a model that has computed no other shape.
+            reference: each answer is that of a model that has computed no other shape.
             rebuild: called where a new model is needed.
         """
         engine, self._failed_cases = self._engine, self._failed_cases or order.unfit_cases

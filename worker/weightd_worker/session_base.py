@@ -50,7 +50,7 @@ HOUSEKEEPING_INTERVAL_S = 1.0
 
 
 def all_versions(engine_versions: Mapping[str, str]) -> Dict[str, str]:
-    """Return the versions of all that computes here; `engine` are those of its libraries."""
+    """Return the versions of all that computes here; `engine_versions` are those of its libraries."""
     return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine_versions}
 
 
@@ -171,7 +171,7 @@ class SessionBase(abc.ABC):
 
     @abc.abstractmethod
     def _on_idle(self) -> None:
-        """Nothing has come for as long as `_patience_s` says."""
+        """Nothing has come for as long as `_idle_timeout_s` says."""
 
     def _execute_order(self, order: ChildOrder) -> int:
         if isinstance(order, UnmapRegion):

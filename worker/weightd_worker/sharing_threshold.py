@@ -18,8 +18,8 @@ def is_holder_worthwhile(nbytes: int, process_count: int, holder_cost_bytes: int
 
     Args:
         nbytes: that were built.
-        users: how many processes would share them; 0 if that is not asked.
-        costs: what the holder costs, in bytes.
+        process_count: how many processes would share them; 0 if that is not asked.
+        holder_cost_bytes: what the holder costs, in bytes.
     """
     return (
         not process_count

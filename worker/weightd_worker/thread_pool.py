@@ -19,13 +19,13 @@ _READ_BYTES = 4096
 class PredictThreads:
     """Runs as many predicts at once as it has members; what they tell is heard in the thread that has begun them.
 
-    One of them at a time does anything else but compute (`Unlocked`): what they share needs no care.
+    One of them at a time does anything else but compute (`UnlockedEngine`): what they share needs no care.
 
     Args:
-        size: how many members; each is made when it is first needed.
+        thread_count: how many members; each is made when it is first needed.
 
     Attributes:
-        status: with which the process is to end, as a predict has returned it; else OK.
+        exit_status: with which the process is to end, as a predict has returned it; else OK.
         descriptor: can be read when there is something to hear.
     """
 
@@ -53,7 +53,7 @@ class PredictThreads:
         return not self._unfinished
 
     def submit(self, predict: Callable[[], int]) -> None:
-        """Have a member that is free run a predict, which returns what `status` may become."""
+        """Have a member that is free run a predict, which returns what `exit_status` may become."""
         self._unfinished += 1
         if self._unfinished > self._started_threads:
             self._started_threads += 1

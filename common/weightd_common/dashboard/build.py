@@ -23,7 +23,7 @@ def model_rows(
     windows: Sequence[StatusWindow],
     throughput_of: Callable[[str], Throughput],
 ) -> Iterator[ModelRow]:
-    """Yield a row for each model; `pace` tells that of one by its name."""
+    """Yield a row for each model; `throughput_of` tells that of one by its name."""
     statuses = {} if status is None else {each.name: each for each in status.models}
     groups: Set[str] = set()
     for model in now.models:

@@ -33,7 +33,7 @@ class History:
     """What was told of late: of the last minute what a spark needs, of the last seconds all.
 
     Args:
-        most_gap_s: where nobody has looked for longer, what was before is forgotten.
+        max_gap_s: where nobody has looked for longer, what was before is forgotten.
     """
 
     def __init__(self, max_gap_s: float = math.inf) -> None:

@@ -33,7 +33,7 @@ class MemoryUsage:
         workers: how many processes use them.
         processes: all processes that run the models, whether they share weights or not: as many plain processes
             would take `plain_bytes`.
-        beside_bytes: what these have alone, all together.
+        private_bytes: what these have alone, all together.
         other_bytes: all else: who holds the weights, libraries, processes that share nothing.
         plain_bytes: what would be taken if each of `processes` were a plain process, at least. One that shares no
             weights counts as it is.

@@ -26,7 +26,7 @@ def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) ->
     Of what is beyond the last bound no more is known: then it is that bound. None where nothing was counted.
 
     Args:
-        share: 0.99 for p99.
+        fraction: 0.99 for p99.
         bounds: of the buckets, ascending; the first begins at 0.
         counts: one for each bound, and one for what is beyond the last.
     """

@@ -22,7 +22,7 @@ class Throughput(NamedTuple):
         rate: requests in a second, of the last seconds.
         p50_s: half of these took no longer, in seconds.
         p99_s: 99 % of these.
-        moments: each look, the oldest first.
+        rate_points: each look, the oldest first.
     """
 
     rate: Optional[float] = None
@@ -44,13 +44,13 @@ class ModelRow:
         generation: its number.
         sha256: of its weights.
         device: where it runs.
-        wanted: processes that take requests, and are to.
-        workers: of these, those that do.
+        desired_workers: processes that take requests, and are to.
+        ready_workers: of these, those that do.
         queued: requests that wait.
         running: requests under way at workers.
         refused_rate: requests that ended in an error, in a second.
-        deaths: processes that ended without being asked to.
-        pace: of its requests.
+        unexpected_exits: processes that ended without being asked to.
+        throughput: of its requests.
         memory: of its processes; None where it is not known, and for all of a group but the first, whose it is, too.
         group: of models that share its processes.
     """
@@ -109,7 +109,7 @@ class TenantRow:
         wait_s: how long those that were answered had waited, on average, in seconds.
         served: requests answered since the tenant is there.
         refused: requests refused since.
-        seat_seconds: seconds of workers since.
+        slot_seconds: seconds of workers since.
     """
 
     name: str
@@ -133,13 +133,13 @@ class Overview:
         version: the daemon's.
         state: what it is doing.
         uptime_s: since when, in seconds.
-        whole: whether this client is told what concerns others; if not, it sees its own tenant alone.
+        is_complete: whether this client is told what concerns others; if not, it sees its own tenant alone.
         queued: requests that wait.
         running: requests under way at workers.
-        pace: of all requests.
+        throughput: of all requests.
         memory: of all processes; None until a status has come, and where not the whole is told.
-        held_bytes: what is kept for clients.
-        max_held_bytes: the bound for that.
+        buffered_bytes: what is kept for clients.
+        max_buffered_bytes: the bound for that.
         models: in the order of the configuration.
         processes: of all models, as the last status tells.
         tenants: those there are; one where the configuration has none.

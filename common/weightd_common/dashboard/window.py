@@ -15,7 +15,7 @@ class CounterSnapshot:
     """What the daemon had counted when it was looked at; found by name.
 
     Attributes:
-        told: its answer.
+        metrics: its answer.
     """
 
     def __init__(self, told: MetricsResponse) -> None:

@@ -21,8 +21,8 @@ class Argument(NamedTuple):
         metavar: what stands for its value; "" if it takes none.
         choices: the values that it allows; none if it allows any.
         help: what it does, the default filled in.
-        optional: it may be left out.
-        repeatable: it may be given several times.
+        is_optional: it may be left out.
+        is_repeatable: it may be given several times.
     """
 
     flags: Tuple[str, ...]

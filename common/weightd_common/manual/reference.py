@@ -20,7 +20,7 @@ class Key(NamedTuple):
         name: as in the file.
         kind: what it takes.
         default: as it would stand in the file; "" where there is none that could.
-        required: whether it must be given.
+        is_required: whether it must be given.
         meaning: what it is for.
     """
 

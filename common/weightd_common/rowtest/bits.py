@@ -17,7 +17,7 @@ def check_rows(outputs: Arrays, rows: int) -> Arrays:
     """Return the outputs, each of so many rows.
 
     Raises:
-        NotTogether: one has another number of them.
+        NotBatchable: one has another number of them.
     """
     for name, array in outputs.items():
         if array.shape[:1] != (rows,):
@@ -29,7 +29,7 @@ def concatenate(parts: List[Arrays]) -> Arrays:
     """Return the outputs of several predicts, one behind another.
 
     Raises:
-        NotTogether: they differ in more than their rows.
+        NotBatchable: they differ in more than their rows.
     """
     if not parts:
         return {}

@@ -67,10 +67,10 @@ class TestedModel(NamedTuple):
         predict: runs it.
         inputs: of the model.
         shapes: of the inputs, by name, with which it runs.
-        rows: the largest number of rows in one predict.
-        sizes: the only numbers of rows that it takes; none: any.
+        max_rows: the largest number of rows in one predict.
+        allowed_sizes: the only numbers of rows that it takes; none: any.
         sample: values of the inputs, of these shapes; None: they are made up.
-        refusals: what `predict` raises where it refuses its inputs.
+        input_errors: what `predict` raises where it refuses its inputs.
     """
 
     predict: Callable[[Arrays], Arrays]
@@ -88,10 +88,10 @@ class RowTestResult(NamedTuple):
     Attributes:
         outputs: the names of the outputs, which all have the rows of the inputs; none where the model was not run.
         note: why the answers are not the same together, or why this is not known; "" if they are the same.
-        compared: each number of rows up to this one was run.
+        compared_rows: each number of rows up to this one was run.
         kind: the rows that were used.
-        special: rows with such values are not known to have the answers that they have alone.
-        refusal: what `Subject.predict` has raised for several rows, each of which it runs alone.
+        unequal_specials: rows with such values are not known to have the answers that they have alone.
+        batch_error: what `Subject.predict` has raised for several rows, each of which it runs alone.
     """
 
     outputs: Tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class _ValuesUnfit(Exception):
     """Rows of this kind show nothing of this model; the text says why.
 
     Attributes:
-        variety: how many different answers the model gave to the first of them; -1: it refused one.
+        distinct_count: how many different answers the model gave to the first of them; -1: it refused one.
     """
 
     def __init__(self, text: str, variety: int = -1) -> None:
@@ -152,8 +152,8 @@ def compare(
     Args:
         subject: the model.
         exact: False: only the forms of the outputs are looked at.
-        before: called before so many rows are run; it raises `NotTogether` where they must not be.
-        refused: called with what `subject.predict` has raised, before the model is run again.
+        before_run: called before so many rows are run; it raises `NotTogether` where they must not be.
+        on_refused: called with what `subject.predict` has raised, before the model is run again.
     """
     return _Comparison(subject, exact, before_run, on_refused).run()
 
@@ -212,7 +212,7 @@ class _Comparison:
 
         Args:
             kind: of the rows.
-            is_choice: whether rows of another kind are to be tried if these show too little.
+            may_reject_kind: whether rows of another kind are to be tried if these show too little.
 
         Raises:
             _ValuesUnfit: they do, or the model refuses single rows.
@@ -320,10 +320,10 @@ class _Comparison:
         Args:
             rows: the rows.
             nbytes: the size of one answer.
-            is_choice: as for `_test`.
+            may_reject_kind: as for `_test_kind`.
 
         Raises:
-            _ValuesUnfit: as `_test`.
+            _ValuesUnfit: as `_test_kind`.
             NotTogether: it takes too long.
         """
         answers: List[Arrays] = []

@@ -35,7 +35,7 @@ _SPECIAL_STEPS = (1, 3, 7)
 
 
 class RowKind(enum.Enum):
-    """How the values of the rows are made. The first value of a kind that a model accepts is used: see `kinds`."""
+    """How the values of the rows are made. The first value of a kind that a model accepts is used: see `row_kinds`."""
 
     SCALED = "scaled"
     """Floats between -1 and 1, or a sample's varied by up to a half, times 1, 100 or 0.01; integers are 0 and 1, or
@@ -95,8 +95,8 @@ class TestRows:
         shapes: of the inputs, by name, with which it runs.
         sample: arrays of such shapes, if there is a sample: rows are like those of it.
         kind: how the values are made.
-        most: how many are needed.
-        first: the number of the first one, of all that there are.
+        max_rows: how many are needed.
+        first_index: the number of the first one, of all that there are.
 
     Attributes:
         row_bytes: what one row of all inputs that have some takes.
@@ -190,7 +190,7 @@ class _Layout(NamedTuple):
         dtype: an unsigned integer as large.
         sign: the bit of the sign.
         infinity: the bits of positive infinity; those of NaN are larger.
-        least: the bits of the least positive float that is not subnormal.
+        min_normal: the bits of the least positive float that is not subnormal.
     """
 
     dtype: Any

@@ -13,8 +13,8 @@ class Difference(NamedTuple):
 
     Attributes:
         rows: how many rows have other bits.
-        largest: the largest difference of two values; infinite where only one is a number.
-        relative: the same as a share of the largest value of the row alone; the largest share of all rows.
+        max_difference: the largest difference of two values; infinite where only one is a number.
+        max_relative: the same as a share of the largest value of the row alone; the largest share of all rows.
     """
 
     rows: int
@@ -26,10 +26,10 @@ class Comparison:
     """What is known of requests with a number of rows.
 
     Attributes:
-        compared: how many rows were compared.
-        unequal: how many of them have other bits, in whatever output.
+        rows_compared: how many rows were compared.
+        rows_unequal: how many of them have other bits, in whatever output.
         differences: of the outputs that differ, by name.
-        strange: of the outputs that have no row for each of the request's, what was found instead.
+        shape_mismatches: of the outputs that have no row for each of the request's, what was found instead.
     """
 
     def __init__(self) -> None:

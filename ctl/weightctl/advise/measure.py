@@ -30,8 +30,8 @@ class AdvisePlan(NamedTuple):
         model: which model is asked.
         sizes: how many rows a request has, in ascending order, 1 among them.
         source: where they come from.
-        different: how many different rows are compared at least.
-        seconds: how long it goes on after that, all in all.
+        min_distinct_rows: how many different rows are compared at least.
+        min_seconds: how long it goes on after that, all in all.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Measurement:
         ]
 
     def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """Ask until there is enough; `told` is called with how many rows have been compared, and how many will be.
+        """Ask until there is enough; `on_progress` is called with how many rows have been compared, and how many will be.
 
         Raises:
             RequestError: a request was not answered, and not because of its rows.

@@ -35,12 +35,12 @@ class BatchSizeResult(NamedTuple):
 
     Attributes:
         rows: how many.
-        seconds: how long one takes for its client: the median.
-        way: how much of that it is on its way to the worker and back.
+        median_s: how long one takes for its client: the median.
+        overhead_s: how much of that it is on its way to the worker and back.
         answers: how many there were.
-        evidence: how their answers compare with those of single rows; of size 1, with a second one of the same row.
+        comparison: how their answers compare with those of single rows; of size 1, with a second one of the same row.
         is_split: the daemon has run such a request in parts.
-        refused: why there is no answer; "" if there is.
+        refusal: why there is no answer; "" if there is.
     """
 
     rows: int
@@ -175,7 +175,7 @@ def _gain_objection(
 def _below_first_difference(
     sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float
 ) -> List[BatchSizeResult]:
-    """Those of `worth` below the first size at which rows differ by more, for a request may have any of them."""
+    """Those of `candidates` below the first size at which rows differ by more, for a request may have any of them."""
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
     return [size for size in candidates if size.rows < end]
 

@@ -38,7 +38,7 @@ def render(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation,
         model: its name.
         sizes: what was measured.
         advice: what is advised.
-        different: how many different rows there are; None: no end of them.
+        distinct_rows: how many different rows there are; None: no end of them.
     """
     one = sizes[0]
     compared = max(size.comparison.rows_compared for size in sizes)

@@ -24,7 +24,7 @@ class SyntheticRows:
         kind: of the rows.
 
     Attributes:
-        different: how many different rows there are; None: no end of them.
+        distinct_rows: how many different rows there are; None: no end of them.
         sample: None: the values come from no file.
         shapes: of the inputs, by name, with one row.
     """
@@ -51,7 +51,7 @@ class FileRows:
         inputs: what the model takes.
 
     Attributes:
-        different: how many rows there are.
+        distinct_rows: how many rows there are.
         sample: the arrays, by name.
         shapes: of the inputs, by name, with one row.
 

@@ -25,8 +25,8 @@ class BenchPlan(NamedTuple):
         model: which model is asked.
         inputs: of the requests, taken in turn.
         levels: how many requests are in flight, one after another.
-        seconds: the most for each of them.
-        told: called with a number of requests in flight and its windows, when one begins and at the end of each window.
+        max_seconds: the most for each of them.
+        on_window: called with a number of requests in flight and its windows, when one begins and at the end of each window.
     """
 
     model: str
@@ -37,13 +37,13 @@ class BenchPlan(NamedTuple):
 
 
 def measure(address: str, timeout: float, plan: BenchPlan, on_level: Callable[[Level], None]) -> bool:
-    """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C.
+    """Measure; `on_level` is called with each level. Return whether it ended before its time, by Ctrl-C.
 
     Args:
         address: where the daemon listens.
         timeout: seconds that a request may take.
         plan: what to measure.
-        measured: takes what was measured.
+        on_level: takes what was measured.
     """
     return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, on_level))
 
@@ -104,7 +104,7 @@ class _Interrupt:
     """Within the block, Ctrl-C ends nothing but a future.
 
     Attributes:
-        came: done once it has come.
+        interrupted: done once it has come.
     """
 
     def __init__(self) -> None:

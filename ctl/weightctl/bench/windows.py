@@ -50,11 +50,11 @@ class Windows:
     answers there are.
 
     Args:
-        begin: when the first request was sent.
-        seconds: how long a window lasts at least.
+        started_at: when the first request was sent.
+        window_s: how long a window lasts at least.
 
     Attributes:
-        last: the last windows that are whole, at most `ENOUGH`.
+        recent: the last windows that are whole, at most `STABLE_WINDOWS`.
         count: how many there have been, without the warm-up.
     """
 
@@ -117,7 +117,7 @@ class Level(NamedTuple):
         windows: how many windows were measured.
         is_stable: whether the last three agree.
         deviation: how far they are from their mean at most.
-        runs: how many requests the daemon has put into one execution on average; None where it does not tell.
+        requests_per_execution: how many requests the daemon has put into one execution on average; None where it does not tell.
     """
 
     in_flight: int

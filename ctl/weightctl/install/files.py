@@ -40,10 +40,10 @@ class FileState(Enum):
 
 
 def compare(path: Path, content: bytes) -> FileState:
-    """Return what `put` would do.
+    """Return what `install` would do.
 
     Raises:
-        Refused: it cannot be known.
+        InstallError: it cannot be known.
     """
     try:
         if path.is_symlink() or path.is_dir():
@@ -64,7 +64,7 @@ def install(path: Path, content: bytes) -> FileState:
     Whoever looks meanwhile, and whenever this is interrupted, sees the old file or the new one.
 
     Raises:
-        Refused: it cannot be written.
+        InstallError: it cannot be written.
     """
     state = compare(path, content)
     if state in (FileState.NEW, FileState.CHANGED):
@@ -80,7 +80,7 @@ def remove(path: Path, *, dry_run: bool) -> FileState:
     """Remove the file; one that is not ours is left as it is.
 
     Raises:
-        Refused: it cannot be removed.
+        InstallError: it cannot be removed.
     """
     state = compare(path, b"")
     if state is FileState.NEW:
@@ -96,7 +96,7 @@ def unlink(path: Path) -> None:
     """Remove the file or link.
 
     Raises:
-        Refused: it cannot be removed.
+        InstallError: it cannot be removed.
     """
     try:
         path.unlink()

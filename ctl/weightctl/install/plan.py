@@ -39,7 +39,7 @@ def make_plan(units: Path, manual: Path, program: Path) -> List[PlannedFile]:
     """Return the files of a service.
 
     Args:
-        units: what `source` returns.
+        units: what `units_source` returns.
         manual: a directory of man/, completions/ and examples/.
         program: the weightd that the units shall start; weightctl is beside it.
     """

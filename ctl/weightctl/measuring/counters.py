@@ -13,7 +13,7 @@ class CounterSample(NamedTuple):
     Attributes:
         requests: how many were answered.
         executions: in how many executions: fewer, where some were run together; more, where some were cut.
-        cut: how many requests were.
+        split_requests: how many requests were.
     """
 
     requests: int

@@ -116,9 +116,9 @@ def specify(
 
     Args:
         inputs: what the model takes.
-        given: what `--shape` says of them.
-        rows: the first dimension of those where it is free; None: as in `given`, else as in `example`, else 1.
-        example: shapes that are known to be good, of inputs that are not `given`.
+        requested: what `--shape` says of them.
+        parse_rows: the first dimension of those where it is free; None: as in `requested`, else as in `example`, else 1.
+        example: shapes that are known to be good, of inputs that are not `requested`.
 
     Raises:
         WrongShape: the model does not take this, or no request can carry it.

@@ -22,7 +22,7 @@ from weightd_protocol.messages.inference import TensorSignature
 
 
 def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
-    """Declare which model it is, and `--shape`; `more` is to be said of that."""
+    """Declare which model it is, and `--shape`; `help_suffix` is to be said of that."""
     parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
     shapes.add_argument(parser, help_suffix)
 

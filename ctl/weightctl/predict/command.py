@@ -204,7 +204,7 @@ class OutputFormat:
 
     Args:
         paths: to where they were written, by name; none: they were not.
-        most: how many of scores, None for all values.
+        top: how many of scores, None for all values.
         labels: what scores are called.
     """
 

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     Attributes:
         channels: of each pixel.
         size: width and height, None where that is free.
-        is_last: whether the channels are the last dimension.
+        is_channels_last: whether the channels are the last dimension.
         has_batch: whether there is one for several pictures.
     """
 

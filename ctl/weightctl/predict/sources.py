@@ -73,7 +73,7 @@ class ArgumentReader:
 
     Args:
         model: its name.
-        ask: called when it has to be known; returns what the model takes.
+        fetch_inputs: called when it has to be known; returns what the model takes.
         pixels: what becomes of those of pictures.
     """
 
@@ -95,7 +95,7 @@ class ArgumentReader:
 
         Raises:
             BadInput: the file cannot be used.
-            Unclear: it is not said which input it is.
+            AmbiguousInput: it is not said which input it is.
         """
         with arrays.open_input(argument.path) as file:
             try:

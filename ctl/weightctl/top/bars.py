@@ -57,8 +57,8 @@ def bar(segments: Sequence[Segment], total: int, width: int) -> List[Span]:
     """Return parts of a whole, each as wide as its share, one beside the other; all together they are right, too.
 
     Args:
-        parts: sizes, characters and styles.
-        whole: what the whole width stands for.
+        segments: sizes, characters and styles.
+        total: what the whole width stands for.
         width: of the bar.
     """
     spans: List[Span] = []

@@ -23,8 +23,8 @@ class PollResult(NamedTuple):
 
     Attributes:
         overview: the picture; None where there was no answer.
-        at: when that was, by the monotonic clock.
-        trouble: why there was none.
+        polled_at: when that was, by the monotonic clock.
+        error: why there was none.
     """
 
     overview: Optional[Overview]
@@ -59,9 +59,9 @@ class PollThread:
     """A thread that asks until the block ends.
 
     Args:
-        asker: asks.
-        delay: seconds between two questions.
-        found: takes what comes of it, in that thread.
+        poller: asks.
+        delay_s: seconds between two questions.
+        on_result: takes what comes of it, in that thread.
     """
 
     def __init__(self, poller: Poller, delay_s: float, on_result: Callable[[PollResult], None]) -> None:

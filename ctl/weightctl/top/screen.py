@@ -42,7 +42,7 @@ class PollStatus(NamedTuple):
     Attributes:
         delay_s: seconds between two questions.
         age_s: how long ago the last answer came.
-        trouble: why there is none since, if there is none.
+        error: why there is none since, if there is none.
     """
 
     delay_s: float

@@ -29,7 +29,7 @@ Span = Tuple[str, Style]
 
 
 class StyledLine(NamedTuple):
-    """Pieces, one beside the other; `selected` is the line on which the cursor is."""
+    """Pieces, one beside the other; `is_selected` is the line on which the cursor is."""
 
     spans: Sequence[Span]
     is_selected: bool = False

@@ -22,7 +22,7 @@ class ScreenColumn(Generic[R]):
     Attributes:
         heading: what stands above it.
         text: what stands in it.
-        worth: where there is no room for all, those of least worth go first.
+        priority: where there is no room for all, those of least worth go first.
         is_left: whether it is flush left.
         style: how it is written.
     """
@@ -43,7 +43,7 @@ class ScreenTable(Generic[R]):
         rows: of a picture.
         key: by which a row is known again.
         columns: the first is the name.
-        sorts: what counts, by the letters of `ORDERS` by which it can be sorted.
+        sort_keys: what counts, by the letters of `ORDERS` by which it can be sorted.
         spark: what it draws of each row where there is room, if it does.
         model: the name of a row's model, if it has one.
     """

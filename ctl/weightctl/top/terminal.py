@@ -43,10 +43,10 @@ def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[
     """Show pictures until `q`, or so many of them.
 
     Args:
-        asker: asks for the next ones.
+        poller: asks for the next ones.
         first: the first one.
-        delay: seconds between two.
-        most: how many; None for no end.
+        delay_s: seconds between two.
+        max_updates: how many; None for no end.
     """
     with contextlib.suppress(locale.Error):  # the environment names one that this host has not
         locale.setlocale(locale.LC_ALL, "")
@@ -110,11 +110,11 @@ class Screen:
 
     Args:
         first: the first picture.
-        delay: seconds between two.
-        most: how many there are; None for no end.
+        delay_s: seconds between two.
+        max_updates: how many there are; None for no end.
 
     Attributes:
-        findings: what came of asking, put there by another thread.
+        results: what came of asking, put there by another thread.
     """
 
     def __init__(self, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
@@ -127,7 +127,7 @@ class Screen:
         self._glyphs = glyphs(self._encoding)
 
     def run(self, window: curses.window, wakeup: socket.socket, poll_now: Callable[[float], None]) -> None:
-        """Show, until it ends; `ask` has the daemon asked now, and then so often."""
+        """Show, until it ends; `poll_now` has the daemon asked now, and then so often."""
         styles = _make_styles()
         window.nodelay(True)
         window.keypad(True)

@@ -31,7 +31,7 @@ class Authorizer:
     Args:
         tenants: as they are now.
         accounts: of all of them.
-        admitted: by the name of a listener, the tenants that it is for; none: all.
+        listener_tenants: by the name of a listener, the tenants that it is for; none: all.
     """
 
     def __init__(self, tenants: TenantResolver, accounts: UsageTable, admitted: Mapping[str, Sequence[str]]) -> None:
@@ -173,8 +173,8 @@ class Authorizer:
         """Return what tells of a request that waits whether its client may not ask for that any more.
 
         Args:
-            find: called with a client; returns who it is now.
-            before: who each client was.
+            find_connection: called with a client; returns who it is now.
+            previous_tenants: who each client was.
         """
 
         def may_not(request: Request) -> bool:

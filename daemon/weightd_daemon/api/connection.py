@@ -24,8 +24,8 @@ class ClientIdentity(NamedTuple):
 
     Attributes:
         origin: on whose account its requests go where nobody tells tenants apart.
-        is_near: whether it has connected itself, so that it can share memory.
-        proof: what is proven of it.
+        is_direct: whether it has connected itself, so that it can share memory.
+        credential: what is proven of it.
         listener: where it has connected; "" for the daemon's own socket.
     """
 
@@ -80,17 +80,17 @@ class ClientConnection:
         stream: the way to it.
         identity: who it is.
         tenant: that it is; None where each of its messages is refused.
-        refusal: with what.
+        rejection: with what.
         origin: on whose account its requests go.
-        since: when it came, in monotonic seconds.
-        owner: whose limits hold for the connection before a tenant is known: the user or host, or `NO_TENANT`.
-        has_spoken: whether a whole message of it has come.
-        requests: those that are under way.
-        leaving: it was hung up, and is on its way out.
-        arriving: bytes of the message that is coming, as they are counted in the room.
-        unread: bytes that it has not read, likewise.
-        drops: whether it was told of last that it does not read.
-        waits: for its turn to be read, see `Lanes`.
+        connected_at: when it came, in monotonic seconds.
+        limit_account: whose limits hold for the connection before a tenant is known: the user or host, or `NO_TENANT`.
+        has_sent_message: whether a whole message of it has come.
+        pending_requests: those that are under way.
+        is_closing: it was hung up, and is on its way out.
+        incoming_bytes: bytes of the message that is coming, as they are counted in the room.
+        unread_bytes: bytes that it has not read, likewise.
+        is_dropping: whether it was told of last that it does not read.
+        is_queued: for its turn to be read, see `Lanes`.
         backlog: messages that have been read, and not handled.
     """
 

@@ -99,10 +99,10 @@ class DaemonControl(Protocol):
         """
 
     def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
-        """Tell a client what was counted; raises as `ask_status`."""
+        """Tell a client what was counted; raises as `report_status`."""
 
     def report_events(self, requester: MetadataRequest, request: Events) -> None:
-        """Tell a client what has happened; raises as `ask_status`."""
+        """Tell a client what has happened; raises as `report_status`."""
 
     def report_logs(self, client: bytes, request: Logs) -> None:
         """Tell the client what the processes of a model have said, when that has been read.
@@ -127,16 +127,16 @@ class RequestRouter:
 
     Args:
         loop: calls when there is something to do.
-        fleet: the models.
+        model_registry: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
         max_shm_bytes: of the regions of one user.
         user_limits: of the connections of one user to the Unix socket.
         daemon: is asked what no model knows.
-        access: tells who is who, may what, and on which account that goes.
+        authorizer: tells who is who, may what, and on which account that goes.
         log: of what clients do.
 
     Attributes:
-        room: what is kept for clients.
+        memory_budget: what is kept for clients.
         regions: the memory that they have registered.
     """
 

@@ -16,10 +16,10 @@ class HeapTrimmer:
     """Gives memory back to the kernel a while after the last large message.
 
     Args:
-        room: what is kept for clients.
+        memory_budget: what is kept for clients.
 
     Attributes:
-        timer: when `tick` is due.
+        timer: when `on_timer` is due.
     """
 
     def __init__(self, memory_budget: MemoryBudget) -> None:

@@ -13,13 +13,13 @@ class MemoryBudget:
     """One bound for all clients together: of bytes that are kept for them.
 
     Args:
-        most: bytes; what is alone may be more.
-        user: called with a client; returns on whose account it goes, "" where that is not known. Clients of one user
+        max_bytes: bytes; what is alone may be more.
+        user_of: called with a client; returns on whose account it goes, "" where that is not known. Clients of one user
             share what it gets.
         on_large: called whenever `LARGE_BYTES` or more are taken at once.
 
     Attributes:
-        held: bytes now.
+        used_bytes: bytes now.
     """
 
     def __init__(self, most: int, user: Callable[[bytes], str], on_large: Callable[[], object] = lambda: None) -> None:

@@ -31,12 +31,12 @@ class RegionRegistry:
     """Regions by the client that has registered them: nobody else can name one, whatever it guesses.
 
     Args:
-        most_bytes: of all regions of one user, where no other bound is told for it.
-        user: called with a client; returns on whose account it goes.
-        on_closed: called when there is something to `take_closed`: from anywhere, so it must not wait or take a lock.
+        max_bytes: of all regions of one user, where no other bound is told for it.
+        user_of: called with a client; returns on whose account it goes.
+        on_closed: called when there is something to `free_closed`: from anywhere, so it must not wait or take a lock.
 
     Attributes:
-        closed: numbers, users and descriptors of regions that nothing names any more, until `take_closed`.
+        closed_regions: numbers, users and descriptors of regions that nothing names any more, until `free_closed`.
     """
 
     def __init__(self, max_bytes: int, user_of: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
@@ -57,7 +57,7 @@ class RegionRegistry:
     def register(self, client: bytes, descriptors: deque[int], max_tenant_bytes: int = 0) -> str:
         """Take the memory that came with a client's message; return the name of the region.
 
-        `most_bytes` is the bound of its tenant for all that it has, 0 for none.
+        `max_tenant_bytes` is the bound of its tenant for all that it has, 0 for none.
 
         Raises:
             InvalidArgument: what came cannot be shared so; it is left where it is.

@@ -75,12 +75,12 @@ class ConnectionCallbacks:
     """What connections call.
 
     Attributes:
-        make_room: with a client and the bytes that it wants kept; returns whether there is room.
-        owner: with who has come; returns whose limits hold for the connection.
-        introduce: with who has come: says on whose account it goes, and returns why it is hung up at once.
-        handle: with each message, also with those of which not everything was kept.
-        dismiss: with who is hung up because of an error, before that.
-        gone: with who has gone.
+        free_memory: with a client and the bytes that it wants kept; returns whether there is room.
+        limit_account_of: with who has come; returns whose limits hold for the connection.
+        assign_tenant: with who has come: says on whose account it goes, and returns why it is hung up at once.
+        on_message: with each message, also with those of which not everything was kept.
+        on_disconnecting: with who is hung up because of an error, before that.
+        on_disconnected: with who has gone.
     """
 
     free_memory: Callable[[bytes, int], bool]
@@ -96,13 +96,13 @@ class ClientConnections:
 
     Args:
         loop: calls when something can be read, or written.
-        room: counts what is kept for them.
+        memory_budget: counts what is kept for them.
         admission: limits the connections of each user of the Unix socket.
-        calls: what is done with what they say.
+        callbacks: what is done with what they say.
 
     Attributes:
-        closing: takes descriptors that nobody wants.
-        dropped: messages that could not be sent: their client was gone, or did not read.
+        fd_closer: takes descriptors that nobody wants.
+        dropped_messages: messages that could not be sent: their client was gone, or did not read.
         log: of what clients do.
     """
 

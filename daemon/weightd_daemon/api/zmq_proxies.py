@@ -77,9 +77,9 @@ class _Listener:
 
     Attributes:
         stream: the process's link; None while there is none.
-        since: when it was started.
-        failures: how many have died early, one after another.
-        due: when another is to be started.
+        started_at: when it was started.
+        early_exits: how many have died early, one after another.
+        restart_at: when another is to be started.
     """
 
     proxy: ProxyInfo
@@ -113,9 +113,9 @@ class ZmqProxies:
     Args:
         listeners: by name, each with the socket that listens, which stays the caller's, and who is let in.
         loop: calls when a gate has something to say.
-        adopt: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
+        on_client: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
             who that is.
-        bounds: of each gate.
+        limits: of each gate.
         log: of what clients do.
         zygote: makes the gates; None to start one. It is this object's.
     """

@@ -57,7 +57,7 @@ def find_problems(
 
     Args:
         models: those to be looked at.
-        members: the names of those that are in a group.
+        group_members: the names of those that are in a group.
         runs_interpreters: ask each interpreter whether it has the engine; else only see whether it can be run.
     """
     probe_results: dict[tuple[str, ...], str] = {}

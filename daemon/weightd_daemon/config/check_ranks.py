@@ -41,8 +41,8 @@ def find_problems(
         name: of the model.
         model: complete.
         ranks: its own.
-        visible: ASCEND_RT_VISIBLE_DEVICES.
-        owners: of the models that were looked at before; those of this one are added.
+        visible_devices: ASCEND_RT_VISIBLE_DEVICES.
+        port_owners: of the models that were looked at before; those of this one are added.
     """
     with contextlib.ExitStack() as stack:
         slices = _Slices([], [])

@@ -125,7 +125,7 @@ def complete_daemon(
 ) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
-    `listening`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added to
+    `listen_addresses`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added to
     `problems`, where that of single keys is already; what is returned is of use if there is none. Defaults are those
     of `unit`, if there is one, else those of this process.
     """

@@ -77,7 +77,7 @@ def read_listeners(
         daemon: complete; its socket is the one listener where there are no tables and nothing is open.
         tenants: as the file has them.
         base: the directory of the file: paths are relative to it.
-        listening: see `load`; where there are no tables, these are the listeners.
+        listen_addresses: see `load`; where there are no tables, these are the listeners.
         problems: as in `complete_daemon`.
 
     Raises:

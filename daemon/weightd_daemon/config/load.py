@@ -89,7 +89,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> Config:
 
     Args:
         path: of the TOML file.
-        listening: addresses for clients that a service manager has opened, see `addresses`.
+        listen_addresses: addresses for clients that a service manager has opened, see `addresses`.
 
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
@@ -143,7 +143,7 @@ def _check_text(
 
 
 def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str] = ()) -> Config:
-    """Return the configuration of parsed TOML; relative paths are relative to `base`. `listening`: see `load`.
+    """Return the configuration of parsed TOML; relative paths are relative to `base`. `listen_addresses`: see `load`.
 
     Raises:
         ConfigError: the texts name key and expectation.
@@ -197,7 +197,7 @@ def _read_models(
     base: Path,
     problems: ErrorCollector,
 ) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
-    """Return the models that are good, and those that are `loadable`; `members` are those of groups."""
+    """Return the models that are good, and those that are `loadable`; `group_members` are those of groups."""
     if type(content) is not dict or not content:
         raise FieldError("expected at least one table [models.NAME]")
     models = cast("dict[str, Any]", content)

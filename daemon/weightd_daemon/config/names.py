@@ -12,7 +12,7 @@ _NAME_PATTERN = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NA
 
 
 def check_name(kind: str, name: str) -> Iterator[FieldError]:
-    """Say so if this is no name for a `what`."""
+    """Say so if this is no name for a `kind`."""
     if not _NAME_PATTERN.fullmatch(name):
         yield FieldError(
             f"expected a {kind} name of 1 to {limits.MAX_MODEL_NAME_BYTES} ASCII letters, digits, '_', '.' and '-', "

@@ -13,7 +13,7 @@ _COUNT = integer(0, MAX_COUNT)
 
 @dataclass(frozen=True)
 class DaemonCounterRecord:
-    """The totals as they are written down; the fields are those of `Totals`."""
+    """The totals as they are written down; the fields are those of `DaemonCounters`."""
 
     reloads: int = field(metadata=_COUNT)
     refused_reloads: int = field(metadata=_COUNT)
@@ -29,7 +29,7 @@ class DaemonCounters:
     """Counts what concerns no single model.
 
     Args:
-        dropped: returns how many answers could not be sent by this daemon.
+        count_dropped: returns how many answers could not be sent by this daemon.
 
     Attributes:
         reloads: how often another configuration was put in force.

@@ -13,10 +13,10 @@ class ModelCounters:
         queue: seconds from the arrival of each to when a seat was given it, or the first of it.
         compute: seconds for which jobs ran.
         rows: of jobs, as far as those of the model are known.
-        deaths: processes that ended without being asked to.
+        unexpected_exits: processes that ended without being asked to.
         restarts: processes that were started in the place of lost ones.
-        canary_failures: workers that did not reproduce the known answer.
-        mismatches: generations of which rows together were found not to be what each is alone.
+        selftest_failures: workers that did not reproduce the known answer.
+        batch_mismatches: generations of which rows together were found not to be what each is alone.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class ProcessCounters:
     """Counts what befalls processes, of each model that these serve.
 
     Args:
-        meters: of the models.
+        counters: of the models.
     """
 
     __slots__ = ("_counters",)

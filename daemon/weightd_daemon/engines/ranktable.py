@@ -38,7 +38,7 @@ class RankDevice(NamedTuple):
     """A card of a group, in the place of its rank.
 
     Attributes:
-        number: the physical one: of /dev/davinciN.
+        physical_id: the physical one: of /dev/davinciN.
         ip: of its own network port; "" where it is not known.
         port: on which its communication listens; 0: HCCL's own.
     """

@@ -57,13 +57,13 @@ class EngineSpec:
         name: in the configuration, and for a worker.
         suffix: of its model files.
         options: the class of its own keys; the table in the configuration is called as the engine.
-        on_cards: whether it runs on cards, too; on the CPU each engine does.
-        ranks_only: it runs nothing but the ranks of a model, [models.NAME.ranks].
+        can_run_on_cards: whether it runs on cards, too; on the CPU each engine does.
+        is_ranks_only: it runs nothing but the ranks of a model, [models.NAME.ranks].
         has_broker: its ranks find each other by a process of its own.
         build_factor: how many times the bytes of a model's files a process takes at most while it builds on the CPU.
         template_threads: with at most so many threads a predict, a process that has built a model has one thread and no
             other: so others may be forked of it.
-        refusals: says of an open model file why requests for it could not be answered, a line each. What only the
+        find_problems: says of an open model file why requests for it could not be answered, a line each. What only the
             library can tell is left to it. Raises OSError where the file cannot be read.
     """
 

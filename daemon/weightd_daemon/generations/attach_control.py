@@ -41,14 +41,14 @@ class AttachControl:
 
     Args:
         label: of the generation.
-        roster: its children.
-        want: takes what is to be done.
-        tell: tells something to who runs it.
+        processes: its children.
+        emit: takes what is to be done.
+        log: tells something to who runs it.
         extra: of its records in the log.
 
     Attributes:
-        why: nobody is let in any more, where it is CLOSED or ORPHANED.
-        guard: the holder without which the weights are invalid; "" where they need none.
+        closed_reason: nobody is let in any more, where it is CLOSED or ORPHANED.
+        required_holder: the holder without which the weights are invalid; "" where they need none.
         deadline: until when the holder may think about whom it was asked to let in (monotonic seconds).
     """
 
@@ -110,7 +110,7 @@ class AttachControl:
     # --- what happens -------------------------------------------------------------------------------------------
 
     def on_hello(self, *, has_fixed_pids: bool) -> None:
-        """Somebody is up. Where it `is_fixed`, the engine must know at the build who will attach."""
+        """Somebody is up. Where it `has_fixed_pids`, the engine must know at the build who will attach."""
         if self.is_open and has_fixed_pids:
             self._advance(AttachEvent.FIX_PIDS)
         if self.is_open or self.is_fork_only:
@@ -170,7 +170,7 @@ class AttachControl:
     # --- what is done -------------------------------------------------------------------------------------------
 
     def attach_next(self, order: Attach, now: float, timeout_s: float, attach_limit: Callable[[], int]) -> None:
-        """Let further workers attach, each for `patience` seconds, but no more of them `at_once` than that says.
+        """Let further workers attach, each for `timeout_s` seconds, but no more of them `attach_limit` than that says.
 
         Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
         """

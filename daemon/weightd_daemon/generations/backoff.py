@@ -31,11 +31,11 @@ class RestartBackoff:
     """Counts deaths and says when the next start is due. Times are monotonic seconds.
 
     Args:
-        uniform: returns a random number from 0 to 1, by which delays are shortened.
+        random_fraction: returns a random number from 0 to 1, by which delays are shortened.
 
     Attributes:
-        due: when the next start is.
-        delay: seconds from the last death to that.
+        due_at: when the next start is.
+        delay_s: seconds from the last death to that.
     """
 
     def __init__(self, random_fraction: Callable[[], float] = random.random) -> None:
@@ -63,7 +63,7 @@ class RestartBackoff:
         self._schedule(now, self._delay_after(self._failed_starts))
 
     def on_out_of_memory(self, now: float, timeout_s: float) -> None:
-        """A start has found no room where some may come free late: for `patience` seconds that is no failed start."""
+        """A start has found no room where some may come free late: for `timeout_s` seconds that is no failed start."""
         if self._out_of_memory_since is None:
             self._out_of_memory_since = now
         if now >= self._out_of_memory_since + timeout_s:
@@ -73,12 +73,12 @@ class RestartBackoff:
             self._schedule(now, min(_MAX_MEMORY_DELAY_S, self._delay_after(self._memory_failures)))
 
     def on_death(self, lifetime_s: float, now: float, *, has_answered: bool = False) -> None:
-        """A worker has died `lived` seconds after it was READY.
+        """A worker has died `lifetime_s` seconds after it was READY.
 
         Args:
-            lived: how long.
+            lifetime_s: how long.
             now: the clock.
-            useful: whether it had answered anything. Then it was no bad start, and its successor is wanted at once:
+            has_answered: whether it had answered anything. Then it was no bad start, and its successor is wanted at once:
                 requests that kill workers are the business of `quarantine` and `suspects`.
         """
         if has_answered or lifetime_s >= EARLY_DEATH_S:

@@ -31,7 +31,7 @@ class GenerationBase(GenerationView, abc.ABC):
         self._log_progress()
 
     def on_resumed(self) -> None:
-        """It was made of what an earlier daemon has written down; it serves once its processes are `back`."""
+        """It was made of what an earlier daemon has written down; it serves once its processes are `on_reconnected`."""
         self._machine.advance(GenerationEvent.RESUME)
 
     @abc.abstractmethod
@@ -43,8 +43,8 @@ class GenerationBase(GenerationView, abc.ABC):
         Args:
             sha256: of the model.
             now: the clock.
-            canary: what an earlier generation has found out of it.
-            digests: of what each rank loads, where the model is cut.
+            selftest: what an earlier generation has found out of it.
+            slice_digests: of what each rank loads, where the model is cut.
         """
 
     def fail(self, cause: str, now: float, *, is_transient: bool = False) -> None:
@@ -73,15 +73,15 @@ class GenerationBase(GenerationView, abc.ABC):
 
     @abc.abstractmethod
     def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
-        """A child does not answer any more. `useful`: it had answered something."""
+        """A child does not answer any more. `has_answered`: it had answered something."""
 
     @abc.abstractmethod
     def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
-        """A child has exited and has been waited for. `useful`: it had answered some request."""
+        """A child has exited and has been waited for. `has_answered`: it had answered some request."""
 
     @abc.abstractmethod
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """No new work: wind down; to finish what they have, its processes may take `patience` seconds more."""
+        """No new work: wind down; to finish what they have, its processes may take `timeout_s` seconds more."""
 
     @abc.abstractmethod
     def tick(self, now: float) -> None:

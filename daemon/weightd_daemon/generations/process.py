@@ -20,14 +20,14 @@ class LossReason:
     """How a child came to be of no use any more.
 
     Attributes:
-        why: for people.
-        was: its state until then.
-        is_useful: it had answered some request.
-        no_room: it found none on the card, where some may come free late.
-        is_slow: it took too long, and is being ended.
-        by_signal: a signal has ended it.
-        from_outside: another has ended it.
-        transient: the cause may go away by itself.
+        reason: for people.
+        previous_state: its state until then.
+        has_answered: it had answered some request.
+        is_out_of_memory: it found none on the card, where some may come free late.
+        has_timed_out: it took too long, and is being ended.
+        is_signaled: a signal has ended it.
+        is_external: another has ended it.
+        is_transient: the cause may go away by itself.
     """
 
     reason: str
@@ -87,13 +87,13 @@ class GenerationProcesses:
 
     Args:
         label: of the generation.
-        want: takes what is to be done.
-        about: returns `extra` of a record in the log.
+        emit: takes what is to be done.
+        log_extra: returns `extra` of a record in the log.
 
     Attributes:
         children: every one that is alive, by name, in the order in which they were started.
-        enlisted: the workers that take requests; the other ones that are READY are spares.
-        serial: how many workers have been started.
+        serving_processes: the workers that take requests; the other ones that are READY are spares.
+        started_workers: how many workers have been started.
     """
 
     def __init__(

@@ -43,13 +43,13 @@ class FailureReason:
     """Why a generation has failed, or has fewer workers than it should; as text it is for people.
 
     Attributes:
-        why: what has happened.
+        reason: what has happened.
         child: to whom, or "".
-        words: the last ones of its log, as soon as they are known.
-        before: what this has led to.
-        after: what follows from it.
-        outlook: of the next generation, if this one has failed of it.
-        transient: whether the cause may go away by itself, at whatever time.
+        log_tail: the last ones of its log, as soon as they are known.
+        prefix: what this has led to.
+        suffix: what follows from it.
+        retry_hint: of the next generation, if this one has failed of it.
+        is_transient: whether the cause may go away by itself, at whatever time.
     """
 
     reason: str = ""
@@ -107,7 +107,7 @@ class ProgressLogger:
     def log_row_test(self, built: Built, *, is_exact: bool) -> None:
         """Requests were to be put together, or cut; the model may not be one of which that is right.
 
-        That it was not tested is no loss where answers need not be `exact`.
+        That it was not tested is no loss where answers need not be `is_exact`.
         """
         if built.row_support is not None and built.row_support.note:
             is_loss = is_exact or not built.row_support.outputs
@@ -155,24 +155,24 @@ class GenerationView:
 
     Args:
         label: its name, the model's and a number that is never used again.
-        terms: what is configured.
+        spec: what is configured.
         device: where it lives. Its workers are there, or on the devices of its terms.
         source: what it loads.
         number: the one in its label.
 
     Attributes:
         children: every child that is alive, by name, in the order in which they were started.
-        enlisted: the workers that take requests; the other ones that are READY are spares.
-        roster: both, and what can be done with them.
-        access: who may attach, and whether answers count.
+        serving_processes: the workers that take requests; the other ones that are READY are spares.
+        processes: both, and what can be done with them.
+        attach_control: who may attach, and whether answers count.
         sha256: of the model, once it is pinned.
         built: what the holder exported, once it has.
-        apart: tenants and users whose rows were found to differ when they were run with others, by their numbers.
-        footprint: what one process takes on the card beside the weights.
+        unmerged_parties: tenants and users whose rows were found to differ when they were run with others, by their numbers.
+        device_usage: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
-        tries: what is known of its canary.
-        mishaps: of its processes are counted there.
-        at_once: returns how many workers may attach at the same time; at least one.
+        selftest_search: what is known of its canary.
+        counters: of its processes are counted there.
+        attach_limit: returns how many workers may attach at the same time; at least one.
     """
 
     _processes_type: type[GenerationProcesses] = GenerationProcesses

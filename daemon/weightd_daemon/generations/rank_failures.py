@@ -33,8 +33,8 @@ def is_peer_failure_exit(role: Role, exit_cause: ExitCause, *, has_connected: bo
 
     Args:
         role: what it was for.
-        end: how it has ended.
-        have_met: whether ranks had found each other. Before that a broker ends of a reason of its own.
+        exit_cause: how it has ended.
+        has_connected: whether ranks had found each other. Before that a broker ends of a reason of its own.
     """
     if role is Role.BROKER:
         return has_connected and exit_cause.status in _RANK_LOST_STATUSES

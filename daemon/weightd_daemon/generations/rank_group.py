@@ -29,7 +29,7 @@ class RankGroup(GenerationBase):
 
     Args:
         label: its name, as in `Standing`.
-        terms: what is configured, with `ranks`.
+        spec: what is configured, with `group_spec`.
         device: of which deployment it is. Where each rank runs its terms say.
         source: what it loads.
         number: the one in its label.
@@ -62,7 +62,7 @@ class RankGroup(GenerationBase):
     # --- events -------------------------------------------------------------------------------------------------
 
     def on_resumed(self) -> None:
-        """It was made of what an earlier daemon has written down; it serves once all ranks are `back`."""
+        """It was made of what an earlier daemon has written down; it serves once all ranks are `on_reconnected`."""
         super().on_resumed()
         expected = {*self._rank_names, *([broker_name(self.label)] if self.group_spec.has_broker else [])}
         if {*self.children} != expected:
@@ -73,7 +73,7 @@ class RankGroup(GenerationBase):
     def on_snapshot_taken(
         self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
     ) -> None:
-        """The snapshot exists: start all processes, the broker first. `digests` are those of the ranks' slices."""
+        """The snapshot exists: start all processes, the broker first. `slice_digests` are those of the ranks' slices."""
         del selftest  # it is configured, with the right answer
         if self.state is not GenerationState.SNAPSHOTTING:
             return

@@ -17,7 +17,7 @@ _PERSISTED_STATES = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
 
 
 def record_generation(generation: GenerationBase, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
-    """Return what the next daemon has to know to `resume` a generation; None if it cannot."""
+    """Return what the next daemon has to know to `resume_generation` a generation; None if it cannot."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
     children = [

@@ -31,12 +31,12 @@ class SelfTestSearch:
     """What is known of a generation's canary.
 
     Args:
-        known: before its first holder.
-        rows: what is to be found out of rows.
+        spec: before its first holder.
+        row_test: what is to be found out of rows.
 
     Attributes:
-        known: by now.
-        trying: what the holder runs its model on; nothing while it does something else.
+        spec: by now.
+        current_cases: what the holder runs its model on; nothing while it does something else.
     """
 
     def __init__(self, known: SelfTestSpec, row_test: RowTestSpec = NO_ROW_TEST) -> None:
@@ -81,8 +81,8 @@ class SelfTestSearch:
         """The holder is lost; return whether that was in a try, and another holder may do better.
 
         Args:
-            is_slow: it took too long. The next one would wait as long: it is to build without a canary.
-            from_outside: another has ended it.
+            has_timed_out: it took too long. The next one would wait as long: it is to build without a canary.
+            is_external: another has ended it.
         """
         tried, self.current_cases = self.current_cases, ()
         if not tried:

@@ -49,7 +49,7 @@ class Generation(GenerationBase):
     def on_snapshot_taken(
         self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
     ) -> None:
-        """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
+        """The snapshot exists: start the processes. `selftest` is what an earlier generation has found out of it."""
         del slice_digests  # of what is cut
         if self.state is not GenerationState.SNAPSHOTTING:
             return
@@ -206,7 +206,7 @@ class Generation(GenerationBase):
         self._reconcile(now)
 
     def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
-        """A worker does not answer any more: it is ended, and replaced. `useful`: it had answered something."""
+        """A worker does not answer any more: it is ended, and replaced. `has_answered`: it had answered something."""
         child = self.children.get(name)
         if child is not None and child.state in (ChildState.READY, ChildState.STOPPING):
             self._abort(child, reason, now, has_answered=has_answered)
@@ -218,7 +218,7 @@ class Generation(GenerationBase):
             self._invalidate(FailureReason(cause), now)
 
     def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
-        """A child has exited and has been waited for. `useful`: it had answered some request."""
+        """A child has exited and has been waited for. `has_answered`: it had answered some request."""
         child = self.children.get(name)
         if child is None:
             return
@@ -244,7 +244,7 @@ class Generation(GenerationBase):
         self._reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """No new work: wind down, workers first; to finish what they have, they may take `patience` seconds more."""
+        """No new work: wind down, workers first; to finish what they have, they may take `timeout_s` seconds more."""
         self._limit_stop_deadlines(now, timeout_s)
         if self.state in ACTIVE:
             self._machine.advance(GenerationEvent.DRAIN)

@@ -19,9 +19,9 @@ class SelfTestSpec:
     """What a holder is told of the canary before it builds; the fields are those of `Build`.
 
     Attributes:
-        search: whether it looks for one.
+        should_search: whether it looks for one.
         cases: what worked before, or was configured.
-        unfit: what did not.
+        failed_cases: what did not.
     """
 
     should_search: bool = True
@@ -38,9 +38,9 @@ class RowTestSpec(NamedTuple):
     """What is to be found out of the model's rows; the fields are those of `Build`.
 
     Attributes:
-        rows: the most of one predict; 1: nothing is.
+        max_rows: the most of one predict; 1: nothing is.
         sizes: the only ones that it may have; none: any.
-        exact: whether rows together are to be tested against each alone.
+        is_exact: whether rows together are to be tested against each alone.
     """
 
     max_rows: int = 1
@@ -74,10 +74,10 @@ class RankGroupSpec:
         size: how many ranks there are.
         devices: of each rank, in their order.
         connect_timeout: seconds in which all have to come to the first predict.
-        reply: the rank that answers, or `CONCAT`.
+        reply_rank: the rank that answers, or `CONCAT`.
         has_broker: whether ranks find each other by a process of its own.
-        is_cut: whether the model is cut over ranks; else the one process serves several models.
-        members: how many models it serves.
+        is_sliced: whether the model is cut over ranks; else the one process serves several models.
+        model_count: how many models it serves.
     """
 
     size: int
@@ -97,15 +97,15 @@ class GenerationSpec:
         workers: how many take requests on each device.
         load_timeout: seconds that one build or attach may take, and, if it is more than a minute, what comes before.
         spares: how many more are attached there, and take requests only when another one is lost.
-        sharing: whether the weights are shared; else every worker loads its own.
-        outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
+        is_sharing: whether the weights are shared; else every worker loads its own.
+        can_outlive_holder: whether workers may go on where the engine says that its memory dies with the holder, but
             the driver counts references.
         predict_timeout: seconds that one predict may take.
-        canary: what is known of it where no generation has found out more.
-        forks_built: whether workers may be forked of a holder that has built: then none starts before that.
+        selftest: what is known of it where no generation has found out more.
+        can_fork_from_holder: whether workers may be forked of a holder that has built: then none starts before that.
         devices: on which its workers are; none: where the generation is.
-        rows: what its holder is to find out of rows.
-        ranks: of processes that live and die together; None: of a holder and its workers.
+        row_test: what its holder is to find out of rows.
+        rank_group: of processes that live and die together; None: of a holder and its workers.
     """
 
     workers: int

@@ -31,7 +31,7 @@ class ConfigFile:
 
     Attributes:
         path: as given.
-        listening: addresses where the service manager listens for clients.
+        listen_addresses: addresses where the service manager listens for clients.
         note: why what is in force is not what the file says; "" if it is.
     """
 

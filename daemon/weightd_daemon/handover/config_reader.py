@@ -3,7 +3,7 @@
 The parser takes seconds or more for some files, a file system that does not answer takes for ever, and the daemon's
 loop must go on meanwhile. So a helper process reads the file, checks it, and looks at the files that it names; the
 daemon ends a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, the last as a list in JSON. It
-answers on stdout with a pickled `Read`.
+answers on stdout with a pickled `ReadConfig`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReadConfig(NamedTuple):
         text: of the file.
         config: what it says; None if something is wrong with it.
         problems: what is wrong with it, by itself.
-        of_models: by model, what is wrong with the files that it names.
+        model_problems: by model, what is wrong with the files that it names.
     """
 
     text: str = ""
@@ -73,7 +73,7 @@ class ConfigReader:
     """Reads one configuration file at a time.
 
     Args:
-        running: watches the helper.
+        process_table: watches the helper.
     """
 
     def __init__(self, process_table: ProcessTable) -> None:
@@ -81,7 +81,7 @@ class ConfigReader:
         self._has_timed_out = False
 
     def start(self, path: Path, listen_addresses: Sequence[str], on_result: Callable[[ReadConfig], object]) -> None:
-        """Begin to read; `tell` is called with the result.
+        """Begin to read; `on_result` is called with the result.
 
         Raises:
             OSError: no process can be started.

@@ -69,8 +69,8 @@ class CounterStore:
 
     Args:
         path: in a directory that is the daemon's own.
-        books: that are written, and go on from what is there; by the word that begins their lines.
-        soon: has something called when all others have had their turn.
+        entries: that are written, and go on from what is there; by the word that begins their lines.
+        call_soon: has something called when all others have had their turn.
 
     Attributes:
         timer: call it when it is due.
@@ -161,7 +161,7 @@ def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[An
 
     Raises:
         OSError: it cannot be read.
-        LedgerError: it is something else, or not whole.
+        CounterStoreError: it is something else, or not whole.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:

@@ -28,7 +28,7 @@ def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Ge
 
     Args:
         config: names them.
-        kept: the private directory is a keeper's, who removes it.
+        keep_private_dir: the private directory is a keeper's, who removes it.
 
     Raises:
         ClaimError: another daemon is on the same socket, or a path cannot be used.

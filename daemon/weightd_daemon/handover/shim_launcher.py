@@ -35,7 +35,7 @@ class ShimLauncher:
         config: says what the keeper removes at its end.
 
     Attributes:
-        inheritance: what the daemon before this one has left; None where every model has to be loaded.
+        inherited_state: what the daemon before this one has left; None where every model has to be loaded.
 
     Raises:
         ClaimError: the private directory cannot be had.

@@ -30,7 +30,7 @@ class ServiceManager:
 
     Attributes:
         inherited: the descriptors that were passed, by name.
-        watchdog: seconds within which a sign of life is expected; None if none is.
+        watchdog_s: seconds within which a sign of life is expected; None if none is.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:

@@ -36,11 +36,11 @@ class SystemdNotifier:
     """Times are monotonic seconds.
 
     Args:
-        watchdog: seconds within which a sign of life is expected; None if none is.
+        watchdog_s: seconds within which a sign of life is expected; None if none is.
 
     Attributes:
-        ready: whether every required model has served, but for new ones that failed where others went on.
-        next_event: nothing is due before this, unless a model changes.
+        is_ready: whether every required model has served, but for new ones that failed where others went on.
+        next_event_at: nothing is due before this, unless a model changes.
     """
 
     def __init__(self, watchdog_s: float | None) -> None:

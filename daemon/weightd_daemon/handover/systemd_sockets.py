@@ -20,10 +20,10 @@ class ListenSockets(NamedTuple):
     """Sockets that listen and do not block.
 
     Attributes:
-        unix: for clients of this host; none where that could not be had.
-        listeners: for clients that speak ZeroMQ, by the names of their listeners.
+        unix_listeners: for clients of this host; none where that could not be had.
+        zmq_listeners: for clients that speak ZeroMQ, by the names of their listeners.
         addresses: of all of them.
-        metrics: for those who want metrics; None where there is to be none.
+        metrics_listener: for those who want metrics; None where there is to be none.
     """
 
     unix_listeners: Sequence[socket.socket]
@@ -39,7 +39,7 @@ def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> 
     Args:
         config: complete, made for what was passed.
         passed: descriptors that a service manager has passed; they are closed in the end.
-        unix: whether clients of this host may connect without ZeroMQ.
+        with_unix: whether clients of this host may connect without ZeroMQ.
 
     Raises:
         ClaimError: a socket cannot be had.

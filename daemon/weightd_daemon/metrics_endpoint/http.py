@@ -32,7 +32,7 @@ class HttpRequestHead:
     """The head of a request, as it comes in.
 
     Attributes:
-        content: what has come of it; some of what follows it may be there, too.
+        received: what has come of it; some of what follows it may be there, too.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,8 @@ class MetricsPage:
     """Makes the text when somebody wants it.
 
     Args:
-        tell: returns what is told in it.
-        soon: has something called when all others have had their turn.
+        collect_metrics: returns what is told in it.
+        call_soon: has something called when all others have had their turn.
         clock: monotonic seconds.
     """
 
@@ -50,7 +50,7 @@ class MetricsPage:
         self._remaining_pieces: Iterator[str] = iter(())
 
     def request_text(self, on_text: OnText) -> None:
-        """Have `give` called with the text, at once or soon."""
+        """Have `on_text` called with the text, at once or soon."""
         now = self._clock()
         if now < self._expires_at:
             on_text(self._text)

@@ -38,10 +38,10 @@ class _Peer:
     Attributes:
         connection: does not block.
         user: the user or host at the other end, see `Peers`.
-        since: when it has connected.
-        until: when it ends, whatever has become of it.
+        connected_at: when it has connected.
+        deadline: when it ends, whatever has become of it.
         head: of its request.
-        is_heard: whether that is whole.
+        is_request_complete: whether that is whole.
         unsent: what has not been sent of the answer.
     """
 

@@ -35,10 +35,10 @@ class Deployment(DeploymentView):
     """Keeps one generation serving; how it stands is that of `Deployed`.
 
     Args:
-        device: where, and what it has room for: one device, or the cards of all ranks.
-        terms: of each generation.
-        succession: how one follows another.
-        make: makes a generation of a source, with a new number.
+        placement: where, and what it has room for: one device, or the cards of all ranks.
+        spec: of each generation.
+        rollout_policy: how one follows another.
+        make_generation: makes a generation of a source, with a new number.
         wake: called when there may be room by now for what waits for it: `tick` is due.
     """
 
@@ -80,7 +80,7 @@ class Deployment(DeploymentView):
         self.reconcile(now)
 
     def update(self, source: ModelSource, now: float) -> None:
-        """Load a generation that is to take over once `switch` is called.
+        """Load a generation that is to take over once `switch_to_loaded` is called.
 
         What `is_lost`, or `renews`, is tried again only if that fails.
         """
@@ -104,14 +104,14 @@ class Deployment(DeploymentView):
     ) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
-        `canary` is what an earlier generation of the source has found out of it.
+        `selftest` is what an earlier generation of the source has found out of it.
         """
         if self._is_awaiting_snapshot(source):
             self._pending_snapshot = snapshot, selftest
             self.reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
+        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
         if self._is_awaiting_snapshot(source) and self.loading is not None:
             self.loading.fail(cause, now, is_transient=is_transient)
             self.reconcile(now)
@@ -161,7 +161,7 @@ class Deployment(DeploymentView):
             self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
+        """No new work, and no further generation: wind everything down; what runs may take `timeout_s` seconds more."""
         if self._state in LOADING_STATES or self.is_vacated:
             self._machine.advance(DeploymentEvent.STOP)
         self._wanted_source = None

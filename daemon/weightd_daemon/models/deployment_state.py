@@ -64,8 +64,8 @@ class ReplacedDeployment(NamedTuple):
     """The deployment of another model of the name, in whose place this one may come.
 
     Attributes:
-        labels: returns those of its generations.
-        make_way: has it leave, so that its room is free.
+        generation_labels: returns those of its generations.
+        vacate: has it leave, so that its room is free.
     """
 
     generation_labels: Callable[[], list[str]]
@@ -78,7 +78,7 @@ class RolloutPolicy:
 
     Attributes:
         policy: how one is replaced.
-        fall_back: whether a generation that cannot share its weights is followed by one that does not.
+        should_fall_back: whether a generation that cannot share its weights is followed by one that does not.
         process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
         buffer_bytes: what communication between ranks takes of each card.
     """
@@ -93,14 +93,14 @@ class DeploymentView:
     """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
 
     Args:
-        device: where.
-        terms: of each generation.
+        placement: where.
+        spec: of each generation.
 
     Attributes:
         serving: whose workers take requests; None while there is none.
-        coming: the one that loads.
-        leaving: those that wind down.
-        terms: of the next generation.
+        loading: the one that loads.
+        draining: those that wind down.
+        spec: of the next generation.
         predecessor: whose place it may take where there is no room for both; None: nobody's.
     """
 
@@ -169,7 +169,7 @@ class DeploymentView:
 
     @property
     def is_failing(self) -> bool:
-        """Whether it has `failed`, and no attempt since has succeeded."""
+        """Whether it has `has_failed`, and no attempt since has succeeded."""
         return self._is_failing
 
     @property

@@ -31,7 +31,7 @@ class ProcessManager(Protocol):
     ) -> None:
         """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`.
 
-        `expected`: the sha256 that it has to have, "" for any.
+        `expected_sha256`: the sha256 that it has to have, "" for any.
         """
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:

@@ -49,8 +49,8 @@ class LoadLimiter:
 
         Args:
             generation: one on the CPU.
-            nbytes: returns the size of the model's files, once it is known.
-            factor: how many times that much a build takes.
+            model_bytes: returns the size of the model's files, once it is known.
+            build_factor: how many times that much a build takes.
         """
         limited = _LimitedGeneration(generation, lambda: int(build_factor * model_bytes()) + _PROCESS_BYTES)
         self._generations = [each for each in self._generations if not each.generation.is_ended] + [limited]

@@ -60,9 +60,9 @@ class LoadProgress(NamedTuple):
     """How far it is.
 
     Attributes:
-        done: of all of it, from 0 to less than 1; None where nothing is known.
-        left_s: seconds until it serves; likewise.
-        copied: of its files, from 0 to 1; None while nothing was copied, and afterwards.
+        fraction_done: of all of it, from 0 to less than 1; None where nothing is known.
+        remaining_s: seconds until it serves; likewise.
+        fraction_copied: of its files, from 0 to 1; None while nothing was copied, and afterwards.
     """
 
     fraction_done: float | None = None
@@ -74,7 +74,7 @@ class LoadEstimate:
     """One generation, while it loads. What was told never goes back.
 
     Args:
-        before: how long it took the last time; None if that is not known.
+        last_speed: how long it took the last time; None if that is not known.
         now: the clock.
     """
 

@@ -45,13 +45,13 @@ class ServedModel:
     """Serves one model from one generation on each of its devices.
 
     Attributes:
-        desk: where its requests are.
+        dispatcher: where its requests are.
         deployments: one for each device, but one for all sets of cores that have one copy of the weights, and one for
             each group of ranks.
         note: what went wrong with the last change of the configuration.
         successor: what loads to replace it, after such a change.
         timer: when `tick` is due.
-        attaching: bounds how many workers load at once, of all models; None: they attach one after another.
+        load_limiter: bounds how many workers load at once, of all models; None: they attach one after another.
     """
 
     load_limiter: LoadLimiter | None = None
@@ -119,11 +119,11 @@ class ServedModel:
         self.dispatcher.on_disconnect(client, now)
 
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse what waits and is `unfit`; what runs goes on."""
+        """Refuse what waits and is `should_reject`; what runs goes on."""
         self.dispatcher.shed(should_reject, error, now)
 
     def reject_metadata_requests(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
-        """Refuse who waits for the metadata and is `unfit`."""
+        """Refuse who waits for the metadata and is `should_reject`."""
         self.dispatcher.reject_metadata_requests(should_reject, error)
 
     def request_metadata(self, request: MetadataRequest) -> None:
@@ -201,7 +201,7 @@ class ServedModel:
         self._reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
+        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
         self._versions.snapshots.on_failed(source)
         for deployment in self.deployments:
             deployment.on_snapshot_failed(source, cause, now, is_transient=is_transient)
@@ -242,8 +242,8 @@ class ServedModel:
 
         Args:
             now: the clock.
-            patience: how many seconds more what runs may take.
-            replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
+            timeout_s: how many seconds more what runs may take.
+            is_replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
                 that is given up.
         """
         self._phase = advance(

@@ -91,7 +91,7 @@ class SourceRecord:
 class ModelRecord:
     """A model: how it was configured, what it serves and what it served before the last update.
 
-    `source` and `previous` are numbers of `sources`, 0 for none; `made` are the numbers that were given to the last
+    `source` and `previous` are numbers of `sources`, 0 for none; `last_ids` are the numbers that were given to the last
     generation and to the last source.
     """
 

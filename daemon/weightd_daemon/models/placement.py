@@ -19,13 +19,13 @@ class ResourceRequest:
     """What a generation takes on its device.
 
     Attributes:
-        weights: bytes of one copy.
-        copies: how many copies there are.
-        users: how many processes answer requests from them, spares too.
-        processes: holder, workers and spares, or the ranks.
+        weight_bytes: bytes of one copy.
+        copy_count: how many copies there are.
+        worker_count: how many processes answer requests from them, spares too.
+        process_count: holder, workers and spares, or the ranks.
         process_bytes: what each of them takes beside the weights.
         buffer_bytes: what communication between ranks takes of each card.
-        slices: the bytes of what each rank loads, where the weights are cut over several cards.
+        slice_bytes: the bytes of what each rank loads, where the weights are cut over several cards.
     """
 
     weight_bytes: int
@@ -51,7 +51,7 @@ class ResourceRequest:
 
 
 class Placement(Protocol):
-    """Where a generation may find room: a device, or the cards of all ranks. The methods are those of `Device`."""
+    """Where a generation may find room: a device, or the cards of all ranks. The methods are those of `DeviceBudget`."""
 
     name: str
 
@@ -66,11 +66,11 @@ class Placement(Protocol):
         raise NotImplementedError
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise `need` to a generation; return why that cannot be done, or ""."""
+        """Promise `request` to a generation; return why that cannot be done, or ""."""
         raise NotImplementedError
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
+        """Return why `request` cannot be promised, though the generations `excluding` were gone, or ""."""
         raise NotImplementedError
 
     def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
@@ -84,7 +84,7 @@ class Placement(Protocol):
         """These generations will not need it for long."""
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room: `tell` is called each time that something is released."""
+        """A generation waits for room: `on_release` is called each time that something is released."""
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
         """The card has said what is free, after a process of that generation has loaded."""
@@ -101,11 +101,11 @@ class DeviceBudget:
     """One device, and what has been promised of it.
 
     Attributes:
-        capacity: bytes that weightd may use there; None where that is not known, or not limited.
+        capacity_bytes: bytes that weightd may use there; None where that is not known, or not limited.
         max_processes: how many processes may use it; None where any number may.
-        said: bytes that the card itself said are there for weightd; None if it has not been asked, or has not said.
-        free: bytes that it said are free, last time.
-        promised: what each generation was promised, by its label.
+        reported_bytes: bytes that the card itself said are there for weightd; None if it has not been asked, or has not said.
+        free_bytes: bytes that it said are free, last time.
+        reserved: what each generation was promised, by its label.
         leaving: the labels of those that will not need it for long.
         waiting: whom to tell each time that something is released, by the label of the generation that waits for it.
         ports: on which the communication of ranks listens, by the label of their generation.
@@ -132,7 +132,7 @@ class DeviceBudget:
         return sum(need.process_count for need in self.reserved.values())
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise `need` to a generation; return why that cannot be done, or ""."""
+        """Promise `request` to a generation; return why that cannot be done, or ""."""
         reason = self.rejection_reason(label, request)
         if not reason:
             self.reserved[label] = request
@@ -140,7 +140,7 @@ class DeviceBudget:
         return reason
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
+        """Return why `request` cannot be promised, though the generations `excluding` were gone, or ""."""
         other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
         return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(
             label, request, other_requests
@@ -161,7 +161,7 @@ class DeviceBudget:
         self.leaving |= {*labels}
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room: `tell` is called each time that something is released."""
+        """A generation waits for room: `on_release` is called each time that something is released."""
         self.waiting[label] = on_release
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:

@@ -42,7 +42,7 @@ class CardGroup:
         return {label for device in self._devices for label in device.waiting}
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise every card's share of `need` to a generation, and a port; return why that cannot be done, or ""."""
+        """Promise every card's share of `request` to a generation, and a port; return why that cannot be done, or ""."""
         reason = self.rejection_reason(label, request)
         if not reason:
             self.restore(label, request, port=self._free_ports(())[0])
@@ -51,7 +51,7 @@ class CardGroup:
         return reason
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why that cannot be promised, though the generations `without` were gone, or ""."""
+        """Return why that cannot be promised, though the generations `excluding` were gone, or ""."""
         for rank, device in enumerate(self._devices):
             refusal = device.rejection_reason(label, request.for_rank(rank), excluding=excluding)
             if refusal:
@@ -74,7 +74,7 @@ class CardGroup:
             device.mark_leaving(labels)
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room: `tell` is called each time that something is released on one of the cards."""
+        """A generation waits for room: `on_release` is called each time that something is released on one of the cards."""
         for device in self._devices:
             device.wait_for_release(label, on_release)
 

@@ -58,12 +58,12 @@ class ProcessEvents:
     """Stands between the processes of a model, its generations and its desk.
 
     Args:
-        owner: who is told of them.
+        event_handler: who is told of them.
         config: of the model.
-        children: the processes.
+        process_manager: the processes.
         snapshots: of the model's sources.
-        desk: where its requests are.
-        settle: called after each event of a generation.
+        dispatcher: where its requests are.
+        reconcile: called after each event of a generation.
 
     Attributes:
         past_deaths: processes of generations of which nothing is left that ended without being asked to.

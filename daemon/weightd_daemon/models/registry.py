@@ -45,12 +45,12 @@ class ModelRegistry:
     """Every model there is.
 
     Args:
-        make: makes a model that has not started.
+        make_model: makes a model that has not started.
 
     Attributes:
         models: those that take requests, by name.
         changing: those that are to be replaced by their successor once it has loaded, and those that leave: while
-            there are none, `settle` has nothing to see.
+            there are none, `reconcile` has nothing to see.
     """
 
     def __init__(self, make_model: MakeModel) -> None:
@@ -102,7 +102,7 @@ class ModelRegistry:
         return diff
 
     def apply(self, diff: ConfigDiff, configs: Mapping[str, ModelConfig], now: float) -> None:
-        """Begin to make `configs` true, of which `change` is the comparison."""
+        """Begin to make `configs` true, of which `diff` is the comparison."""
         for name in diff.removed:
             self._remove(name, now)
         for name in diff.added:

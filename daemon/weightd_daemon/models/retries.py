@@ -15,7 +15,7 @@ class LoadBackoff:
     """Exponential back-off between two attempts to load a model. Times are monotonic seconds.
 
     Attributes:
-        due: when the next attempt is; `NEVER` if none is planned.
+        due_at: when the next attempt is; `NEVER` if none is planned.
     """
 
     def __init__(self) -> None:

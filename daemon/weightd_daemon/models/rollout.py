@@ -42,9 +42,9 @@ class Rollouts:
         name: of the model.
         config: of the model.
         deployments: one for each device.
-        sources: of the model.
-        desk: where its requests are.
-        operators: are told.
+        versions: of the model.
+        dispatcher: where its requests are.
+        update_sink: are told.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ class SharedProcessGroup:
     Args:
         config: of its first member.
         devices: by name.
-        children: the processes.
-        numbers: of its generations.
+        process_manager: the processes.
+        ids: of its generations.
 
     Attributes:
         members: in their order, as far as they have been made.
@@ -198,11 +198,11 @@ class GroupedModel(ServedModel):
     """A model whose process serves others, too.
 
     Args:
-        household: all of them.
+        shared_process: all of them.
         model: as those of `Model`.
 
     Attributes:
-        is_leaving: it was removed, and will be drained.
+        is_marked_leaving: it was removed, and will be drained.
     """
 
     def __init__(self, shared_process: SharedProcessGroup, *model: Any) -> None:
@@ -266,7 +266,7 @@ class GroupedModel(ServedModel):
         self._shared_process.reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
+        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
         self._versions.snapshots.on_failed(source)
         self._shared_process.on_snapshot_failed(f"{self.name}: {cause}", now, is_transient=is_transient)
 

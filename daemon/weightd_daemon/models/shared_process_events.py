@@ -22,7 +22,7 @@ class SharedProcess(Protocol):
     """Whose processes they are.
 
     Attributes:
-        turns: of the process of each generation, by its label.
+        schedulers: of the process of each generation, by its label.
     """
 
     schedulers: dict[str, SharedProcessScheduler]
@@ -47,7 +47,7 @@ class SharedProcessEvents(ProcessEvents):
     """The processes of a household: each desk is told what becomes of them.
 
     Args:
-        household: whose processes they are.
+        shared_process: whose processes they are.
         more: as those of `Crew`.
     """
 

@@ -12,8 +12,8 @@ class Snapshots:
     """Has each source pinned once, however many generations load it.
 
     Args:
-        pin: begins to take the snapshot of a source, which has to have this sha256; "": any.
-        unpin: removes it, or stops taking it.
+        take: begins to take the snapshot of a source, which has to have this sha256; "": any.
+        remove: removes it, or stops taking it.
     """
 
     def __init__(self, take: Callable[[ModelSource, str], None], remove: Callable[[ModelSource], None]) -> None:
@@ -36,7 +36,7 @@ class Snapshots:
 
     @property
     def next_event_at(self) -> float:
-        """Nothing is `overdue` before this, in monotonic seconds."""
+        """Nothing is `take_overdue` before this, in monotonic seconds."""
         return min(self._deadlines.values(), default=float("inf"))
 
     def take_overdue(self, now: float) -> list[ModelSource]:

@@ -38,14 +38,14 @@ class ModelVersions:
 
     Args:
         path: of the model file that is loaded first.
-        numbers: of the model's name.
-        pin: begins to take the snapshot of a source, see `Snapshots`.
-        unpin: removes it, or stops taking it.
+        ids: of the model's name.
+        take_snapshot: begins to take the snapshot of a source, see `Snapshots`.
+        remove_snapshot: removes it, or stops taking it.
 
     Attributes:
         current: what is served, or to be.
         previous: what was served before the last update; None if there was none, or if that was gone back to.
-        undone: what was gone back from, since this daemon began; None if the last update was no such.
+        rolled_back: what was gone back from, since this daemon began; None if the last update was no such.
         snapshots: of these, and of what an update loads.
     """
 

@@ -22,10 +22,10 @@ class LoadMonitor:
     """Looks after the generations that load.
 
     Args:
-        copied: called with a model and a source; returns how much of its snapshot was copied, if that is known.
+        copy_progress: called with a model and a source; returns how much of its snapshot was copied, if that is known.
 
     Attributes:
-        paces: how long each model took the last time, by name: the one that was seen last is the last.
+        speeds: how long each model took the last time, by name: the one that was seen last is the last.
     """
 
     def __init__(self, copy_progress: Callable[[str, ModelSource], CopyProgress | None]) -> None:

@@ -35,7 +35,7 @@ class LogTailReader:
 
     Args:
         client: who asked.
-        question: what it asked.
+        request: what it asked.
         generations: the files of those of the model, by their numbers.
     """
 

@@ -50,9 +50,9 @@ class MemorySubject(NamedTuple):
 
     Attributes:
         pids: its processes.
-        shared: what its workers share, by their own word.
-        nbytes: what its copy of the weights takes, if that is known by the holder's word.
-        store: else the file that is looked at.
+        shared_bytes: what its workers share, by their own word.
+        weight_bytes: what its copy of the weights takes, if that is known by the holder's word.
+        store_path: else the file that is looked at.
     """
 
     pids: tuple[int, ...]

@@ -44,7 +44,7 @@ class MemoryScan:
     Args:
         request_id: the id of the question.
         pids: the processes to look at.
-        measured: what is known.
+        cache: what is known.
     """
 
     def __init__(self, request_id: str, pids: Iterable[int], measured: TtlCache) -> None:

@@ -41,13 +41,13 @@ class MetricsInputs(NamedTuple):
 
     Attributes:
         models: those that are served.
-        meters: of all of them.
-        totals: of the daemon.
+        counter_registry: of all of them.
+        daemon_counters: of the daemon.
         tenants: those of the configuration, and who is none of them but asks; or everyone.
-        accounts: of all.
-        held_bytes: that are kept for clients.
-        max_memory_bytes: that may be.
-        footings: of models, by name, as far as that was measured.
+        usage_table: of all.
+        buffered_bytes: that are kept for clients.
+        max_buffered_bytes: that may be.
+        footprints: of models, by name, as far as that was measured.
         pss_bytes: of the daemon and what belongs to it, likewise.
     """
 

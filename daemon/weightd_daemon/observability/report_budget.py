@@ -35,8 +35,8 @@ class Reports:
 
     Args:
         loop: calls when a step is due.
-        refuse: is given a question that is not answered, and why.
-        now: monotonic seconds.
+        reject: is given a question that is not answered, and why.
+        get_time: monotonic seconds.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Reports:
         self.timer = Timer(lambda _: self.step())
 
     def add(self, requester: MetadataRequest, step: Callable[[], bool]) -> None:
-        """Answer a question by steps; past `MAX_WAITING` the user that has most of them has one refused.
+        """Answer a question by steps; past `MAX_PENDING` the user that has most of them has one refused.
 
         Raises:
-            ResourceExhausted: the user has `MAX_OF_USER` already.
+            ResourceExhausted: the user has `MAX_PER_USER` already.
         """
         if self._counts_by_user[requester.user] == MAX_PER_USER:
             text = f"{MAX_PER_USER} questions of this user for status, metrics and events wait already"

@@ -67,15 +67,15 @@ class StatusInputs(NamedTuple):
         processes: children, by name.
         files: of each generation, by its label.
         dropped: answers that could not be sent.
-        held_bytes: that are kept for clients.
-        max_memory_bytes: that may be.
-        own_pids: the daemon, what makes its gates, these, and its keeper if it has one.
-        note: what is wrong with the configuration file.
-        gates: how they stand.
+        buffered_bytes: that are kept for clients.
+        max_buffered_bytes: that may be.
+        daemon_pids: the daemon, what makes its gates, these, and its keeper if it has one.
+        config_note: what is wrong with the configuration file.
+        zmq_proxies: how they stand.
         fork_servers: of which children are forked.
         tenants: those of the configuration, and who is none of them but asks; none where there are no tables.
-        accounts: of all.
-        share: called with the label of a generation; returns how far it is, if it loads.
+        usage_table: of all.
+        load_progress: called with the label of a generation; returns how far it is, if it loads.
     """
 
     models: Iterable[ServedModel]
@@ -95,7 +95,7 @@ class StatusInputs(NamedTuple):
 
 
 def build_status(memory_scan: MemoryScan, state: str, uptime_s: float, inputs: StatusInputs) -> StatusResponse:
-    """Return the answer to a status request, with the memory that `survey` has read."""
+    """Return the answer to a status request, with the memory that `memory_scan` has read."""
     tenants = inputs.tenants
     return StatusResponse(
         id=memory_scan.request_id,

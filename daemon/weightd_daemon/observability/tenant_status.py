@@ -32,7 +32,7 @@ def tenant_statuses(
 ) -> tuple[TenantStatus, ...]:
     """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
 
-    What is left out is in the sum of its tenant, so that nothing is missing. `names`: of no other models anything is
+    What is left out is in the sum of its tenant, so that nothing is missing. `visible_models`: of no other models anything is
     told but that sum; None for all.
     """
     tenant_list = list(tenants)

@@ -26,8 +26,8 @@ class UsageReporter:
 
     Args:
         tenants: as they are now.
-        accounts: of all of them.
-        models: called when it is needed; returns the names of those that there are.
+        usage_table: of all of them.
+        model_names: called when it is needed; returns the names of those that there are.
 
     Attributes:
         timers: call it when something is due.
@@ -46,7 +46,7 @@ class UsageReporter:
         self.timers = (self._sample_timer, self._log_timer)
 
     def configure(self, interval_s: float, now: float) -> None:
-        """Another configuration is in force; `interval`: the seconds between lines of the log, 0 for none."""
+        """Another configuration is in force; `interval_s`: the seconds between lines of the log, 0 for none."""
         if not self._tenants.has_tenants:
             # What a reload has taken away is forgotten all the same.
             self._usage_table.keep_only(self._tenant_names(), self._model_names())
@@ -85,7 +85,7 @@ class UsageIntervals:
     """Tells of each tenant what has been counted since it was told last.
 
     Args:
-        accounts: of all tenants.
+        usage_table: of all tenants.
     """
 
     def __init__(self, usage_table: UsageTable) -> None:

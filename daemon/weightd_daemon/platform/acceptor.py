@@ -38,9 +38,9 @@ class Acceptor:
     Args:
         listener: listens, and does not block.
         loop: calls when somebody has connected.
-        let_in: is given each connection, and owns it; returns False where it has refused the connection.
+        on_connection: is given each connection, and owns it; returns False where it has refused the connection.
         report: is given the line for the log where no connection can be accepted.
-        most: that are accepted at once.
+        max_accepted: that are accepted at once.
     """
 
     def __init__(

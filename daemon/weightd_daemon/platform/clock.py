@@ -30,10 +30,10 @@ class Clock:
     expected, nothing of the time since the reading before counts. The clock is not thread-safe.
 
     Args:
-        real: the clock to read.
+        real_time: the clock to read.
 
     Attributes:
-        stopped: seconds that did not count so far.
+        stopped_s: seconds that did not count so far.
     """
 
     def __init__(self, real_time: Callable[[], float] = time.monotonic) -> None:

@@ -12,7 +12,7 @@ class UserConnectionLimits(NamedTuple):
     """Limits of one user.
 
     Attributes:
-        most: connections that it may have open; 0 for no limit.
+        max_connections: connections that it may have open; 0 for no limit.
         rate: new connections a second, on average; 0 for no limit. A user that opened none for a while may open
             `burst` at once.
     """
@@ -41,7 +41,7 @@ class ConnectionAdmission:
     def refusal_reason(self, user: str, now: float) -> str | None:
         """Return why a new connection of a user is refused, None if the user may have one more.
 
-        A connection that is not refused counts towards the rate, and towards the open connections after `enters`.
+        A connection that is not refused counts towards the rate, and towards the open connections after `add_connection`.
         """
         limits = self._limits
         if limits.max_connections and self._open_connections[user] >= limits.max_connections:

@@ -32,8 +32,8 @@ class LimitedConnection(Protocol):
     """A connection.
 
     Attributes:
-        since: when it was opened, in monotonic seconds.
-        has_spoken: whether a whole message has come over it. Once true it remains true.
+        connected_at: when it was opened, in monotonic seconds.
+        has_sent_message: whether a whole message has come over it. Once true it remains true.
         is_busy: whether a request that has come over it is under way.
     """
 
@@ -190,8 +190,8 @@ class ConnectionLimiter(Generic[G]):
         """Remove connections until no more than this are left; return them.
 
         Args:
-            most: connections.
-            key: the name of this limit.
+            max_connections: connections.
+            limit_name: the name of this limit.
         """
         evicted: list[Excess[G]] = []
         guaranteed = max(1, max_connections // _GUARANTEED_DIVISOR)

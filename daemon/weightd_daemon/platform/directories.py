@@ -17,7 +17,7 @@ def make_directory(path: Path, mode: int) -> None:
     """Make the directory where it is missing; refuse one that another user could exchange.
 
     Raises:
-        ClaimError: it cannot be made, or it is a link, or it belongs to another user, or everybody may exchange what is
+        PathInUse: it cannot be made, or it is a link, or it belongs to another user, or everybody may exchange what is
             in it.
     """
     try:
@@ -36,7 +36,7 @@ def check_not_replaceable(path: Path, status: os.stat_result) -> None:
     """Refuse a directory in which every user may remove what is there and put something else in its place.
 
     Raises:
-        ClaimError: this is one.
+        PathInUse: this is one.
     """
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise PathInUse(

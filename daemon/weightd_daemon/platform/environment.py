@@ -19,13 +19,13 @@ DEFAULT_VARIABLES = (
 
 
 def remove_unlisted(environment: MutableMapping[str, str], extra_names: Sequence[str] = ()) -> None:
-    """Remove each variable that is neither in `DEFAULT` nor in `more`: children inherit what is left.
+    """Remove each variable that is neither in `DEFAULT_VARIABLES` nor in `extra_names`: children inherit what is left.
 
     An environment often has what is not for the code of models, such as passwords in the URL of a proxy.
 
     Args:
         environment: of this process.
-        more: names, or begins of names with * behind, of `pass_environment`.
+        extra_names: names, or begins of names with * behind, of `pass_environment`.
     """
     patterns = (*DEFAULT_VARIABLES, *extra_names)
     names = {each for each in patterns if not each.endswith(_WILDCARD)}

@@ -46,8 +46,8 @@ class EventLog(logging.Handler):
     have caused more than half of the events. So no client drives out events of others, or of the daemon itself.
 
     Args:
-        most: of events.
-        most_bytes: of all of them.
+        max_events: of events.
+        max_bytes: of all of them.
     """
 
     def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:

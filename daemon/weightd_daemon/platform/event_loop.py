@@ -88,7 +88,7 @@ class EventLoop:
             self._set_mask(descriptor, self._event_masks[descriptor] & ~_OUT)
 
     def pause_reading(self, descriptor: int) -> None:
-        """Do not tell that `descriptor` is readable, only once that its peer has gone, until `resume`."""
+        """Do not tell that `descriptor` is readable, only once that its peer has gone, until `resume_reading`."""
         self._set_mask(descriptor, self._event_masks[descriptor] & ~_IN)
 
     def resume_reading(self, descriptor: int) -> None:

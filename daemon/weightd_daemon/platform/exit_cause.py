@@ -46,10 +46,10 @@ class ExitCause:
 
     Attributes:
         status: the exit status, negative for a signal; None where nobody knows it, or there was no process.
-        words: the last ones of its log, or why there was no process.
-        by: who has ended it.
-        not_started: there was no process for a cause that may go away by itself.
-        lost: which files were missing to start it.
+        detail: the last ones of its log, or why there was no process.
+        initiator: who has ended it.
+        has_transient_start_failure: there was no process for a cause that may go away by itself.
+        missing_file: which files were missing to start it.
     """
 
     status: int | None
@@ -93,7 +93,7 @@ class ExitClassifier:
     """Tells how children have ended.
 
     Args:
-        oom_kills: returns how many processes the kernel has ended so far for want of memory.
+        count_oom_kills: returns how many processes the kernel has ended so far for want of memory.
     """
 
     def __init__(self, count_oom_kills: Callable[[], int]) -> None:

@@ -46,7 +46,7 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     that parent is this process or its keeper, and a keeper that ends takes its children along.
 
     Args:
-        descriptor: `watch` has returned it for the process.
+        descriptor: `watch_exit` has returned it for the process.
         pid: the process.
         number: the signal.
     """
@@ -62,7 +62,7 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
 
 
 def has_exited(descriptor: int) -> bool:
-    """Return whether the process has exited that `watch` has returned the descriptor for."""
+    """Return whether the process has exited that `watch_exit` has returned the descriptor for."""
     # Not select(2): a daemon with a thousand clients has descriptors that it cannot take.
     readable = select.poll()
     readable.register(descriptor, select.POLLIN)

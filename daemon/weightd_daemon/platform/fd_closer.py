@@ -170,7 +170,7 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     """Read from a Unix socket whose peer may send no descriptors.
 
     Raises:
-        DescriptorsError: there are some. They are left unread, for `close_socket`: the kernel would close them before
+        UnexpectedDescriptors: there are some. They are left unread, for `close_socket`: the kernel would close them before
             the read returned.
         OSError: as for any read.
     """

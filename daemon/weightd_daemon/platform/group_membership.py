@@ -31,7 +31,7 @@ class Membership:
     """Finds the tenant of a client.
 
     Args:
-        tables: of all tenants; none of their identities is in two tables.
+        members: of all tenants; none of their identities is in two tables.
     """
 
     def __init__(self, members: Iterable[Members]) -> None:

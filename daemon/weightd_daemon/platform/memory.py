@@ -17,9 +17,9 @@ class ProcessMemory(NamedTuple):
     """What a process takes of memory, in bytes.
 
     Attributes:
-        pss: its proportional set size: its own pages, and its share of pages that it shares.
-        own: the pages that no other process has: what its end would give back.
-        anonymous: the pages that are no file's, whoever else has them, too: what it would have alone if nothing were
+        pss_bytes: its proportional set size: its own pages, and its share of pages that it shares.
+        private_bytes: the pages that no other process has: what its end would give back.
+        anonymous_bytes: the pages that are no file's, whoever else has them, too: what it would have alone if nothing were
             forked.
     """
 

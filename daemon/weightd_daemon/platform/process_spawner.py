@@ -132,7 +132,7 @@ def spawn(
         argv: the command.
         environment: all of it.
         descriptors: of this process; the new one has them as 0, 1 and so on, and no others.
-        session: whether it has a session of its own.
+        start_new_session: whether it has a session of its own.
 
     Raises:
         OSError: it cannot be started.

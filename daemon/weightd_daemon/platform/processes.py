@@ -58,7 +58,7 @@ def start(
         log: where its output goes.
         environment: all of it; None for that of this process.
         stdout: a descriptor that it has as its stdout; None for the log.
-        order: what it reads from stdin.
+        stdin_data: what it reads from stdin.
 
     Raises:
         OSError: it cannot be started.

@@ -26,7 +26,7 @@ class Timer:
         handler: called with the clock once it is due, if it was given to `Timers`.
 
     Attributes:
-        due: when, in monotonic seconds; infinite while it is not set.
+        due_at: when, in monotonic seconds; infinite while it is not set.
     """
 
     __slots__ = ("_entries", "_handler", "_heap", "_serial", "due_at")

@@ -37,11 +37,11 @@ class WorkerChannels:
         path: where they connect: nobody else's user may.
         loop: calls when something can be read or written.
         name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
-        heard: is given the name of a child and the frames of its next message.
-        broken: is given the name of a child and how it has broken the protocol: then its lane is closed.
+        on_message: is given the name of a child and the frames of its next message.
+        on_protocol_error: is given the name of a child and how it has broken the protocol: then its lane is closed.
 
     Attributes:
-        several: called before more than one message is heard that have come at once.
+        on_message_burst: called before more than one message is heard that have come at once.
     """
 
     def __init__(

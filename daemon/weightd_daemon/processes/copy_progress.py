@@ -27,7 +27,7 @@ class CopyProgressFile:
 
     Args:
         path: of the file; None to write nothing.
-        models: how many are copied, of about the same size.
+        model_count: how many are copied, of about the same size.
     """
 
     def __init__(self, path: Path | None = None, model_count: int = 1) -> None:

@@ -25,7 +25,7 @@ class DeviceMemoryInfo(Protocol):
     Attributes:
         name: of the device.
         capacity: bytes that may be used there; None where that is not known.
-        said: bytes that the card itself has said are there; None if it has not.
+        reported_bytes: bytes that the card itself has said are there; None if it has not.
     """
 
     name: str
@@ -37,7 +37,7 @@ class DeviceProbe:
     """Asks cards, each in the interpreter of a model that uses it.
 
     Args:
-        running: has the processes.
+        process_table: has the processes.
         devices: by name.
     """
 
@@ -48,13 +48,13 @@ class DeviceProbe:
         self._failed_devices: set[str] = set()
 
     def probe(self, python: str, names: Iterable[str], log: Path, on_done: Callable[[], None]) -> None:
-        """Ask each of the cards of which nothing is known, one after another; then call `then`.
+        """Ask each of the cards of which nothing is known, one after another; then call `on_done`.
 
         Args:
             python: the interpreter that has the library of the cards.
             names: of devices.
             log: where the processes write.
-            then: is called at once where there is nobody to ask.
+            on_done: is called at once where there is nobody to ask.
         """
         names = list(names)
         device = next((self._devices[each] for each in names if self._is_unprobed(each)), None)

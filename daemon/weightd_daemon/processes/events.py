@@ -39,7 +39,7 @@ class Snapshot:
         sample: the copy of the inputs that the canary is run on, or "".
         identity: of the files of the model: another one as soon as one was written or replaced.
         slices: what each rank loads; none: the model is whole.
-        tables: the copy of the rank table of each group, if they are configured.
+        rank_tables: the copy of the rank table of each group, if they are configured.
     """
 
     path: str
@@ -70,4 +70,4 @@ class ProcessEventHandler(Protocol):
         """The snapshot of a source exists, and its devices have said what they have."""
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
+        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""

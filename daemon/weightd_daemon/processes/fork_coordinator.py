@@ -28,10 +28,10 @@ class ForkCoordinator:
     Args:
         launcher: adopts what is forked: that is a child of the one which has started what it is forked of.
         loop: tells the time.
-        order: sends an order to a process.
-        born: is given a child that is there, and of which process.
-        surplus: is given one that nobody wants any more.
-        hung: is given the name of a process that has not answered in time.
+        send_order: sends an order to a process.
+        on_child_forked: is given a child that is there, and of which process.
+        on_unwanted: is given one that nobody wants any more.
+        on_timeout: is given the name of a process that has not answered in time.
     """
 
     def __init__(

@@ -39,10 +39,10 @@ class ForkServer:
         python: its interpreter.
         engine: what it has loaded.
         name: of the process, "" while there is none.
-        since: when that was started, in monotonic seconds.
-        is_up: whether that has forked anything: before, it may still be loading.
-        forked: how many children all of its kind have made.
-        why: it is not there, for people.
+        started_at: when that was started, in monotonic seconds.
+        has_forked: whether that has forked anything: before, it may still be loading.
+        fork_count: how many children all of its kind have made.
+        reason: it is not there, for people.
     """
 
     python: str
@@ -61,8 +61,8 @@ class ForkServers:
     Args:
         directory: for their logs.
         address: where children connect.
-        start: starts one; raises OSError where that cannot be done.
-        end: ends the one of that name.
+        start_process: starts one; raises OSError where that cannot be done.
+        kill_process: ends the one of that name.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ForkServers:
 
         Args:
             name: of the process.
-            has_lane: whether it has connected its lane, which it does when it has loaded everything.
+            has_channel: whether it has connected its lane, which it does when it has loaded everything.
         """
         server = self._find_by_name(name)
         deadline = clock.now() + FORK_TIMEOUT_S

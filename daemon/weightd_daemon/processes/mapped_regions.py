@@ -17,7 +17,7 @@ class WorkerRegions:
     names it, whether or not that has run.
 
     Attributes:
-        latest: the one that was used last: as long as requests name that alone, there is nothing to say. None where
+        latest_number: the one that was used last: as long as requests name that alone, there is nothing to say. None where
             there is none.
     """
 

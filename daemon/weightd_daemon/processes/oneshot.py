@@ -30,15 +30,15 @@ def run(
     *,
     stdin_data: bytes = b"",
 ) -> None:
-    """Start a helper, whose stdout is the pipe; `tell` what it has answered, and how it has ended, once it has.
+    """Start a helper, whose stdout is the pipe; `on_result` what it has answered, and how it has ended, once it has.
 
     Args:
-        running: watches the helper.
+        process_table: watches the helper.
         name: of the helper.
         argv: its command, which every user of the host may read.
         log: where its stderr goes.
-        tell: is called once the helper has ended.
-        order: what the helper reads from stdin.
+        on_result: is called once the helper has ended.
+        stdin_data: what the helper reads from stdin.
 
     Raises:
         OSError: it cannot be started.

@@ -14,10 +14,10 @@ class ForkRequest(NamedTuple):
     """A child that a process has been asked for.
 
     Attributes:
-        launch: what it is to be.
+        process_spec: what it is to be.
         parent: of which process it is forked.
-        due: by when that has to have answered, in monotonic seconds.
-        instead: called with the launch, and why there is no such child, if it does not come.
+        deadline: by when that has to have answered, in monotonic seconds.
+        on_failure: called with the launch, and why there is no such child, if it does not come.
     """
 
     process_spec: ProcessSpec

@@ -38,8 +38,8 @@ class Rendezvous:
 
     Attributes:
         port: on which the broker listens; 0 where there is none.
-        table: the path of a rank table that is given, or "".
-        text: of the rank table that is written for them, or "".
+        rank_table_path: the path of a rank table that is given, or "".
+        rank_table_text: of the rank table that is written for them, or "".
     """
 
     port: int = 0

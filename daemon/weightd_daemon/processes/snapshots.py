@@ -60,9 +60,9 @@ class SnapshotService:
 
     Args:
         directory: where they lie, each in a directory of its own.
-        running: has the processes.
-        probing: asks the cards of a model.
-        later: has something called soon, with the clock, but not before this call has returned.
+        process_table: has the processes.
+        device_probe: asks the cards of a model.
+        defer: has something called soon, with the clock, but not before this call has returned.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SnapshotService:
         source: ModelSource,
         expected_sha256: str = "",
     ) -> None:
-        """Start the process that takes the snapshot; `expected`: the sha256 that it has to have, "" for any."""
+        """Start the process that takes the snapshot; `expected_sha256`: the sha256 that it has to have, "" for any."""
         if expected_sha256 and source.weights:
             text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
             self._defer(functools.partial(event_handler.on_snapshot_failed, source, text))

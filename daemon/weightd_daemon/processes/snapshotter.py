@@ -1,7 +1,7 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its argument is the
-pid of its parent. It reads an `Order` in JSON from stdin: every user of the host may read a command line, and the order
+pid of its parent. It reads an `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and the order
 names models. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`, but for the path, or an
 `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon removes.
 """
@@ -69,7 +69,7 @@ class SnapshotResult(NamedTuple):
         sha256: of the model.
         nbytes: of all its files.
         identity: of the copy: another one as soon as it was written or replaced.
-        origin: of what was copied; "" if that may change without being another one.
+        source_identity: of what was copied; "" if that may change without being another one.
     """
 
     path: str
@@ -85,8 +85,8 @@ class SnapshotRequest(NamedTuple):
     Attributes:
         model: the path of its file.
         directory: for the copy; it is made.
-        known: what was taken of the same file before, as a list of the fields of `Taken`.
-        expected: the sha256 that the model has to have; "" for any.
+        previous: what was taken of the same file before, as a list of the fields of `SnapshotResult`.
+        expected_sha256: the sha256 that the model has to have; "" for any.
         grant: the right by which the model is named, as a list of the fields of `Grant`.
     """
 
@@ -115,8 +115,8 @@ class SnapshotOrder(NamedTuple):
     """What the process has to do.
 
     Attributes:
-        wanted: the models.
-        meter: the file to which it writes how far it is.
+        requests: the models.
+        progress_path: the file to which it writes how far it is.
         files: further files.
     """
 
@@ -162,11 +162,11 @@ def take_snapshot(
 ) -> SnapshotResult:
     """Copy the model's files into `directory`, read-only. Each is read once.
 
-    If these are the very files of which a snapshot is `known`, and that is what it was, its files get another name. If
-    that was not the model that is `expected`, nothing is copied.
+    If these are the very files of which a snapshot is `previous`, and that is what it was, its files get another name. If
+    that was not the model that is `expected_sha256`, nothing is copied.
 
     Raises:
-        ModelChanged: the model is known to have another digest than `expected`.
+        ModelChanged: the model is known to have another digest than `expected_sha256`.
         ModelFileError: the model is not as `Model` wants it, or changes while it is copied.
         OSError: the copy cannot be written.
     """

@@ -32,14 +32,14 @@ class WorkerProgram:
         sample: a file of inputs for the canary, or "".
         tolerance: how far answers to the canary may be apart.
         environment: all of it; None for that of this process.
-        why_spawned: why it is not forked, "" where it may be.
-        may_be_template: whether workers may be forked of it once it has built.
-        pinned: by what it knows the model again, and its digest.
-        users: how many share what it builds, where it is to ask whether that is worth a process; else 0.
+        spawn_reason: why it is not forked, "" where it may be.
+        can_be_template: whether workers may be forked of it once it has built.
+        snapshot_identity: by what it knows the model again, and its digest.
+        attached_count: how many share what it builds, where it is to ask whether that is worth a process; else 0.
         cores: on which all its threads stay, "" for those that weightd itself has.
-        meeting: how it meets the other processes of its unit; None: it is of none.
-        table: what the rank table is to say that is written for them, or "".
-        members: the models of a process that serves several, as JSON, or "".
+        rendezvous: how it meets the other processes of its unit; None: it is of none.
+        rank_table: what the rank table is to say that is written for them, or "".
+        members_json: the models of a process that serves several, as JSON, or "".
     """
 
     python: str
@@ -73,7 +73,7 @@ class ProcessSpec:
         arguments: of that, but for who is the parent; the process reads them from stdin.
         log: where its output goes.
         environment: all of it.
-        by_lane: whether it speaks over its lane alone, however it comes to be.
+        is_channel_only: whether it speaks over its lane alone, however it comes to be.
     """
 
     name: str
@@ -135,7 +135,7 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
     """Return how a child is started: one program for all, the orders it gets make the difference.
 
     Args:
-        program: what it runs.
+        worker_program: what it runs.
         name: of the child, under which it connects.
         role: what it is for; its command line shows it.
         address: where it connects.

@@ -96,7 +96,7 @@ class ProcessSupervisor:
 
     Attributes:
         files: the files of each generation, by its label.
-        intact: called with a generation; returns whether its page store, if it has one, is still what it was when it
+        is_store_intact: called with a generation; returns whether its page store, if it has one, is still what it was when it
             was exported.
     """
 
@@ -239,7 +239,7 @@ class ProcessSupervisor:
         source: ModelSource,
         expected_sha256: str = "",
     ) -> None:
-        """Take the snapshot of a model's source; `expected`: the sha256 that it has to have, "" for any."""
+        """Take the snapshot of a model's source; `expected_sha256`: the sha256 that it has to have, "" for any."""
         self._snapshot_service.take_snapshot(event_handler, model, config, source, expected_sha256)
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:

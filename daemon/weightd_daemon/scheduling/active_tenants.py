@@ -14,7 +14,7 @@ class ActiveTenants:
     What is given to a seat is charged before it is looked who is there: so nobody seems to have gone in between.
 
     Args:
-        waits: whether anything does of a tenant.
+        is_waiting: whether anything does of a tenant.
     """
 
     def __init__(self, is_waiting: Callable[[Tenant], bool]) -> None:

@@ -22,15 +22,15 @@ class Batch:
 
     Attributes:
         number: by which its seat calls it: that of its first part.
-        parts: what has not been answered of it, by number.
-        count: how many parts it had.
-        form: of its rows, if it has some.
+        items: what has not been answered of it, by number.
+        item_count: how many parts it had.
+        batch_key: of its rows, if it has some.
         rows: how many they are.
-        bill: what it has been charged, where there are several tenants.
-        answered: its parts that were, but for the last.
-        is_settled: its seconds have been told.
+        charge: what it has been charged, where there are several tenants.
+        answered_items: its parts that were, but for the last.
+        is_time_recorded: its seconds have been told.
         is_long: it is expected to take longer than other tenants should wait.
-        began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
+        started_at: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
     """
 
     number: int

@@ -21,8 +21,8 @@ class BatchItem:
     Attributes:
         number: by which its seat calls it; that of the request, if it is all of it.
         request: whose it is.
-        cut: the request, if this is not all of it.
-        first: the first of the rows, then.
+        split: the request, if this is not all of it.
+        first_row: the first of the rows, then.
         rows: how many there are, as far as that is known.
     """
 

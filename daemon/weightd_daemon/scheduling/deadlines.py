@@ -49,7 +49,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def take_due(self, now: float, max_count: int) -> list[Request]:
-        """Return up to `most` requests whose deadlines have passed, and watch them no more."""
+        """Return up to `max_count` requests whose deadlines have passed, and watch them no more."""
         due: list[Request] = []
         while self._heap and self._heap[0][0] <= now and len(due) < max_count:
             request = self._requests.pop(heapq.heappop(self._heap)[1], None)

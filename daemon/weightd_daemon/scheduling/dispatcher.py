@@ -69,17 +69,17 @@ class Dispatcher:
     Args:
         name: of the model.
         config: of the model.
-        askers: are told.
-        order: sends an order, with the frames that follow it and the memory that it names, to a process.
-        due_by: called with a time that may be sooner than what `next_event` was.
+        response_sink: are told.
+        send_order: sends an order, with the frames that follow it and the memory that it names, to a process.
+        schedule_by: called with a time that may be sooner than what `next_event_at` was.
         clocks: of the devices, for all models.
 
     Attributes:
         latencies: from a request's arrival to its answer, in the daemon.
-        by_process: the same for each process's answers, by its name.
-        failed: requests that ended in an error after they were accepted.
-        meter: of the model, whichever desk it has.
-        names: of tenants and users whose requests have shared a job.
+        latencies_by_process: the same for each process's answers, by its name.
+        failed_count: requests that ended in an error after they were accepted.
+        counters: of the model, whichever desk it has.
+        party_names: of tenants and users whose requests have shared a job.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Dispatcher:
         self.dispatch(now)
 
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse what waits and is `unfit`, all at once, as its memory is needed; what runs goes on."""
+        """Refuse what waits and is `should_reject`, all at once, as its memory is needed; what runs goes on."""
         pending, self._pending_failures = self._pending_failures, deque()
         for request, its_error in pending:
             if should_reject(request):
@@ -188,7 +188,7 @@ class Dispatcher:
         self.dispatch(now)
 
     def reject_metadata_requests(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
-        """Refuse who waits for the metadata and is `unfit`."""
+        """Refuse who waits for the metadata and is `should_reject`."""
         for request in self.signature.take_requests(lambda each: should_reject(each.client)):
             self._response_sink.reply_error(request.client, request.request_id, error)
 
@@ -214,13 +214,13 @@ class Dispatcher:
         """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the canary.
 
         Args:
-            seat: its name.
+            slot_name: its name.
             lockstep: of the ranks. Where that joins their outputs, requests may not share a job, nor be filled up:
                 nobody tells which of its rows a rank has.
             now: the clock.
-            others: processes without which they are lost.
+            support_processes: processes without which they are lost.
             device: where they run.
-            terms: see `Seat`.
+            policy: see `Seat`.
         """
         self._has_lockstep = True
         # What one answers all have run.
@@ -254,11 +254,11 @@ class Dispatcher:
 
         Args:
             process: its name.
-            turns: of the process.
-            member: which of its models this is.
+            scheduler: of the process.
+            model_index: which of its models this is.
             now: the clock.
             device: where it runs.
-            terms: see `Seat`.
+            policy: see `Seat`.
         """
         self.latencies_by_process[process] = LatencyWindow()
         self.fault_isolator.watchdog.add(process, now, runs_selftest=False)
@@ -295,7 +295,7 @@ class Dispatcher:
         return ""
 
     def on_done(self, process: str, number: int, now: float) -> str:
-        """A rank has run a part, and another one has the outputs; return as `result` does."""
+        """A rank has run a part, and another one has the outputs; return as `on_result` does."""
         lockstep = self.scheduler.slots.lockstep_of(process)
         if lockstep is None:
             # It was of a seat that is lost.
@@ -305,7 +305,7 @@ class Dispatcher:
     def on_batch_failed(self, process: str, failed: Failed, now: float) -> str:
         """A part of a job has ended in an error, or a job of several, which run again alone then.
 
-        Who leaves has lost what it had. Return as `result` does.
+        Who leaves has lost what it had. Return as `on_result` does.
         """
         if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
             outcome = (
@@ -333,7 +333,7 @@ class Dispatcher:
         return ""
 
     def on_cancelled(self, process: str, number: int, now: float) -> str:
-        """A part of a job was taken back before that had begun; return as `result` does."""
+        """A part of a job was taken back before that had begun; return as `on_result` does."""
         if self._has_lockstep and self.scheduler.slots.lockstep_of(process) is not None:
             return self._on_outcome(process, number, OutOfStep(f"{process}: has left out {number}"), now)
         self._notify_released(self.output_leases.release(process, number))
@@ -396,7 +396,7 @@ class Dispatcher:
     def expire(self, now: float, explain_error: Callable[[RequestError], RequestError]) -> None:
         """Go on with ending requests, and end those whose deadlines have passed.
 
-        The latter end with the error that `explained` makes of theirs.
+        The latter end with the error that `explain_error` makes of theirs.
         """
         self._fail_some()
         for request, error in self.scheduler.expire(now):

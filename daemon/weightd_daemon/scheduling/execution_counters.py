@@ -10,9 +10,9 @@ class ExecutionCounters:
 
     Attributes:
         executions: jobs.
-        padded: rows that were added to what was asked, because the model takes certain numbers of rows alone.
-        cuts: requests that ran in parts.
-        again: parts of jobs that ran once more, because of what became of their seat or of those beside them.
+        padded_rows: rows that were added to what was asked, because the model takes certain numbers of rows alone.
+        split_requests: requests that ran in parts.
+        retried_items: parts of jobs that ran once more, because of what became of their seat or of those beside them.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ExecutionCounters:
         return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 
     def count_rows(self, rows: int, padded: int) -> None:
-        """A job of rows was answered; `padded` are those that the model was given, 0 if they are its own."""
+        """A job of rows was answered; `padded_rows` are those that the model was given, 0 if they are its own."""
         power = (rows - 1).bit_length()
         self._batches_by_power[power] = self._batches_by_power.get(power, 0) + 1
         self.padded_rows += max(0, padded - rows)

@@ -33,11 +33,11 @@ class _TenantShare:
     """What a tenant has had of a device.
 
     Attributes:
-        paid: for what has ended, in seconds divided by its weight.
+        virtual_s: for what has ended, in seconds divided by its weight.
         weight: by which that was divided.
-        guessed: for what has not, in seconds.
-        stays: the lines in which something of it waits, and the jobs of it that run.
-        turn: the number of the last job that it had; of two that have had as much, the other is next.
+        pending_s: for what has not, in seconds.
+        active_count: the lines in which something of it waits, and the jobs of it that run.
+        last_batch_number: the number of the last job that it had; of two that have had as much, the other is next.
     """
 
     virtual_s: float
@@ -165,12 +165,12 @@ class FairClocks:
     """The clocks of all devices: one object for all models. The CPU is one device, and so are all sets of its cores.
 
     Args:
-        max_job_s: while another tenant waits, rows that go together, or are cut, take no longer than this, about.
+        max_batch_s: while another tenant waits, rows that go together, or are cut, take no longer than this, about.
 
     Attributes:
-        max_job_s: as above.
-        last: who has asked last; None before anybody has.
-        until: so long there are several tenants, as far as is known. While there is one, nobody is charged.
+        max_batch_s: as above.
+        last_tenant: who has asked last; None before anybody has.
+        multi_tenant_until: so long there are several tenants, as far as is known. While there is one, nobody is charged.
     """
 
     def __init__(self, max_job_s: float = 0.1) -> None:

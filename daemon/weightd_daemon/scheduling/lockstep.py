@@ -58,13 +58,13 @@ class LockstepTracker:
 
     Args:
         processes: of the seat, in the order of their ranks.
-        reply: the process whose outputs are the answer; None: each has its share of all outputs, one behind the other
+        reply_process: the process whose outputs are the answer; None: each has its share of all outputs, one behind the other
             on their first axis.
         step: the number of the last part that they were given.
 
     Attributes:
         processes: as above.
-        reply: as above.
+        reply_process: as above.
         step: as above; each part has the next one.
     """
 
@@ -90,11 +90,11 @@ class LockstepTracker:
         return self._add_report(process, result.request, InferenceResult(result, frames))
 
     def on_done(self, process: str, number: int) -> Outcome | None:
-        """A process has run a part, of which another one has the outputs; return as `answered` does."""
+        """A process has run a part, of which another one has the outputs; return as `on_result` does."""
         return self._add_report(process, number, None)
 
     def on_failed(self, process: str, failed: Failed) -> Outcome | None:
-        """A process has not begun with a part, for the error that it tells; return as `answered` does."""
+        """A process has not begun with a part, for the error that it tells; return as `on_result` does."""
         return self._add_report(process, failed.request, failed)
 
     # --- within -------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Users:
 
         Args:
             tenant: of the job.
-            least: no job that takes less is long.
+            min_s: no job that takes less is long.
             now: monotonic seconds.
         """
         means = [self._users[each].mean_s for each in self._other_active_tenants(tenant, now)]

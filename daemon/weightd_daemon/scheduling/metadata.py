@@ -47,7 +47,7 @@ class Signature:
     """The signature that all generations of a model have in common.
 
     Args:
-        rows: how many a request may have.
+        row_limits: how many a request may have.
 
     Attributes:
         built: what a holder has told of it; None while the first one loads.
@@ -80,7 +80,7 @@ class Signature:
         return describe_difference(self.built, built) if self.built is not None else ""
 
     def check_request(self, description: RequestDescription) -> RequestDescription:
-        """Check a request against the signature; while no signature is known, `refusals` does so later.
+        """Check a request against the signature; while no signature is known, `check_waiting` does so later.
 
         Returns:
             The request as the engine is to receive it: a scalar has the shape that the model declares.

@@ -20,7 +20,7 @@ class OutputBufferLeases:
     """The processes of a model that may still write.
 
     Attributes:
-        begun: what they have been given, by process and number; while there is none nothing has to be asked.
+        leases: what they have been given, by process and number; while there is none nothing has to be asked.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ class FifoQueue:
                 del self._index[request.client]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `unfit`, at the cost of a look at each."""
+        """Take out all that are `should_take`, at the cost of a look at each."""
         return self._take_all([request for request in self if should_take(request)])
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
@@ -109,7 +109,7 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """A `Queue` for each level of priority, and to others like one.
+    """A `FifoQueue` for each level of priority, and to others like one.
 
     Args:
         count: how many levels there are; a request of one that there is not any more is of the last.
@@ -163,7 +163,7 @@ class PriorityQueue:
         self._queue_of_level(request).remove(request)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `unfit`, at the cost of a look at each."""
+        """Take out all that are `should_take`, at the cost of a look at each."""
         return [request for queue in self._queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:

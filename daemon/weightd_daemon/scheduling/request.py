@@ -20,8 +20,8 @@ class ClientOrigin(NamedTuple):
     """Who is at the other end of a connection, as the kernel knows it: what a client says of itself proves nothing.
 
     Attributes:
-        near: the process of a unix socket's peer; of TCP the connection.
-        far: all that a process may just be one of: the user, or the address; where there are tenants, that.
+        peer: the process of a unix socket's peer; of TCP the connection.
+        party: all that a process may just be one of: the user, or the address; where there are tenants, that.
         is_tenant: whether it is.
     """
 
@@ -48,22 +48,22 @@ class Request:
     Attributes:
         description: what is asked: the model, its inputs, the outputs that are wanted.
         frames: the tensors' bytes; only `contents` looks at them.
-        places: of the tensors that have no frame.
+        locations: of the tensors that have no frame.
         origin: who has sent it, as far as the kernel tells.
         tenant: on whose account it goes.
-        account: of the tenant, for the model.
-        level: how many levels of priority come before its own.
-        company: what else may run while it does.
+        usage: of the tenant, for the model.
+        priority_level: how many levels of priority come before its own.
+        isolation: what else may run while it does.
         deaths: seats that died of it, or so it seems.
-        begun: a seat was given it, or some of it.
-        losses: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
+        has_started: a seat was given it, or some of it.
+        lost_slots: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
         lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
-        mark: likewise, see `blame.contents`.
-        ended: while a seat ran it: what that gives later is dropped.
-        written: the rows whose outputs a process may still write to memory of the client, of each process.
-        running: it has ended while there were any.
-        gathered: bytes of the answers to its parts that wait for those to others.
+        sample_digest: likewise, see `blame.contents`.
+        is_ended: while a seat ran it: what that gives later is dropped.
+        pending_writes: the rows whose outputs a process may still write to memory of the client, of each process.
+        may_still_write: it has ended while there were any.
+        partial_result_bytes: bytes of the answers to its parts that wait for those to others.
     """
 
     number: int

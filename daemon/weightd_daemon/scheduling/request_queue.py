@@ -40,16 +40,16 @@ class RequestQueue:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         levels: of priority.
-        runs_confined: whether a seat has a request that is confined; of a tenant, if one is given.
+        is_confined_running: whether a seat has a request that is confined; of a tenant, if one is given.
 
     Attributes:
         normal: what waits for nothing but its turn and a seat, and has not begun.
         long: requests that take too long for the last free seat, see `Scheduler`; while there are several tenants.
-        begun: what runs in parts, of which some have still to be given to seats: those of the first, then the next's.
-        cuts: the requests that run in parts and have not ended, by their numbers.
-        was_part: whether the last job was a part of a request.
-        shared: whether there are several tenants: then what waits of each is in queues of its own.
-        presence: of tenants, while it is shared.
+        splitting: what runs in parts, of which some have still to be given to seats: those of the first, then the next's.
+        splits: the requests that run in parts and have not ended, by their numbers.
+        was_split: whether the last job was a part of a request.
+        is_multi_tenant: whether there are several tenants: then what waits of each is in queues of its own.
+        active_tenants: of tenants, while it is shared.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RequestQueue:
         self._unchecked.append(request)
 
     def move_to_unchecked(self, matches: Callable[[Request], bool]) -> list[Request]:
-        """Put what is `chosen` aside, and return it. What has begun goes on."""
+        """Put what is `matches` aside, and return it. What has begun goes on."""
         queues = (self.normal, self._confined, self.long)
         moved = [request for queue in queues for request in queue.take_matching(matches)]
         for request in moved:
@@ -120,7 +120,7 @@ class RequestQueue:
             self.append(request)
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
-        """What is `chosen` waits among those of which one runs at a time."""
+        """What is `matches` waits among those of which one runs at a time."""
         for queue in (self.normal, self.splitting, self.long):
             for request in queue.take_matching(matches):
                 self._confined.append(request)
@@ -141,7 +141,7 @@ class RequestQueue:
         return bool(found)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `unfit`, at the cost of a look at each."""
+        """Take out all that are `should_take`, at the cost of a look at each."""
         return [request for queue in self._queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None) -> list[Request]:
@@ -228,7 +228,7 @@ class RequestQueue:
     def fair_candidates(
         self, clock: FairClock, is_long: Callable[[Request], bool]
     ) -> Iterator[tuple[AnyQueue, Request]]:
-        """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
+        """Yield what `candidates` does of one tenant after another, in their order on the device with this clock."""
         for tenant in sorted(self.active_tenants.update(), key=clock.sort_key):
             self._move_long_of(tenant, is_long)
             normal, confined, splitting, long = self._runnable_of(tenant)
@@ -343,7 +343,7 @@ class RequestQueue:
 def _with_long_request(
     unsplit: _QueueT | None, splitting: _QueueT, long: _QueueT, *, was_split: bool
 ) -> Iterator[tuple[_QueueT, Request]]:
-    """Yield what `_turns` does, and the first of the long requests, wherever its turn is."""
+    """Yield what `_take_turns` does, and the first of the long requests, wherever its turn is."""
     if not long.count:
         return _take_turns(unsplit, splitting, was_split=was_split)
     if unsplit is None:

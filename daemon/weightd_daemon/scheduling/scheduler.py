@@ -47,15 +47,15 @@ class Scheduler:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a seat that computes is held to hang.
-        due_by: called with a time that is sooner than what `next_event` was, and AT_ONCE for what is put `aside`.
+        schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is put `aside`.
         levels: of priority.
         clocks: of the devices, for all models.
-        count: how many jobs the seats can run at once when all of them are there.
+        concurrency: how many jobs the seats can run at once when all of them are there.
 
     Attributes:
-        tally: what has run.
-        seats: where it runs.
-        line: what waits.
+        execution_counters: what has run.
+        slots: where it runs.
+        queue: what waits.
         clocks: as above.
         deadlines: of the requests that have not ended.
         users: the tenants that use the seats; one object for all models of one process.
@@ -145,9 +145,9 @@ class Scheduler:
         return slot, self._assign(slot, request, batch_key, now)
 
     def submit(self, request: Request, now: float, *, needs_check: bool = False, can_evict: bool = True) -> None:
-        """Put a request into the line; `aside`: it does not run before it is admitted.
+        """Put a request into the line; `needs_check`: it does not run before it is admitted.
 
-        Where there are several tenants, those of another one may give way to it, if it `evicts`: see `take_evicted`.
+        Where there are several tenants, those of another one may give way to it, if it `can_evict`: see `take_evicted`.
 
         Raises:
             ResourceExhausted: the line is full.
@@ -213,7 +213,7 @@ class Scheduler:
     def release_slot(self, process: str, *, excluding: Sequence[Request] = ()) -> None:
         """The seat of the process is gone, or as good as that: what it has not answered waits again, at the head.
 
-        `but`: these have ended.
+        `excluding`: these have ended.
         """
         slot = self.slots.slot_of(process)
         if slot is not None:
@@ -224,7 +224,7 @@ class Scheduler:
     def retry_items_alone(self, batch: Batch, *, excluding: Sequence[Request] = ()) -> None:
         """Something became of a job that says nothing of any of its parts: each of them runs again, alone.
 
-        `but`: these have ended.
+        `excluding`: these have ended.
         """
         batch.isolate_requests()
         retried = [item for item in batch.awaited_items if item.request not in excluding]
@@ -250,13 +250,13 @@ class Scheduler:
         return hung_slots
 
     def require_check(self, matches: Callable[[Request], bool]) -> list[Request]:
-        """Have what waits and is `chosen` not run before it is admitted; return it. What has begun goes on."""
+        """Have what waits and is `matches` not run before it is admitted; return it. What has begun goes on."""
         if moved := self.queue.move_to_unchecked(matches):
             self._schedule_by(AT_ONCE)
         return moved
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
-        """Have what is `chosen` run one at a time: what waits, and what is with a seat if it has to run again."""
+        """Have what is `matches` run one at a time: what waits, and what is with a seat if it has to run again."""
         for request in filter(matches, self._outstanding()):
             request.require_isolation(Isolation.CONFINED)
         self.queue.confine(matches)
@@ -268,9 +268,9 @@ class Scheduler:
             self.slots.recall_split(split)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
-        """Give up up to `MOST_ENDED` requests whose deadlines have passed; a late answer to one will find nobody.
+        """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed; a late answer to one will find nobody.
 
-        `next_event` is not later than `now` while there are more.
+        `next_event_at` is not later than `now` while there are more.
         """
         due = self.deadlines.take_due(now, MAX_ENDED_PER_TURN)
         if not due:
@@ -297,7 +297,7 @@ class Scheduler:
             self._watch_deadline(request)
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """Take out each request that is `unfit`, wherever it is; return it with whether a seat is running it."""
+        """Take out each request that is `should_end`, wherever it is; return it with whether a seat is running it."""
         running = self._end_in_slots(should_end)
         return [(request, False) for request in self.take_matching(should_end)] + running
 
@@ -310,7 +310,7 @@ class Scheduler:
         return waiting + [request for request, _ in running]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Return the requests that wait, or have still to be given to a seat in part, and are `unfit`; forget them."""
+        """Return the requests that wait, or have still to be given to a seat in part, and are `should_take`; forget them."""
         taken = self.queue.take_matching(should_take)
         for request in taken:
             self.end_split(request)
@@ -337,7 +337,7 @@ class Scheduler:
 
     @property
     def next_event_at(self) -> float:
-        """No request and no seat is due for `expire` or `overdue` before this (monotonic seconds)."""
+        """No request and no seat is due for `expire` or `take_overdue` before this (monotonic seconds)."""
         return min(self.deadlines.next_deadline, self.slots.next_check_at, self._next_long_at)
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ class Scheduler:
         return split
 
     def _max_batch_s(self, default_s: float, now: float) -> float:
-        """How many seconds a job may take of which that can be told; `alone`: where no other tenant asks."""
+        """How many seconds a job may take of which that can be told; `default_s`: where no other tenant asks."""
         return self.clocks.max_batch_s if self.queue.is_multi_tenant and self._has_other_tenants(now) else default_s
 
     def _next_split_batch(self, split: SplitRequest, slot: Slot, now: float) -> Batch:

@@ -30,7 +30,7 @@ class SharedProcessScheduler:
     """The turns of one process.
 
     Attributes:
-        running: the seat of the desk whose job it runs; None where it runs none.
+        active_slot: the seat of the desk whose job it runs; None where it runs none.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class SharedSlot(Slot):
     """A seat at a process that others have a seat at, too.
 
     Attributes:
-        turns: of the process.
+        scheduler: of the process.
     """
 
     scheduler: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)

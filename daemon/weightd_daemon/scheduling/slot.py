@@ -23,14 +23,14 @@ class Slot:
         name: of the seat.
         processes: their names.
         device: where they run.
-        terms: what may be done with the rows of requests here.
+        policy: what may be done with the rows of requests here.
         concurrency: how many jobs it runs at once.
-        jobs: by their numbers, in the order in which it got them, and begins with them.
+        batches: by their numbers, in the order in which it got them, and begins with them.
         is_quick: whether it was with its last job: then it may have one ready behind those that it runs.
         lockstep: of its processes, if these compute together: then it has nothing ready, for what a process has been
             given is never taken back from it.
-        others: processes that are given no jobs, but without which those of the seat are lost.
-        member: which of the models of its process.
+        support_processes: processes that are given no jobs, but without which those of the seat are lost.
+        model_index: which of the models of its process.
     """
 
     name: str

@@ -48,8 +48,8 @@ class OverdueSlot(NamedTuple):
     """A seat that has computed for long.
 
     Attributes:
-        hung: what it runs, if that was for too long: the seat is taken out then.
-        again: what it had beside that.
+        hung_batch: what it runs, if that was for too long: the seat is taken out then.
+        requeued: what it had beside that.
     """
 
     slot: Slot
@@ -62,20 +62,20 @@ class SlotPool:
 
     Args:
         predict_timeout: seconds after which a seat that computes is held to hang.
-        due_by: called with a time that is sooner than `look` was.
-        tally: of what has run.
-        moved: called when there is a seat on a device where there was none before.
-        ran: called with the request of a job, the seconds that the job took and the clock, while there are several
+        schedule_by: called with a time that is sooner than `next_check_at` was.
+        execution_counters: of what has run.
+        on_new_device: called when there is a seat on a device where there was none before.
+        on_ran: called with the request of a job, the seconds that the job took and the clock, while there are several
             tenants; not for jobs of several requests, nor for parts of one.
 
     Attributes:
-        enlisted: those that take jobs, by name. One that is not among them gets nothing new but may still answer.
+        accepting: those that take jobs, by name. One that is not among them gets nothing new but may still answer.
         merging: of these those where requests may share jobs. If there is one, what has come is taken in before any of
             it is assigned.
-        look: no seat has computed for too long before this.
-        times: of what has run.
-        everywhere: the devices on which there are seats, or were: the next one may be there.
-        meter: of the model.
+        next_check_at: no seat has computed for too long before this.
+        estimates: of what has run.
+        seen_devices: the devices on which there are seats, or were: the next one may be there.
+        counters: of the model.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class SlotPool:
 
         Args:
             request: to be given to it.
-            cut: what has begun of it: the rest runs on the same model.
+            split: what has begun of it: the rest runs on the same model.
             waiting: what could share its job: it does not wait for a seat while that may become more.
             now: the clock.
         """
@@ -290,7 +290,7 @@ class SlotPool:
     # --- what is taken from them --------------------------------------------------------------------------------
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """End what seats have that is `unfit`; return each request once, with whether a seat is running any of it.
+        """End what seats have that is `should_end`; return each request once, with whether a seat is running any of it.
 
         What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
         """
@@ -299,7 +299,7 @@ class SlotPool:
         )
 
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
-        """End what seats have of these requests, without a look at others; return them as `end` does."""
+        """End what seats have of these requests, without a look at others; return them as `end_matching` does."""
 
         def gone(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]

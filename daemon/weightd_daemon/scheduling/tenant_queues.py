@@ -18,8 +18,8 @@ class TenantQueues:
 
     Args:
         levels: of priority.
-        first: what waited before there were several tenants, all of one; whose it is is told by what is in it.
-        changed: called with a tenant that has something now and had nothing, and with one that has nothing any more.
+        queue: what waited before there were several tenants, all of one; whose it is is told by what is in it.
+        on_change: called with a tenant that has something now and had nothing, and with one that has nothing any more.
     """
 
     def __init__(self, levels: int, queue: TenantQueue, on_change: Callable[[Tenant], None]) -> None:
@@ -83,7 +83,7 @@ class TenantQueues:
         self._drop_if_empty(request.tenant)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `unfit`, at the cost of a look at each."""
+        """Take out all that are `should_take`, at the cost of a look at each."""
         return self._flatten_removed([queue.take_matching(should_take) for queue in self._queues.values()])
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:

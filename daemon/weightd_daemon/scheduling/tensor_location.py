@@ -18,7 +18,7 @@ class SharedRegion:
         number: what workers know it by.
         descriptor: of it.
         nbytes: its size, which nobody can change.
-        gone: is given the descriptor when nobody refers to this any more: it may be closed, which takes as long as the
+        on_unreferenced: is given the descriptor when nobody refers to this any more: it may be closed, which takes as long as the
             kernel needs to free all of the memory.
     """
 
@@ -73,8 +73,8 @@ class TensorLocations:
     Attributes:
         inputs: where they are.
         outputs: where they may be written, if they have no more bytes.
-        memories: the regions in which they are.
-        mapped: what a worker is told of them, which knows the regions by their numbers; None where there are none.
+        regions: the regions in which they are.
+        mapped_regions: what a worker is told of them, which knows the regions by their numbers; None where there are none.
     """
 
     __slots__ = ("inputs", "mapped_regions", "outputs", "regions")

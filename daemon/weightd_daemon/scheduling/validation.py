@@ -65,8 +65,8 @@ class RowLimits(NamedTuple):
     """How many rows a request may have.
 
     Attributes:
-        most: 0: any number.
-        why: the key of the model that says so.
+        max_rows: 0: any number.
+        limit_name: the key of the model that says so.
         sizes: to which they are padded, or their last part is; none: they are not.
     """
 
@@ -84,7 +84,7 @@ def check_rows(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) ->
 
     Args:
         built: what the holder has told.
-        bounds: of the model.
+        limits: of the model.
         inputs: that `check_inputs` has let pass.
 
     Raises:
@@ -104,7 +104,7 @@ def check_gears(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -
 
     Args:
         built: what the holder has told.
-        bounds: of the model: rows are padded where it has sizes.
+        limits: of the model: rows are padded where it has sizes.
         inputs: that `check_rows` has let pass.
 
     Raises:

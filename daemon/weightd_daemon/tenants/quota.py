@@ -90,7 +90,7 @@ class Quota:
         self.waiting_bytes -= nbytes
 
     def end_request(self, nbytes: int, *, has_started: bool) -> None:
-        """It has ended; `begun`: a seat had been given it."""
+        """It has ended; `has_started`: a seat had been given it."""
         self.in_flight -= 1
         if not has_started:
             self.start_request(nbytes)

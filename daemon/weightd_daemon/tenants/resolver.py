@@ -20,7 +20,7 @@ class PeerCredential(NamedTuple):
         uid: of a unix socket's peer; None over TCP.
         gids: its groups, likewise.
         key: its public key in Z85; "" where it has shown none.
-        operates: it is root, or the user that the daemon runs as, and has connected to the daemon itself.
+        is_operator: it is root, or the user that the daemon runs as, and has connected to the daemon itself.
     """
 
     uid: int | None = None

@@ -55,7 +55,7 @@ class Viewer(NamedTuple):
 
     Attributes:
         tenant: for whom it has to be there.
-        sees_all: whether it is told what concerns others, too.
+        can_see_all: whether it is told what concerns others, too.
     """
 
     tenant: Tenant

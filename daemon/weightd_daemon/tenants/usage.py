@@ -61,7 +61,7 @@ class QuotaExceeded(ResourceExhausted):
 
 @dataclass(frozen=True)
 class UsageRecord:
-    """An account as it is written down; the fields are those of `Account`."""
+    """An account as it is written down; the fields are those of `Usage`."""
 
     tenant: str = field(metadata=text(limits.MAX_NAME_BYTES))
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -88,11 +88,11 @@ class Usage:
         requests: that have come, those included that were refused at once.
         served: that were answered.
         rows: of them, as far as those of the model are known.
-        seat_seconds: for which seats ran them; a job of several is divided by their rows.
-        waited_seconds: from the arrival of each to when a seat was given it.
+        slot_seconds: for which seats ran them; a job of several is divided by their rows.
+        queue_seconds: from the arrival of each to when a seat was given it.
         bytes_in: of their tensors, as far as these were sent.
         bytes_out: of the answers, likewise.
-        deaths: seats that were lost to them.
+        unexpected_exits: seats that were lost to them.
         in_flight: that were accepted and have not ended.
         refused: that have ended in an error, by reason; messages that are no requests, too.
     """
@@ -203,7 +203,7 @@ class UsageTable:
         self._samples: deque[dict[str, float]] = deque(maxlen=_SHARE_SAMPLES)
 
     def usage_of(self, tenant: str, model: str) -> Usage:
-        """Return the account of a tenant for a model that there is, or for what is `ELSEWHERE`."""
+        """Return the account of a tenant for a model that there is, or for what is `OTHER_MODELS`."""
         usages = self._tenants.get(tenant)
         if usages is None:
             usages = self._tenants[tenant] = {}

@@ -60,11 +60,11 @@ class ClientSocket:
 
     Args:
         client: whose it is.
-        descriptor: of the socket.
-        read: reads once, and passes on what has come; returns whether nothing more is there to be passed on.
+        fd: of the socket.
+        read_once: reads once, and passes on what has come; returns whether nothing more is there to be passed on.
 
     Attributes:
-        holds: why nothing is read: some of the reasons below.
+        pause_reasons: why nothing is read: some of the reasons below.
         is_open: whether the socket is.
     """
 
@@ -103,19 +103,19 @@ class ProxyClient:
         connection: to it; this object owns the socket.
         user: on whose account it goes: a user, over TCP a host.
         protocol: finds messages in what it sends.
-        since: when it connected.
-        read: see `Side`, for its connection.
-        closing: closes descriptors that it may send; None where it can send none.
+        connected_at: when it connected.
+        read: see `ClientSocket`, for its connection.
+        fd_closer: closes descriptors that it may send; None where it can send none.
 
     Attributes:
-        near: its connection, as a side.
-        far: the stream to the daemon, as a side; None while there is none.
-        stream: this stream.
+        client_socket: its connection, as a side.
+        daemon_socket: the stream to the daemon, as a side; None while there is none.
+        daemon_stream: this stream.
         outgoing: what was not sent yet.
-        sealing: bytes of the answers that are being encrypted.
-        nbytes: that are kept here for it, as they were counted last.
-        has_spoken: whether a message of it has come.
-        requests: messages that were passed on to the daemon, less those that came back.
+        encrypting_bytes: bytes of the answers that are being encrypted.
+        buffered_bytes: that are kept here for it, as they were counted last.
+        has_sent_message: whether a message of it has come.
+        pending_requests: messages that were passed on to the daemon, less those that came back.
         is_closed: whether it has gone.
     """
 
@@ -178,7 +178,7 @@ class ProxyClient:
         """Read once; return the messages that have come whole with that.
 
         Raises:
-            DescriptorsError: it has sent descriptors.
+            DescriptorsSent: it has sent descriptors.
             OSError: it has gone, or there is no memory for what it sends.
             MemoryError: likewise.
         """

@@ -37,10 +37,10 @@ class ProxyConfig(NamedTuple):
         max_connections: clients that may be there; 0 for as many as there are descriptors for.
         max_user_connections: connections that one user or host may have; 0 for no limit.
         max_user_connection_rate: new ones a second, likewise.
-        secret: its key of CURVE in Z85; "" where clients speak without.
-        keys: those of clients that are let in, with CURVE; None for any.
-        tenants: who belongs to which tenant, see `Members`; None where there are no tables.
-        error: the beginning of the message to a client that breaks the protocol, see `error_frame`.
+        secret_key: its key of CURVE in Z85; "" where clients speak without.
+        allowed_keys: those of clients that are let in, with CURVE; None for any.
+        tenant_members: who belongs to which tenant, see `Members`; None where there are no tables.
+        error_prefix: the beginning of the message to a client that breaks the protocol, see `error_frame`.
     """
 
     name: str
@@ -72,7 +72,7 @@ class PeerIdentity(NamedTuple):
         pid: None there, too; 0 in another pid namespace.
         user: the key of the user or host by which limits hold, see `Peer`.
         gids: its groups, its own first; none over TCP.
-        key: the public key that it has proven to have, in Z85; "" where it was not asked.
+        public_key: the public key that it has proven to have, in Z85; "" where it was not asked.
     """
 
     uid: int | None
@@ -142,12 +142,12 @@ def error_frame(prefix: bytes, text: str) -> bytes:
 
 
 def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[Members] | None) -> bytes:
-    """Return the message to a gate with new keys and tenants, see `Terms`; `of_gates_daemon` reads it."""
+    """Return the message to a gate with new keys and tenants, see `ProxyConfig`; `parse_allowed_peers` reads it."""
     return json.dumps([keys, tenants]).encode()
 
 
 def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[Members] | None]:
-    """Return what `admits` has written."""
+    """Return what `encode_allowed_peers` has written."""
     keys, tenants = json.loads(bytes(frame))
     return None if keys is None else [*keys], _parse_members(tenants)
 
@@ -158,17 +158,17 @@ def parse_proxy_event(frame: Any) -> ProxyEvent:
 
 
 def encode_peer_connected(peer_count: int, identity: PeerIdentity) -> bytes:
-    """Return a `Met`, to be read by `of_gate`."""
+    """Return a `PeerConnected`, to be read by `parse_proxy_message`."""
     return json.dumps([peer_count, *identity]).encode()
 
 
 def encode_peer_count(peer_count: int) -> bytes:
-    """Return how many peers are left, to be read by `of_gate`."""
+    """Return how many peers are left, to be read by `parse_proxy_message`."""
     return json.dumps([peer_count]).encode()
 
 
 def encode_log_line(level: int, text: str) -> bytes:
-    """Return a `Said`, to be read by `of_gate`."""
+    """Return a `ProxyLogLine`, to be read by `parse_proxy_message`."""
     return json.dumps([level, text]).encode()
 
 

@@ -52,7 +52,7 @@ class CurveMechanism:
 
     Args:
         secret: the server's secret key.
-        admits: called with the public key of a client in Z85; returns whether the client may connect.
+        is_key_allowed: called with the public key of a client in Z85; returns whether the client may connect.
     """
 
     name, as_server = b"CURVE", True

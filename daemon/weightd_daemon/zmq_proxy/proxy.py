@@ -84,7 +84,7 @@ class ProxyUser:
     Attributes:
         clients: its connections.
         handshakes: those of them whose handshake is not complete, the oldest first.
-        nbytes: that are kept for them.
+        buffered_bytes: that are kept for them.
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,10 @@ class ZmqProxy:
 
     Args:
         listener: the listening socket; it does not block.
-        link: to the daemon.
-        terms: as the daemon has said.
-        separate: makes calls that take long; None where clients have no keys, and nothing takes long.
-        closing: closes descriptors that clients send; None where they can send none.
+        control_stream: to the daemon.
+        config: as the daemon has said.
+        crypto_thread: makes calls that take long; None where clients have no keys, and nothing takes long.
+        fd_closer: closes descriptors that clients send; None where they can send none.
     """
 
     def __init__(

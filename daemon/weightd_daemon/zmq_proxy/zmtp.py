@@ -2,7 +2,7 @@
 
 A peer sends a greeting of 64 bytes, then frames. A frame is a byte of flags, its length in one byte or in eight, and
 its content; it is a command or a part of a message. The first commands are the handshake of a security mechanism:
-`Null` here, `weightd_daemon.zmq_proxy.curve.Curve` where clients have keys.
+`NullMechanism` here, `weightd_daemon.zmq_proxy.curve.Curve` where clients have keys.
 
 Each bound is checked as soon as the length of a frame is known, before any of its content is kept.
 """
@@ -70,9 +70,9 @@ class Mechanism(Protocol):
     Attributes:
         name: as it is in a greeting.
         as_server: likewise.
-        key: the public key that the peer has proven to have, in Z85; "" before, or for none.
+        peer_key: the public key that the peer has proven to have, in Z85; "" before, or for none.
         is_complete: whether the handshake is.
-        overhead: bytes by which the content of a frame grows; 0 if the mechanism leaves frames as they are.
+        overhead_bytes: bytes by which the content of a frame grows; 0 if the mechanism leaves frames as they are.
     """
 
     name: bytes
@@ -132,17 +132,17 @@ class ZmtpConnection:
 
     Args:
         mechanism: that the peer has to speak.
-        bounds: of what it may send.
+        limits: of what it may send.
 
     Attributes:
         mechanism: as given.
         replies: bytes to be sent to the peer, in order; whoever sends them clears this.
-        pong: what answers the last PING, None for none; whoever sends it sets it to None.
+        pending_pong: what answers the last PING, None for none; whoever sends it sets it to None.
         error: why the connection has to end; "" if it need not. Nothing is read after that.
-        is_behind: whether `receive` of no bytes goes on with bytes that are here already.
-        missing: bytes of the large frame under way that have not come; 0 if there is none.
-        held: bytes that are kept of a message that is not complete, or were not taken apart yet.
-        work: what has to be called, in any thread, before `receive` goes on: its result goes to `worked`; None mostly.
+        is_backlogged: whether `receive` of no bytes goes on with bytes that are here already.
+        missing_bytes: bytes of the large frame under way that have not come; 0 if there is none.
+        held_bytes: bytes that are kept of a message that is not complete, or were not taken apart yet.
+        pending_work: what has to be called, in any thread, before `receive` goes on: its result goes to `on_work_done`; None mostly.
     """
 
     __slots__ = (
@@ -186,11 +186,11 @@ class ZmtpConnection:
         return self.mechanism.is_complete
 
     def read_buffer(self) -> memoryview:
-        """Return where the next bytes are best read to, if LARGE_BYTES or more are `missing`: see `filled`."""
+        """Return where the next bytes are best read to, if LARGE_BYTES or more are `missing_bytes`: see `on_filled`."""
         return memoryview(self._large_frame)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> list[MessageFrames]:
-        """Take in bytes that were read to `target`; return the message that they complete, if they do."""
+        """Take in bytes that were read to `read_buffer`; return the message that they complete, if they do."""
         messages: list[MessageFrames] = []
         self._fill_large_frame(count, messages)
         self._update_held_bytes()
@@ -214,7 +214,7 @@ class ZmtpConnection:
         return messages
 
     def on_work_done(self, result: tuple[int, Any] | str) -> list[MessageFrames]:
-        """Take in what `work` has returned; return the message that this completes, if it does."""
+        """Take in what `pending_work` has returned; return the message that this completes, if it does."""
         self.pending_work = None
         self.is_backlogged = True
         messages: list[MessageFrames] = []

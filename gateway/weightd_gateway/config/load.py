@@ -64,7 +64,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
 
     Args:
         path: of the TOML file.
-        listening: where a service manager listens for HTTP: these take the place of `http`.
+        listen_addresses: where a service manager listens for HTTP: these take the place of `http`.
 
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
@@ -91,7 +91,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
 def parse(
     content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()
 ) -> GatewayFile:
-    """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listening`: see `load`.
+    """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listen_addresses`: see `load`.
 
     What is wrong is added to `problems`; what is returned is of use if there is nothing.
     """

@@ -65,7 +65,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
     The check ends at the first field beyond the bound, so that its own cost is bounded, too.
 
     Raises:
-        TooLarge: the message has more than `most` fields.
+        TooLarge: the message has more than `max_fields` fields.
         DecodeError: the bytes are not a message, or contain groups, which proto3 does not have.
     """
     count = 0

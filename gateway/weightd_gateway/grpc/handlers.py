@@ -77,9 +77,9 @@ class RpcContext(NamedTuple):
 
     Attributes:
         caller: who makes it.
-        seat: of the request that is made, or will be.
+        permit: of the request that is made, or will be.
         traceparent: of W3C Trace Context; "" where there is none.
-        left: seconds until its deadline; None where it has none.
+        time_left_s: seconds until its deadline; None where it has none.
         is_local: whether the caller is on this host.
     """
 
@@ -121,10 +121,10 @@ class RpcDispatcher:
     has a seat, before a byte of the message is kept.
 
     Args:
-        identities: who is who; asked anew at each call.
-        seats: one for each request that is received or answered.
-        most_bytes: of a message.
-        patience: seconds within which a message comes that somebody has a seat for.
+        authenticator: who is who; asked anew at each call.
+        admission: one for each request that is received or answered.
+        max_bytes: of a message.
+        receive_timeout_s: seconds within which a message comes that somebody has a seat for.
         connections: of the clients.
     """
 
@@ -337,7 +337,7 @@ def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, Non
     """Have a message come in so many seconds, in the block.
 
     Raises:
-        DeadlineExceeded: it does not; `why` says who has set the bound.
+        DeadlineExceeded: it does not; `setting` says who has set the bound.
     """
     with _call_after(timeout_s, partial(_raise_deadline_exceeded, timeout_s, setting)):
         yield

@@ -32,7 +32,7 @@ class Health:
     """Tells whether all models are ready.
 
     Args:
-        service: the daemon.
+        daemon_client: the daemon.
         names: of the services whose health that is; "" is the whole server.
         streams: those who watch are among them.
         clock: of seconds.

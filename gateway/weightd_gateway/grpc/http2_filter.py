@@ -53,7 +53,7 @@ class Http2Filter:
     Args:
         path: where gRPC's library listens.
         admission: of the connections.
-        patience: seconds within which a client has to complete the handshake of TLS, and the preface of HTTP/2.
+        timeout_s: seconds within which a client has to complete the handshake of TLS, and the preface of HTTP/2.
         handshakes: TLS handshakes under way.
     """
 

@@ -73,7 +73,7 @@ class FrameHeads:
     """Finds the heads of frames in a stream of bytes, however it is cut.
 
     Attributes:
-        is_between: whether the next byte begins a frame.
+        is_at_boundary: whether the next byte begins a frame.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class FrameHeads:
     def feed(self, data: bytes, position: int = 0) -> Iterable[tuple[int, int, int, int]]:
         """Return type, flags, length and stream of each frame whose head ends in `data[position:]`, up to a limit.
 
-        More than `MOST_AT_ONCE` frames come one by one, so that the caller may leave.
+        More than `MAX_HEADS_AT_ONCE` frames come one by one, so that the caller may leave.
         """
         end = len(data)
         if not self._head:

@@ -22,8 +22,8 @@ class GrpcInference:
     """Has models run.
 
     Args:
-        service: the daemon.
-        memory: where tensors may be that are not in messages.
+        daemon_client: the daemon.
+        shm_resolver: where tensors may be that are not in messages.
         streams: calls with many requests are among them.
     """
 

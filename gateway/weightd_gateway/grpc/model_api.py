@@ -44,9 +44,9 @@ class ModelApi:
     """Answers each method.
 
     Args:
-        service: the daemon.
+        daemon_client: the daemon.
         regions: what callers have registered.
-        shared_memory: whether they may.
+        has_shared_memory: whether they may.
     """
 
     def __init__(self, daemon_client: DaemonClient, regions: RegisteredRegions, *, has_shared_memory: bool) -> None:

@@ -39,7 +39,7 @@ class Reflection:
 
     Args:
         files: what there is to be told.
-        own: the messages of the reflection protocol, in one of its versions.
+        protocol: the messages of the reflection protocol, in one of its versions.
         streams: those who ask are among them.
     """
 

@@ -74,8 +74,8 @@ class ShmResolver(NamedTuple):
 
     Attributes:
         regions: what callers have registered.
-        room: returns an array of so many bytes to read a tensor into.
-        helpers: the processes that parse many values.
+        allocate: returns an array of so many bytes to read a tensor into.
+        parsers: the processes that parse many values.
     """
 
     regions: RegisteredRegions
@@ -88,7 +88,7 @@ class OutputTarget(NamedTuple):
 
     Attributes:
         region: what the caller calls it.
-        place: the same.
+        shm_slice: the same.
     """
 
     region: str
@@ -99,7 +99,7 @@ class InferRequest(NamedTuple):
     """A request.
 
     Attributes:
-        question: what it asks.
+        request: what it asks.
         targets: of outputs that are not to be in the answer, by their names.
     """
 

@@ -36,9 +36,9 @@ def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_
     """Return the bytes of the response; what is to be in shared memory is written there.
 
     Args:
-        asked: what was asked.
-        answer: what was answered.
-        final: whether it says that no other one follows.
+        infer_request: what was asked.
+        result: what was answered.
+        is_final: whether it says that no other one follows.
 
     Raises:
         InvalidArgument: an output does not fit where it is to be.

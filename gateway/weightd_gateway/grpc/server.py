@@ -70,7 +70,7 @@ class GrpcServer:
         gateway: what it is made of.
 
     Attributes:
-        relay: the connections, once it has started.
+        http2_filter: the connections, once it has started.
     """
 
     def __init__(self, gateway: Gateway) -> None:

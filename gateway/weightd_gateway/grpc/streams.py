@@ -27,7 +27,7 @@ class WaitingCalls:
     """Calls that wait for their caller, or for something to happen, as often as not.
 
     Args:
-        most: of them.
+        max_streams: of them.
     """
 
     def __init__(self, max_streams: int = MAX_STREAMS) -> None:

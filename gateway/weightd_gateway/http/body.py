@@ -38,10 +38,10 @@ async def read_body(
 
     Args:
         request: nothing of its body has been read.
-        seat: takes the bytes before there is memory for them.
-        most: bytes that it may have.
-        room: returns an array of so many bytes.
-        lead: so many bytes are not tensors; what follows them is where processors like to have it.
+        permit: takes the bytes before there is memory for them.
+        max_bytes: bytes that it may have.
+        allocate: returns an array of so many bytes.
+        header_bytes: so many bytes are not tensors; what follows them is where processors like to have it.
 
     Raises:
         InvalidArgument: it is not what it says.

@@ -48,8 +48,8 @@ class HttpConnections:
     """All connections.
 
     Args:
-        most: of them.
-        limits: seconds that a phase may take; of one that is not named any.
+        max_connections: of them.
+        phase_timeouts: seconds that a phase may take; of one that is not named any.
         clock: tells the time.
     """
 
@@ -131,8 +131,8 @@ class HttpConnection(RequestHandler):
     """One connection, which knows what is waited for.
 
     Args:
-        crowd: all of them.
-        turns: of the peers.
+        connections: all of them.
+        fair_runner: of the peers.
         peer: the other end.
         manager: of aiohttp.
         options: for aiohttp.
@@ -140,7 +140,7 @@ class HttpConnection(RequestHandler):
     Attributes:
         peer: as above.
         phase: what is waited for.
-        since: when that began.
+        phase_started_at: when that began.
         uid: the number of the user at the other end, which the kernel tells of a unix socket; None of any other.
         common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
     """

@@ -63,7 +63,7 @@ class InferRequestJson:
     """What the JSON of a request says.
 
     Attributes:
-        outputs: those that are wanted; None: all, as binary data or as values, as `binary` says.
+        outputs: those that are wanted; None: all, as binary data or as values, as `is_binary` says.
     """
 
     inputs: Sequence[InputJson]

@@ -23,7 +23,7 @@ def encode(
     """Return the JSON of an answer, and what follows it.
 
     Raises:
-        InvalidArgument: an output has no form in JSON; or what `place` raises.
+        InvalidArgument: an output has no form in JSON; or what `write_output` raises.
         TooLarge: an output is too large for JSON.
     """
     header, content, _ = summarize(model, form, result, write_output)
@@ -36,7 +36,7 @@ class ResponseSummary(NamedTuple):
     Attributes:
         header: what is to be JSON, with arrays in it.
         content: the binary data that follows.
-        values: how many values the header has.
+        value_count: how many values the header has.
     """
 
     header: Mapping[str, Any]
@@ -63,7 +63,7 @@ def summarize(
     """Return an answer as it is to be rendered; outputs that are wanted in shared memory are written there.
 
     Raises:
-        InvalidArgument: what `place` raises.
+        InvalidArgument: what `write_output` raises.
         TooLarge: an output is too large for JSON.
     """
     outputs: list[dict[str, Any]] = []

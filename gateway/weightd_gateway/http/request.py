@@ -52,7 +52,7 @@ class RequestConnection(Protocol):
 
 
 class HttpRequest(Protocol):
-    """A request; its `protocol` is a `Connection`, though aiohttp does not know that."""
+    """A request; its `protocol` is a `RequestConnection`, though aiohttp does not know that."""
 
     @property
     def method(self) -> str:
@@ -91,5 +91,5 @@ class HttpRequest(Protocol):
 
     @property
     def protocol(self) -> object:
-        """The `Connection`."""
+        """The `RequestConnection`."""
         ...

@@ -29,13 +29,13 @@ class HttpReply:
 
     Args:
         content: of it, in pieces that stay as they are until they are written.
-        kind: its media type.
+        content_type: its media type.
         status: of HTTP.
         headers: more of them, with values that hold no line breaks.
-        seat: has the content in it until that is written, or given up.
+        permit: has the content in it until that is written, or given up.
 
     Attributes:
-        kind: as above.
+        content_type: as above.
         headers: as above; more may be added.
         keep_alive: whether the connection may go on.
     """

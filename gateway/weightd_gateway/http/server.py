@@ -48,7 +48,7 @@ class HttpServer:
         gateway: what all protocols share.
 
     Attributes:
-        crowd: the connections there are.
+        connections: the connections there are.
     """
 
     def __init__(self, gateway: Gateway) -> None:

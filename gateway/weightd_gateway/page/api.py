@@ -22,7 +22,7 @@ def status_json(overview: Overview | None, age_s: float = 0.0, error: str = "") 
     Args:
         overview: the last picture; None where there is none yet.
         age_s: how old it is.
-        trouble: why there is no newer one, if there is none.
+        error: why there is no newer one, if there is none.
     """
     daemon = {"age_s": round(age_s, 1), "trouble": error}
     content = {"daemon": daemon, "overview": None if overview is None else _overview_json(overview)}

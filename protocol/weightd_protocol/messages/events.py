@@ -54,7 +54,7 @@ class Event:
 class EventsResponse:
     """daemon → client: what has happened, the oldest first.
 
-    `last` is the event up to which was looked: the next question has it in `after`. `more` have happened already.
+    `last` is the event up to which was looked: the next question has it in `after`. `remaining` have happened already.
     `missed` happened after the event that the question has named, up to `last`, and are not kept any more.
     """
 
@@ -82,7 +82,7 @@ class Logs:
 class LogTail:
     """The end of what a process has written, as UTF-8: `text` are whole lines, but of one that is too long.
 
-    `size` is what it has written in all, in bytes, and `changed` when it did so last, in seconds since 1970.
+    `size` is what it has written in all, in bytes, and `changed_at` when it did so last, in seconds since 1970.
     """
 
     process: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -94,7 +94,7 @@ class LogTail:
 
 @dataclass(frozen=True)
 class LogsResponse:
-    """daemon → client: what they have said, who has spoken last being the last; `left_out` have spoken before that."""
+    """daemon → client: what they have said, who has spoken last being the last; `omitted` have spoken before that."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     logs: Tuple[LogTail, ...] = field(metadata=list_of(record(LogTail), limits.MAX_LOGS))

@@ -76,7 +76,7 @@ class JoinedGroup:
 
 @dataclass(frozen=True)
 class RunSelfTest:
-    """daemon → rank: all have entered, and all are told this at once: run the canary. `rows`, `sizes` as in `Build`."""
+    """daemon → rank: all have entered, and all are told this at once: run the canary. `max_rows`, `row_counts` as in `Build`."""
 
     max_rows: int = field(default=1, metadata=ROW_COUNT)
     row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
@@ -86,7 +86,7 @@ class RunSelfTest:
 class SelfTestDone:
     """rank → daemon: I have run the canary, and what I had to compare was right.
 
-    `canary` is the digest of what was compared, "" where this rank has nothing to compare, and `canary_cases` are its
+    `selftest_digest` is the digest of what was compared, "" where this rank has nothing to compare, and `selftest_cases` are its
     inputs. Of a process that has several models `members` has both of each, in their order; then these are empty.
     """
 

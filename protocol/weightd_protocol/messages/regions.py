@@ -20,7 +20,7 @@ POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 
 @dataclass(frozen=True)
 class InputLocation:
-    """An input that has no frame: it is in a region, from `offset` on. `tensor` is its position in the description."""
+    """An input that has no frame: it is in a region, from `offset` on. `tensor_index` is its position in the description."""
 
     tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
@@ -29,7 +29,7 @@ class InputLocation:
 
 @dataclass(frozen=True)
 class OutputLocation:
-    """Where an output may be written, if it has no more than `bytes`. `tensor` is its position in the answer."""
+    """Where an output may be written, if it has no more than `nbytes`. `tensor_index` is its position in the answer."""
 
     tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
@@ -49,7 +49,7 @@ class Regions:
 
 @dataclass(frozen=True)
 class MappedInput:
-    """An `InputPlace`, for a worker, which knows regions by numbers."""
+    """An `InputLocation`, for a worker, which knows regions by numbers."""
 
     tensor_index: int = field(metadata=_TENSOR)
     region: int = field(metadata=_NUMBER)
@@ -58,7 +58,7 @@ class MappedInput:
 
 @dataclass(frozen=True)
 class MappedOutput:
-    """An `OutputPlace`, for a worker, which knows regions by numbers."""
+    """An `OutputLocation`, for a worker, which knows regions by numbers."""
 
     tensor_index: int = field(metadata=_TENSOR)
     region: int = field(metadata=_NUMBER)

@@ -43,7 +43,7 @@ def mlp(
         key: the file is encrypted with it.
         dtype: of "x" and "y"; computed is in float32.
         gears: the batches that it takes on a card; none: any.
-        told: whether `get_model_info` knows of them.
+        has_gear_info: whether `get_model_info` knows of them.
         exported: for the provider "ge", not converted for ACL.
         workspace_mib: what it takes beside the weights; 0: what the host's switches say.
     """

@@ -36,8 +36,8 @@ class Manager:
         watchdog_s: how often they have to.
 
     Attributes:
-        told: each assignment that they have sent, in order.
-        kept: what they want kept, by name.
+        notifications: each assignment that they have sent, in order.
+        stored_fds: what they want kept, by name.
     """
 
     def __init__(self, listening: Path, notified: Path, watchdog_s: float = 30.0) -> None:
@@ -77,7 +77,7 @@ class Manager:
         self.wait_for_notification("X_END=1", beyond)
 
     def wait_for_notification(self, assignment: str, beyond: int = 0) -> int:
-        """Wait until an assignment of `told` from this index on begins so; return the index after it."""
+        """Wait until an assignment of `notifications` from this index on begins so; return the index after it."""
         deadline = time.monotonic() + _LIMIT_S
 
         def index() -> int:

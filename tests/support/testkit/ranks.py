@@ -60,7 +60,7 @@ class Slices(NamedTuple):
     Attributes:
         directory: where all of it lies, and `whole.ckpt`.
         paths: of each rank's file, in the order of ranks; the pattern of all is `pattern`.
-        canary: an .npz with "x" and the right "output_0", of the network that was not cut.
+        selftest_path: an .npz with "x" and the right "output_0", of the network that was not cut.
     """
 
     directory: Path

@@ -28,7 +28,7 @@ class ProcessContext:
         address: of whom it is connected to.
         options: of its client.
         stopping: set when it is to end.
-        tell: sends something to `User.heard`.
+        report: sends something to `User.heard`.
     """
 
     def __init__(self, tell: Callable[[Any], None]) -> None:

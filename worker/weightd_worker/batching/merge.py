@@ -19,7 +19,7 @@ class OutputSlice(NamedTuple):
 
     Attributes:
         description: of its outputs.
-        cuts: for each of them the position of the answer's output, and the bytes of that.
+        byte_ranges: for each of them the position of the answer's output, and the bytes of that.
     """
 
     description: ResponseDescription
@@ -31,15 +31,15 @@ class MergedRequest:
 
     Args:
         descriptions: of the requests, in their order.
-        rows: that the model is run on, if they have less.
-        sizes: the only numbers of rows that it takes, the least first; none: any.
+        min_rows: that the model is run on, if they have less.
+        allowed_batch_sizes: the only numbers of rows that it takes, the least first; none: any.
 
     Attributes:
-        counts: the rows of each request.
-        total: all of them, and those that are there to make up the number.
+        row_counts: the rows of each request.
+        total_rows: all of them, and those that are there to make up the number.
         specs: of the inputs of all together.
-        form: of the answer to which `shares` belongs, as who calls names it; () before one was seen.
-        shares: of each request.
+        output_layout: of the answer to which `slices` belongs, as who calls names it; () before one was seen.
+        slices: of each request.
         is_tested: whether it is known that each has the same answer alone.
 
     Raises:
@@ -76,7 +76,7 @@ class MergedRequest:
         """Return the inputs of all together: copies, for what a client can reach may change.
 
         Args:
-            parts: the bytes of each request's inputs.
+            item_frames: the bytes of each request's inputs.
 
         Raises:
             InvalidArgument: as `from_frame`.

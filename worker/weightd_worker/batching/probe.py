@@ -34,9 +34,9 @@ def find_row_support(
     Args:
         engine: built.
         order: how many rows there may be, and whether it is tested that their answers are those of each alone.
-        known: the canary.
+        reference: the canary.
         rebuild: called where a try has spoilt the engine.
-        tell: called before a number of rows is run for the first time, which may be the end of this process; and with
+        announce: called before a number of rows is run for the first time, which may be the end of this process; and with
             nothing, when it was not.
         sample: what the canary asks, if it is not made up.
 
@@ -80,10 +80,10 @@ def rows_digest(
     Args:
         engine: built.
         cases: of the canary.
-        rows: the largest number of rows in one predict.
-        sizes: the only numbers of rows that the model takes; none: any.
+        max_rows: the largest number of rows in one predict.
+        allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
         sample: what the canary asks, if it is not made up.
-        values: the kind of rows that the holder has tested (`Rows.values`).
+        row_kind: the kind of rows that the holder has tested (`Rows.values`).
 
     Raises:
         RequestError: the model does not run on them.

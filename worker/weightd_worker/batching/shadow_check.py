@@ -50,10 +50,10 @@ class ShadowChecks:
 
     Args:
         engine: has built the model.
-        rows: of one predict at most.
-        sizes: the only numbers of rows that it takes, the least first; none: any.
+        max_rows: of one predict at most.
+        allowed_batch_sizes: the only numbers of rows that it takes, the least first; none: any.
         case: shapes of inputs; with these, but for the rows, the holder has compared rows.
-        compared: each number of rows up to this one.
+        compared_rows: each number of rows up to this one.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ShadowChecks:
         """Find out whether each has the same answer alone, unless that is known of the form.
 
         Args:
-            joint: of the requests.
+            merged: of the requests.
             inputs: of all of them, which are not to be changed after that.
             outputs: as `Joint.learn` has seen them.
             parties: whose each request is, if that is known.

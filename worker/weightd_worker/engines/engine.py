@@ -25,7 +25,7 @@ class BuildSettings(NamedTuple):
     Attributes:
         threads: that one predict uses, on the CPU.
         device: "cpu", "cpu:N" for some of its cores, or "ascend:N" for the card of that number.
-        sharing: False: each process has weights of its own.
+        is_sharing: False: each process has weights of its own.
         options: the engine's own, checked by it.
     """
 
@@ -76,11 +76,11 @@ class Engine(abc.ABC):
 
     @property
     def has_unshared_weights(self) -> bool:
-        """Whether the engine has built a new model, whose weights are private until `share_again` is called."""
+        """Whether the engine has built a new model, whose weights are private until `reshare_weights` is called."""
         return False
 
     def reshare_weights(self) -> None:
-        """Share the weights where `is_apart` is true. No other thread may do anything meanwhile."""
+        """Share the weights where `has_unshared_weights` is true. No other thread may do anything meanwhile."""
         raise NotImplementedError
 
     @property

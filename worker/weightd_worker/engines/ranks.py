@@ -2,7 +2,7 @@
 
 All ranks of a group are given the same inputs in the same order. Nobody notices if they are not: the library adds up
 whatever arrives, and the answer is wrong without an error. So the daemon gives the same to all, and what fails in one
-of them ends them all; the only exception is what each refuses alike before anything is sent to the others (`Refused`).
+of them ends them all; the only exception is what each refuses alike before anything is sent to the others (`RankRejected`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class RankRendezvous(NamedTuple):
 
     Attributes:
         rank: of this process, from 0.
-        size: how many ranks there are.
+        rank_count: how many ranks there are.
         device: as in `Settings`.
         threads: that one predict uses, on the CPU.
         host: where the broker listens, "" where the engine has none.
         port: of the broker, 0 where the engine has none.
-        table: path of the rank table, "" where the engine needs none.
+        rank_table: path of the rank table, "" where the engine needs none.
         group_info: path of the file that describes groups of ranks within the group, "" for none.
-        connect_timeout: seconds within which all have to come.
-        exec_timeout: seconds after which a rank gives up waiting for the others in a predict.
+        connect_timeout_s: seconds within which all have to come.
+        exec_timeout_s: seconds after which a rank gives up waiting for the others in a predict.
         buffer_mib: of a card, for what each group of ranks within the group sends; 0: as much as the library takes.
     """
 
@@ -115,7 +115,7 @@ class RankEngine(abc.ABC):
             The outputs as this rank has them, owned by the caller.
 
         Raises:
-            Refused: before anything was sent.
+            RankRejected: before anything was sent.
             Spoilt: the group is lost; this process can only end.
         """
 

@@ -19,7 +19,7 @@ from weightd_protocol.messages.worker import Traits
 class SharedWeights(NamedTuple):
     """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped.
 
-    `is_loss`: something in the way keeps apart what could be shared.
+    `has_sharing_failed`: something in the way keeps apart what could be shared.
     """
 
     handle: str

@@ -50,7 +50,7 @@ def cannot_fork_reason(tasks: str = _TASKS) -> str:
 
 
 def clone() -> int:
-    """Return the pid of the new process, and 0 in that process. To be called where there is no `refusal`.
+    """Return the pid of the new process, and 0 in that process. To be called where there is no `cannot_fork_reason`.
 
     Raises:
         OSError: there is none.

@@ -25,7 +25,7 @@ class InheritedModel(NamedTuple):
     Attributes:
         engine: the engine.
         sha256: names the content that it has built.
-        bytes: how many of its memory are shared so.
+        shared_bytes: how many of its memory are shared so.
     """
 
     engine: Engine
@@ -48,8 +48,8 @@ class Forker:
     """Forks this process.
 
     Args:
-        beginning: of this process.
-        ready: what the new ones do.
+        process_state: of this process.
+        make_child_main: what the new ones do.
     """
 
     def __init__(self, process_state: ProcessState, make_child_main: MakeChildMain) -> None:

@@ -31,7 +31,7 @@ class ProcessState:
     A process that is forked does as little as can be: each page that it changes it has for itself.
 
     Attributes:
-        score: the daemon's.
+        oom_score: the daemon's.
     """
 
     def __init__(self) -> None:

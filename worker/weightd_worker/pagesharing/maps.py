@@ -51,7 +51,7 @@ def parse_region(line: bytes) -> Optional[AddressRange]:
 
 
 def parse_regions(lines: Iterable[bytes]) -> List[AddressRange]:
-    """Read /proc/self/maps, or lines like it; only what ``parse`` takes."""
+    """Read /proc/self/maps, or lines like it; only what ``parse_region`` takes."""
     found: List[AddressRange] = []
     for line in lines:
         region = parse_region(line)

@@ -37,7 +37,7 @@ def run_starts(addresses: NDArray[np.uint64], page: int) -> NDArray[np.intp]:
 
 
 def keep_long_runs(marked: NDArray[np.bool_], starts: NDArray[np.intp], min_length: int) -> NDArray[np.bool_]:
-    """Keep of the marked pages those that are at least ``least`` in a row, in one run of addresses."""
+    """Keep of the marked pages those that are at least ``min_length`` in a row, in one run of addresses."""
     if not len(marked):
         return marked
     borders = np.flatnonzero(marked[1:] != marked[:-1]) + 1

@@ -59,12 +59,12 @@ def prepare() -> None:
 
 
 def start_build() -> Optional[chunks.MappingStarts]:
-    """Have the C library give smaller blocks mappings of their own, too, until `hold` or `join`: before each build.
+    """Have the C library give smaller blocks mappings of their own, too, until `export_pages` or `attach_pages`: before each build.
 
     Always would be too dear: blocks that each predict takes and frees would be mapped each time.
 
     Returns:
-        What `hold` and `join` are to be given, so that they look at these blocks.
+        What `export_pages` and `attach_pages` are to be given, so that they look at these blocks.
     """
     if unsupported_reason():
         return None
@@ -82,7 +82,7 @@ def mmap_threshold_bytes() -> Optional[int]:
 
 
 def restore_mmap_threshold(threshold_bytes: Optional[int]) -> None:
-    """Set what `block_bytes` has returned earlier."""
+    """Set what `mmap_threshold_bytes` has returned earlier."""
     if threshold_bytes is not None:
         libc().set_mmap_threshold(threshold_bytes)
 
@@ -94,8 +94,8 @@ def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
     Nothing is forced to disk here: see ``evict``.
 
     Args:
-        store: path of the store; no file may be there.
-        before: what `begin` returned.
+        store_path: path of the store; no file may be there.
+        starts_before: what `start_build` returned.
 
     Raises:
         Unavailable: if that cannot be done. The process is as correct as before, and there is no store.
@@ -114,8 +114,8 @@ def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
     """Use the store's pages in the place of own pages that are equal to them.
 
     Args:
-        store: path of a store that another process of the same user has made by ``hold``.
-        before: what `begin` returned.
+        store_path: path of a store that another process of the same user has made by ``export_pages``.
+        starts_before: what `start_build` returned.
 
     Raises:
         Unavailable: if that cannot be done. The process is as correct as before.

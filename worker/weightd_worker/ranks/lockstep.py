@@ -22,7 +22,7 @@ class RowShardedEngine:
     Args:
         engine: in a group.
         inputs: that have these rows.
-        ranks: how many.
+        rank_count: how many.
     """
 
     def __init__(self, engine: RankEngine, inputs: Sequence[str], rank_count: int) -> None:
@@ -50,9 +50,9 @@ class LockstepRunner(Predictor):
 
     Args:
         engine: that has entered.
-        answer: sends messages to who has asked.
-        broken: tells why this process ends, and returns its exit status.
-        replies: whether this rank answers; else it says that it has run what it was asked.
+        reply: sends messages to who has asked.
+        report_failure: tells why this process ends, and returns its exit status.
+        is_replying: whether this rank answers; else it says that it has run what it was asked.
 
     Attributes:
         step: of the last request that has come.

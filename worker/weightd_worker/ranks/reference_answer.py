@@ -31,12 +31,12 @@ class ReferenceAnswer:
     Args:
         path: an .npz with an array for each input, and one for each output.
         signature: of the model.
-        share: which rows of the outputs this rank answers with; None if it does not answer.
+        row_share: which rows of the outputs this rank answers with; None if it does not answer.
         tolerance: how far the answer may be from the known one (`canary.difference`).
 
     Attributes:
         inputs: what is asked.
-        divided: those of which each rank answers with its share of the rows; none where one rank answers.
+        sharded_inputs: those of which each rank answers with its share of the rows; none where one rank answers.
 
     Raises:
         BuildError: the file is not such, or cannot be divided into shares.
@@ -85,7 +85,7 @@ class ReferenceAnswer:
         All ranks have the same canary and the same signature, and so the same of this.
 
         Args:
-            sizes: the only numbers of rows that the model takes; none: any.
+            allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
         """
         inputs_with_rows = self._inputs_with_rows
         inputs_without_rows = [each.name for each in self._signature.inputs if each.name not in inputs_with_rows]
@@ -112,9 +112,9 @@ class ReferenceAnswer:
         """Return what is found of the rows of the model; None if this rank does not answer.
 
         Args:
-            asked: as `more` gave it.
+            batch_inputs: as `with_other_row_count` gave it.
             answer: to that; none where nothing was asked, or that was refused.
-            why: there is no answer.
+            reason: there is no answer.
         """
         if self._row_share is None:
             return None

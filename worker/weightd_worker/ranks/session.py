@@ -27,10 +27,10 @@ class RankInputs(NamedTuple):
     """What a rank has been given to load.
 
     Attributes:
-        model: its slice.
-        says: what the file of that says of the model.
+        model_path: its slice.
+        file_signature: what the file of that says of the model.
         options: of the engine.
-        canary: an .npz of what is asked, and of what is right.
+        selftest_path: an .npz of what is asked, and of what is right.
         tolerance: how far an answer may be from that.
     """
 
@@ -47,8 +47,8 @@ class RankSession(SessionBase):
     Args:
         connection: to the daemon.
         engine: has not entered yet.
-        meeting: what it was told of its group.
-        given: what it is to load.
+        rendezvous: what it was told of its group.
+        rank_inputs: what it is to load.
     """
 
     def __init__(

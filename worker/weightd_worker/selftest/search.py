@@ -67,7 +67,7 @@ def find_selftest(
         engine: built.
         order: whether to search, and what is known.
         rebuild: called where a try has spoilt the engine.
-        tell: called before each try, and after the last.
+        announce: called before each try, and after the last.
         sample: inputs that were configured.
         tolerance: how far answers to the same input may be apart (`canary.difference`).
 

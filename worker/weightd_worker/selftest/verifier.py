@@ -24,7 +24,7 @@ class AnswerVerifier:
 
     Args:
         engine: built and attached.
-        known: the canary's answers then; its digest is "" where the model does not repeat itself.
+        reference: the canary's answers then; its digest is "" where the model does not repeat itself.
         sample: what the canary asks, if it is not made up.
         tolerance: how far its answers may be apart (`canary.difference`).
     """

@@ -30,8 +30,8 @@ class Finding:
 
     Attributes:
         name: of the check; it does not change between releases.
-        verdict: how it ended.
-        found: what there is, in figures where there are any.
+        result: how it ended.
+        detail: what there is, in figures where there are any.
         advice: what to do; empty for what has passed, and for what another finding's advice settles too.
     """
 

@@ -68,7 +68,7 @@ def check_process_exits(kernel: str, no_pidfds_reason: str) -> Finding:
 
     Args:
         kernel: its release.
-        why_no_pidfds: why the daemon cannot have pidfds, "" if it can.
+        no_pidfds_reason: why the daemon cannot have pidfds, "" if it can.
     """
     if no_pidfds_reason:
         return passed(
@@ -133,7 +133,7 @@ def check_chip(report: InterpreterReport, *, can_share: bool | None) -> Finding:
 
     Args:
         report: has the chip's name.
-        shares: whether the self-test could share; None if it has not come to that.
+        can_share: whether the self-test could share; None if it has not come to that.
     """
     name = "chip"
     soc = str(report.value("soc", "name") or "")
@@ -223,7 +223,7 @@ def check_processes(host: HostFacts, card: NpuInfo | None, process_count: int | 
     Args:
         host: a virtual machine has fewer places.
         card: where npu-smi sees it.
-        counted: the processes on the device, or why npu-smi cannot tell.
+        process_count: the processes on the device, or why npu-smi cannot tell.
         device: which one.
     """
     name = "processes"
@@ -249,7 +249,7 @@ def check_virtual_instance(host: HostFacts, report: InterpreterReport, *, can_im
     Args:
         host: its device nodes may tell.
         report: the chip's name may tell.
-        imports: the self-test has imported shared memory: that settles it.
+        can_import: the self-test has imported shared memory: that settles it.
     """
     name = "virtual instance"
     if can_import:

@@ -117,7 +117,7 @@ def check_rank_table(
         devices: those that are asked for.
         network: has the addresses for a table that weightd would write.
         path: of the table that was given, "" where none was.
-        given: what it says, or what is wrong with it; None where none was given.
+        rank_table: what it says, or what is wrong with it; None where none was given.
     """
     if rank_table is None:
         return _check_generated_table(devices, network)

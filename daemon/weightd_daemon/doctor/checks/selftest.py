@@ -43,11 +43,11 @@ _CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascen
 
 
 def evaluate(report: SelfTestReport, free_bytes_before: int | None) -> list[Finding]:
-    """Return a finding for each of `NAMES`.
+    """Return a finding for each of `CHECK_NAMES`.
 
     Args:
-        trial: what happened.
-        free_before: free bytes of the device before it, None if unknown.
+        report: what happened.
+        free_bytes_before: free bytes of the device before it, None if unknown.
     """
     built, attached = report.build_result, report.attach_result
     build = _check_build(report)

@@ -51,12 +51,12 @@ class HostFacts:
         nodes: names below /dev: davinci0, vdavinci100, davinci_manager.
         driver: the driver's version, with its file.
         cann: CANN's version, with its file.
-        npu_smi: "" if it could be asked, else why not.
+        npu_smi_error: "" if it could be asked, else why not.
         cards: what npu-smi lists.
-        virtual_machine: the CPU says that a hypervisor runs it.
-        home: ASCEND_HOME_PATH of the environment that counts.
-        is_home_there: whether that directory is there.
-        group: that the driver was installed for.
+        is_virtual_machine: the CPU says that a hypervisor runs it.
+        ascend_home: ASCEND_HOME_PATH of the environment that counts.
+        has_ascend_home_dir: whether that directory is there.
+        install_group: that the driver was installed for.
     """
 
     nodes: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ RunCommand = Callable[[list[str]], str]
 
 
 def read_host(root: Path = Path("/"), run_command: RunCommand | None = None, ascend_home: str = "") -> HostFacts:
-    """Look at the host below `root`; `run` asks npu-smi, `home` is ASCEND_HOME_PATH of the environment that counts."""
+    """Look at the host below `root`; `run_command` asks npu-smi, `ascend_home` is ASCEND_HOME_PATH of the environment that counts."""
     install_info = _read_install_info(root / _INSTALL_INFO)
     in_home = root / ascend_home.lstrip("/")
     names = [f"{platform.machine()}-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"]

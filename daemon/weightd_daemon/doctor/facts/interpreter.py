@@ -21,9 +21,9 @@ class InterpreterReport:
 
     Attributes:
         steps: by name, the values of each step that ended; `error` among them where it failed.
-        stopped: the step during which the process ended, "" if it ended after the last or began none.
-        end: how it ended if not well, in words.
-        log: the last lines of what it and its libraries wrote.
+        unfinished_step: the step during which the process ended, "" if it ended after the last or began none.
+        exit_description: how it ended if not well, in words.
+        log_tail: the last lines of what it and its libraries wrote.
     """
 
     steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
@@ -53,7 +53,7 @@ class InterpreterReport:
 def run_report(
     python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> InterpreterReport:
-    """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
+    """Start the interpreter and wait for its report, at most `timeout_s` seconds; `environment`: None for the own.
 
     Raises:
         OSError: it cannot be started.

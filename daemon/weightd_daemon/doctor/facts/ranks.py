@@ -24,10 +24,10 @@ class NetworkFacts:
     """What was seen.
 
     Attributes:
-        library: where HCCL is; "" if it was not found.
-        searched: the directories that were looked into.
+        hccl_path: where HCCL is; "" if it was not found.
+        searched_dirs: the directories that were looked into.
         addresses: of the cards, by their physical number.
-        conf: "" if /etc/hccn.conf could be read, else why not.
+        conf_error: "" if /etc/hccn.conf could be read, else why not.
     """
 
     hccl_path: str = ""

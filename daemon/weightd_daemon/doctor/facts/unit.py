@@ -42,11 +42,11 @@ class SystemdUnit:
     Attributes:
         name: of the unit.
         environment: of its processes, with that of its files.
-        unread: files of its environment that could not be read.
+        unreadable_files: files of its environment that could not be read.
         user: whose its processes are; "" for root.
         groups: names of groups that it gives them beside the user's own.
         hides_devices: PrivateDevices=yes.
-        allowed: device nodes that it opens, where it opens no others; None where it opens all.
+        allowed_devices: device nodes that it opens, where it opens no others; None where it opens all.
     """
 
     name: str

@@ -71,7 +71,7 @@ class ChildExited(ChildError):
 
     Args:
         text: which, in which step, and why.
-        end: how it has ended.
+        exit_cause: how it has ended.
     """
 
     def __init__(self, text: str, end: ExitCause | None = None) -> None:
@@ -99,7 +99,7 @@ class TestProcesses:
 
     Args:
         program: what each of them is.
-        limit: seconds that each of their steps may take.
+        step_timeout_s: seconds that each of their steps may take.
         prefix: of the name of the directory for their socket.
         directory: for their logs and the page store, which only the CPU has. Default: beside the socket.
 
@@ -157,7 +157,7 @@ class TestProcesses:
             raise ChildExited(f"{name}: {cause}") from None
 
     def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
-        """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
+        """Send an order; a child that cannot be reached is dying, and `wait_for` will tell."""
         send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def wait_for(
@@ -167,7 +167,7 @@ class TestProcesses:
         step: str,
         on_trying_selftest: Callable[[TryingSelfTest], None] | None = None,
     ) -> tuple[MessageT, Sequence[Any]]:
-        """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
+        """Wait for the child's next message, which must be a `message_type`; what it tries before that is told.
 
         Raises:
             ChildError: it says something else, or nothing; the text begins with the child and the step.

@@ -61,16 +61,16 @@ class SelfTestReport:
     """What became of each step: what the child answered or why it did not; None where it did not come to that.
 
     Attributes:
-        start: holder, worker and late worker said hello, each with its number in the driver.
-        build: the holder built with the numbers of the two others.
-        attach: the worker attached.
-        private: a process took a copy of its own, which is only tried if the figures leave a doubt.
-        allow: the holder put a process on the list that was started after the build.
-        new: that process attached.
-        stranger: a process that is not on the list attached, which it must not.
-        before: the worker's answer while the holder lived.
-        after: its answer to the same after the holder was killed.
-        late: a process attached after that, which was on the list.
+        start_result: holder, worker and late worker said hello, each with its number in the driver.
+        build_result: the holder built with the numbers of the two others.
+        attach_result: the worker attached.
+        private_copy_result: a process took a copy of its own, which is only tried if the figures leave a doubt.
+        allow_result: the holder put a process on the list that was started after the build.
+        new_worker_result: that process attached.
+        unlisted_result: a process that is not on the list attached, which it must not.
+        answer_before_exit: the worker's answer while the holder lived.
+        answer_after_exit: its answer to the same after the holder was killed.
+        late_worker_result: a process attached after that, which was on the list.
     """
 
     start_result: dict[str, str] | ChildError = field(default_factory=dict[str, str])
@@ -86,7 +86,7 @@ class SelfTestReport:
 
 
 def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestReport:
-    """Take all steps, in the order of `Trial`, as far as one does not need another that has failed."""
+    """Take all steps, in the order of `SelfTestReport`, as far as one does not need another that has failed."""
     report = SelfTestReport()
     report.start_result = _attempt(lambda: _start_children(children, HOLDER, WORKER, LATE_WORKER))
     if isinstance(report.start_result, ChildError):
@@ -108,7 +108,7 @@ def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestRep
 def load_model(
     children: TestProcesses, selftest: SelfTestSpec, *, should_attach: bool
 ) -> tuple[Built, Attached | None]:
-    """Take the first steps alone: build in a holder and, if `attaches`, in a worker with what the holder has shared.
+    """Take the first steps alone: build in a holder and, if `should_attach`, in a worker with what the holder has shared.
 
     Raises:
         ChildError: of the step that failed.

@@ -41,7 +41,7 @@ class Launcher(Protocol):
 
         Args:
             parent: the pid of the child, which has not been waited for.
-            known: the pids of all that run; not all of them need have a session of their own yet.
+            known_pids: the pids of all that run; not all of them need have a session of their own yet.
 
         Raises:
             OSError: that cannot be done.

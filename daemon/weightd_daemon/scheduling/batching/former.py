@@ -29,10 +29,10 @@ class SlotConstraints(NamedTuple):
     """The seat that a job is for.
 
     Attributes:
-        terms: what may be done with rows there.
-        expected: returns the seconds that so many rows of a kind take there at most, about.
-        most: requests that share the job: what waits is divided among all seats that are free.
-        longest: seconds that a job of several may take, about.
+        policy: what may be done with rows there.
+        expected_s: returns the seconds that so many rows of a kind take there at most, about.
+        max_requests: requests that share the job: what waits is divided among all seats that are free.
+        max_s: seconds that a job of several may take, about.
     """
 
     policy: BatchingPolicy
@@ -46,8 +46,8 @@ class BatchCandidates(NamedTuple):
 
     Attributes:
         requests: in the order in which they are to run.
-        number: how many they are.
-        longest: seconds that a job of several may take, about.
+        count: how many they are.
+        max_s: seconds that a job of several may take, about.
     """
 
     requests: Iterable[Request]
@@ -78,9 +78,9 @@ def form_batch(
 
     Args:
         first: whose turn it is.
-        form: of that one.
+        batch_key: of that one.
         waiting: what waits, in the order in which it is to run; the first may be among that.
-        where: they are to run.
+        constraints: they are to run.
         now: the clock.
     """
     policy = constraints.policy
@@ -125,11 +125,11 @@ def next_split_rows(
     All devices are to be ready at once, and while others wait no part is so long that these wait for long.
 
     Args:
-        cut: the request, of which rows are left.
+        split: the request, of which rows are left.
         device: of the seat that is free.
         devices: of all seats that run it, this one among them.
-        times: of earlier jobs.
-        longest: seconds that it may take, about.
+        estimates: of earlier jobs.
+        max_s: seconds that it may take, about.
     """
     policy, batch_key = split.policy, split.batch_key
     share = math.ceil(batch_key.rows * estimates.share(device, devices, batch_key.kind, batch_key.rows))

@@ -31,8 +31,8 @@ def join_results(
     """Return the outputs of all pieces, in their order: their description, and a frame for each, or where it is.
 
     Args:
-        pieces: at least one.
-        with_rows: the outputs whose first dimension counts rows; of the others each piece has the same.
+        partials: at least one.
+        row_outputs: the outputs whose first dimension counts rows; of the others each piece has the same.
 
     Raises:
         Internal: the pieces do not fit together. The text names the output, what was expected and what came.

@@ -23,7 +23,7 @@ class BatchKey(NamedTuple):
     Attributes:
         kind: what requests have in common whose rows may go together.
         rows: how many it has.
-        is_all_rows: whether each of its inputs has them; one that has not is given to each part as it is.
+        has_only_row_inputs: whether each of its inputs has them; one that has not is given to each part as it is.
         dims: what it has beside the rows.
     """
 
@@ -38,17 +38,17 @@ class BatchingPolicy:
     """What may be done with the rows of requests where a seat runs them.
 
     Attributes:
-        source: the number of what is loaded there: parts of one request run on one source.
+        source_number: the number of what is loaded there: parts of one request run on one source.
         inputs: those whose first dimension counts rows.
         outputs: those whose first dimension follows.
         max_rows: of a job that several requests share; 1: they share none.
-        part_rows: that a job takes of one request at most; 0: all.
+        max_split_rows: that a job takes of one request at most; 0: all.
         sizes: the only numbers of rows that the model takes, in ascending order; none: it takes any.
         is_exact: requests that share a job have the answers that they would have alone, to the last bit. Where they
             have not, only those of one user share one.
-        tested: with these dimensions rows were found to be equal. A request with others does not run in parts: unlike
+        tested_dims: with these dimensions rows were found to be equal. A request with others does not run in parts: unlike
             what shares a job, it is nowhere compared with what it is in one piece. None: it may have any.
-        apart: parties (`parties.number_of`) whose rows were found to differ: their requests share no job, and do not
+        unmerged_parties: parties (`parties.number_of`) whose rows were found to differ: their requests share no job, and do not
             run in parts.
     """
 
@@ -73,7 +73,7 @@ class BatchingPolicy:
         return self.max_rows > 1
 
     def should_split(self, batch_key: BatchKey, party: str) -> bool:
-        """Whether a request of this form runs in parts; `far`: the tenant or the user that has sent it."""
+        """Whether a request of this form runs in parts; `party`: the tenant or the user that has sent it."""
         return (
             0 < self.max_split_rows < batch_key.rows
             and self.tested_dims in (None, batch_key.dims)

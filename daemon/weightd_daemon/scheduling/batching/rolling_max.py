@@ -7,7 +7,7 @@ class RollingMax:
     """The most at any time in the last seconds: in at least as many as given, and at most twice as many.
 
     Args:
-        seconds: how long it is remembered.
+        window_s: how long it is remembered.
     """
 
     def __init__(self, window_s: float) -> None:

@@ -21,9 +21,9 @@ class SplitRequest:
 
     Attributes:
         request: whose they are.
-        terms: of the seats that may run them.
-        form: of the request.
-        ended: nobody waits for any of it.
+        policy: of the seats that may run them.
+        batch_key: of the request.
+        is_ended: nobody waits for any of it.
     """
 
     def __init__(self, request: Request, terms: BatchingPolicy, form: BatchKey) -> None:
@@ -53,7 +53,7 @@ class SplitRequest:
 
     @property
     def next_rows(self) -> int:
-        """How many rows `take` gives at most; there are some."""
+        """How many rows `take_rows` gives at most; there are some."""
         first, end = self._pending_ranges[0]
         return end - first
 

@@ -55,11 +55,11 @@ class FaultIsolator:
     Args:
         config: of the model.
         scheduler: of the model.
-        refuse: called with each request that ends here, and the error in which it ends.
-        due_by: called with the time when `look` or `pings` will have something to do.
+        fail_request: called with each request that ends here, and the error in which it ends.
+        schedule_by: called with the time when `continue_fingerprint` or `due_pings` will have something to do.
 
     Attributes:
-        log: of what clients do; one object for all models.
+        client_log: of what clients do; one object for all models.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FaultIsolator:
     def check_request(self, request: Request, now: float) -> bool:
         """A request has come: return whether it may be one that has killed, so that it is put `aside` for a look.
 
-        While nobody `has_to` be checked, there is nothing to check.
+        While nobody `needs_check` be checked, there is nothing to check.
 
         Raises:
             RequestError: it is refused.
@@ -141,7 +141,7 @@ class FaultIsolator:
 
     @property
     def has_work(self) -> bool:
-        """Whether `look` has something to do."""
+        """Whether `continue_fingerprint` has something to do."""
         return bool(self._pending_actions) or self._scheduler.queue.next_unchecked is not None
 
     def continue_fingerprint(self, now: float) -> None:
@@ -287,7 +287,7 @@ class FaultIsolator:
         return {origin for batch in batches for origin in batch.origins}
 
     def _record_loss(self, batch: Batch, ran_s: float, now: float) -> None:
-        """A seat is lost to a job that it has run for `ran` seconds."""
+        """A seat is lost to a job that it has run for `ran_s` seconds."""
         record_death([batch])
         self._record_offense(batch.origins, ran_s, now)
         self._record_tenant_loss([batch], now)

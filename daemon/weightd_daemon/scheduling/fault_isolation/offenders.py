@@ -43,8 +43,8 @@ class _Offender:
     """A process, connection, user, address or tenant. Times are monotonic seconds.
 
     Attributes:
-        most: deaths that are borne before it is refused.
-        free: deaths after which it is confined.
+        max_deaths: deaths that are borne before it is refused.
+        confinement_deaths: deaths after which it is confined.
     """
 
     max_deaths: int
@@ -98,7 +98,7 @@ class ClientOffenses:
     """The clients of one model that seats were lost to. Times are monotonic seconds.
 
     Attributes:
-        tenants: those to whom seats of any model were lost: one object for all models.
+        tenant_offenders: those to whom seats of any model were lost: one object for all models.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class ClientOffenses:
         return bool(self._client_offenders.offenders or self.tenant_offenders.offenders)
 
     def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
-        """A seat has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
+        """A seat has died, left or had to be ended of what this client asked, which it had run for `ran_s` seconds."""
         if origin.is_tenant:
             self.tenant_offenders.record_death(origin.party, MAX_TENANT_DEATHS, 1, ran_s, now)
             return

@@ -103,8 +103,8 @@ class Quarantine:
     What is said of the digest: it is computed where it is asked for, unless that has been done before.
 
     Attributes:
-        held: those that are refused.
-        suspects: those that are under suspicion.
+        quarantined: those that are refused.
+        suspected: those that are under suspicion.
     """
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class Quarantine:
         self.suspected = _ContentTable()
 
     def may_be_quarantined(self, request: Request, now: float) -> bool:
-        """Return whether the request may be in quarantine: then it is worth its digest to `check` it."""
+        """Return whether the request may be in quarantine: then it is worth its digest to `check_request` it."""
         return self.quarantined.may_contain(request, now)
 
     def may_be_suspected(self, request: Request, now: float) -> bool:
-        """Return whether the request's content may be under suspicion: then `answered` is worth its digest."""
+        """Return whether the request's content may be under suspicion: then `on_answered` is worth its digest."""
         return self.suspected.may_contain(request, now)
 
     def check_request(self, request: Request, now: float) -> None:

@@ -40,7 +40,7 @@ class RankGroupFailures:
     """The groups of one model that were lost.
 
     Args:
-        most: whatever ends the groups that run a request, this is the last one.
+        max_losses: whatever ends the groups that run a request, this is the last one.
     """
 
     def __init__(self, max_losses: int) -> None:

@@ -35,10 +35,10 @@ class Watchdog:
     """Watches the READY processes of one model. Times are monotonic seconds.
 
     Args:
-        period: seconds within which a process has to be heard of.
-        canary_interval: seconds after which each process, idle or not, runs the canary again; 0 for never.
-        canary_patience: seconds that it may take for that, what it has to finish first included.
-        due_by: called with a time that may be sooner than what `next_event` was.
+        period_s: seconds within which a process has to be heard of.
+        selftest_interval_s: seconds after which each process, idle or not, runs the canary again; 0 for never.
+        selftest_timeout_s: seconds that it may take for that, what it has to finish first included.
+        schedule_by: called with a time that may be sooner than what `next_event_at` was.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watchdog:
         self.next_event_at = float("inf")
 
     def add(self, process: str, now: float, *, runs_selftest: bool = True) -> None:
-        """The process is READY: it has just answered the canary. Unless it `proves`, it is not asked for that again."""
+        """The process is READY: it has just answered the canary. Unless it `runs_selftest`, it is not asked for that again."""
         self._watched[process] = _Watched(now, now if runs_selftest else float("inf"))
         self._update_next_event()
 

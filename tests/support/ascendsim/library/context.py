@@ -14,7 +14,7 @@ _ASCEND_PRECISION = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_
 
 
 class _Checked:
-    """An attribute that refuses values of another type, below `least` or out of a list of choices."""
+    """An attribute that refuses values of another type, below `min_value` or out of a list of choices."""
 
     def __init__(self, name: str, default: Any, choices: Sequence[str] = (), *, min_value: float = 0) -> None:
         self._name = name

@@ -27,7 +27,7 @@ _MAX_GROWTH = 4
 
 
 def covers(first: InputShapes, shapes: InputShapes) -> bool:
-    """Return whether no dimension of `form` is larger than that of `first`."""
+    """Return whether no dimension of `shapes` is larger than that of `first`."""
     return all(
         len(one) == len(other) and all(dim <= bound for dim, bound in zip(one, other))
         for one, other in zip(shapes, first)
@@ -35,14 +35,14 @@ def covers(first: InputShapes, shapes: InputShapes) -> bool:
 
 
 def grow_shapes(first: InputShapes, shapes: InputShapes, declared: Sequence[Shape]) -> InputShapes:
-    """Return the shapes that a new Model computes first so that it covers `form`.
+    """Return the shapes that a new Model computes first so that it covers `shapes`.
 
     They cover `first` as well, so that clients with different shapes do not take turns in causing builds. A number of
     rows is rounded up to a power of two, so that a client that asks for one more row each time causes few of them.
 
     Args:
         first: the first shapes of the Model that is replaced.
-        form: the shapes of a request.
+        shapes: the shapes of a request.
         declared: the shapes that the model declares; a free dimension is -1.
     """
     rows = {shape[0] for shape, known in zip(shapes, declared) if known[:1] == (-1,)}

@@ -77,7 +77,7 @@ class WeightHandleSharing(WeightSharing):
         return section
 
     def on_built(self, model: Any, path: str) -> None:
-        """Take the library's model, built from the file at `path` with what `section` said."""
+        """Take the library's model, built from the file at `path` with what `build_section` said."""
         self._model = model
         self._path = path
 

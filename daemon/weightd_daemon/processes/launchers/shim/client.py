@@ -56,7 +56,7 @@ class ShimClient:
         pid: the keeper's.
 
     Raises:
-        KeeperLost: nobody answers there.
+        ShimLost: nobody answers there.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -93,7 +93,7 @@ class ShimClient:
         """End what a child that has ended had forked without telling.
 
         Raises:
-            KeeperLost: nobody answers.
+            ShimLost: nobody answers.
         """
         self._call({"strays": parent})
 

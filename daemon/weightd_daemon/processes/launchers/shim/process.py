@@ -92,7 +92,7 @@ class Shim:
 
 
 def find_orphans(known_pids: Collection[int], session_id: int = 0) -> list[int]:
-    """Return the children of this process, as the kernel tells, that are not known; with `session` those of that."""
+    """Return the children of this process, as the kernel tells, that are not known; with `session_id` those of that."""
     found: list[int] = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
