@@ -111,7 +111,8 @@ class Fairness(Result):
         p50_ratio_1000: 1,000.
         refused: of so many requests of B (`sent`) while A fills the queue.
         large_ratio: A has 8 in flight of 8 MiB each, on another model.
-        long_batches_ratio: B's p99 while A has long jobs on every worker, by its p99 alone and one job of A's `max_rows`.
+        long_batches_ratio: B's p99 while A has long jobs on every worker, by its p99 alone and one job of A's
+            `max_rows`.
         long_batches_p99_s: this p99.
         poison: B's errors while A sends poison.
         poison_workers_lost: workers that were missing at once then, of three.

@@ -18,7 +18,8 @@ def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
     """Return a number of seconds, of any type of real number, as a float.
 
     Raises:
-        InvalidArgument: `value` is not a number, or not more than 0 and at most `max_seconds`. A truth value is not a number.
+        InvalidArgument: `value` is not a number, or not more than 0 and at most `max_seconds`. A truth value is not a
+            number.
     """
     number = _to_float(value)
     if not 0 < number <= max_seconds:

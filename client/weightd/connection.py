@@ -33,8 +33,8 @@ class DaemonConnection(abc.ABC):
         address: who is at the other end, for people.
         descriptors: readable when something may be received, has been sent or is lost.
         accepts_descriptors: whether a message may have some.
-        is_level_triggered: whether there is one, a socket: readable as long as something can be received, and to be waited for
-            until it is writable where something is unsent. Else `is_idle` is to be asked before each wait.
+        is_level_triggered: whether there is one, a socket: readable as long as something can be received, and to be
+            waited for until it is writable where something is unsent. Else `is_idle` is to be asked before each wait.
         closed: whether it is of no use any more.
         is_broken: whether it will be found lost, or was.
         unsent: how much waits until the daemon reads.

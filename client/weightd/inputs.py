@@ -106,7 +106,8 @@ def as_array(description: str, value: Any, datatype: str) -> Any:
     array, bad_index = _CONVERTERS[dtype.kind](values, dtype)
     if bad_index is not None:
         raise InvalidArgument(
-            f"{description}{_format_index(shape, bad_index)}: expected {_expected_values(dtype)}, got {describe_value(values[bad_index])}"
+            f"{description}{_format_index(shape, bad_index)}: expected {_expected_values(dtype)}, got"
+            f" {describe_value(values[bad_index])}"
         )
     return array.reshape(shape)
 

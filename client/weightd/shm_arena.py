@@ -43,8 +43,8 @@ class MemfdRegion:
         descriptor: of it, open as long as this is.
         nbytes: its size.
         start_address: its address in this process.
-        returned_blocks: parts that are not needed any more, with their sizes. They are given back by whoever cuts next, and
-            not where the last view goes: that may be anywhere, in the middle of a `take` too.
+        returned_blocks: parts that are not needed any more, with their sizes. They are given back by whoever cuts next,
+            and not where the last view goes: that may be anywhere, in the middle of a `take` too.
     """
 
     def __init__(self, nbytes: int) -> None:

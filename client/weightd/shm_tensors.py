@@ -89,8 +89,9 @@ class ShmTensors:
         arena: where the memory is from.
         announced_regions: the regions of which there is nothing to say; None where that may change at any time.
         leases: of requests that have not ended, or whose memory a worker may still write to, by id.
-        large_outputs: of requests that are answered with large outputs, by the identity of their description: with itself, so
-            that it stays its own, the description of the answer, and position, name and bytes of each large output.
+        large_outputs: of requests that are answered with large outputs, by the identity of their description: with
+            itself, so that it stays its own, the description of the answer, and position, name and bytes of each large
+            output.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:

@@ -44,8 +44,8 @@ _BACKOFF_RESET_S = 60.0
 # An order is a few hundred bytes: the table of a model.
 _MAX_ORDER_BYTES = 256 * 1024
 
-# Exit statuses after which another start would end the same (weightd_daemon.exit_codes): wrong usage or configuration, and,
-# in a directory that nobody else has, what cannot be created there.
+# Exit statuses after which another start would end the same (weightd_daemon.exit_codes): wrong usage or configuration,
+# and, in a directory that nobody else has, what cannot be created there.
 _PERMANENT_FAILURES = frozenset({64, 73, 78})
 
 

@@ -106,7 +106,10 @@ def _parse_key(path: Path, kind: str, content: bytes) -> str:
     actual_kind, key = words[0]
     if actual_kind != kind:
         suffix = ".pub" if kind == PUBLIC else ".key"
-        text = f"expected a {_NAMES[kind]} key, got a {_NAMES[actual_kind]} one; weightctl keygen writes the other to {suffix}"
+        text = (
+            f"expected a {_NAMES[kind]} key, got a {_NAMES[actual_kind]} one; weightctl keygen writes the other to"
+            f" {suffix}"
+        )
         raise KeyFileError(f"{path}: {text}")
     if not is_key(key):
         raise KeyFileError(f"{path}: {form}")

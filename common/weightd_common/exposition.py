@@ -215,7 +215,8 @@ FAMILIES: Sequence[Family] = (
     Family("weightd_build_info", GAUGE, "Always 1: the version of the daemon.", _build),
     Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.", _daemon_samples(lambda each: each.uptime_s)),
     Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its gates and its keeper, each page divided among "
-           "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each: each.pss_bytes)),
+           "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each:
+           each.pss_bytes)),
     Family("weightd_held_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
            "have not read.", _daemon_samples(lambda each: each.buffered_bytes)),
     Family("weightd_held_limit_bytes", GAUGE, "The bound for that.", _daemon_samples(lambda each: each.max_memory_bytes)),
@@ -242,7 +243,8 @@ FAMILIES: Sequence[Family] = (
     Family("weightd_requests_total", COUNTER, "Requests that have ended, by how they did: OK, or the code of the "
            "error.", _requests),
     Family("weightd_request_duration_seconds", HISTOGRAM, "From the arrival of a request in the daemon to its answer, "
-           "of those that were answered with outputs.", _histogram_samples(lambda each: each.request_seconds, _seconds_bounds)),
+           "of those that were answered with outputs.", _histogram_samples(lambda each: each.request_seconds,
+           _seconds_bounds)),
     Family("weightd_queue_duration_seconds", HISTOGRAM, "From the arrival of a request until a worker was given it.",
            _histogram_samples(lambda each: each.queue_seconds, _seconds_bounds)),
     Family("weightd_compute_duration_seconds", HISTOGRAM, "Of executions, from when a worker could begin until its "

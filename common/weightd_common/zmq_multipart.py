@@ -33,8 +33,8 @@ _send: Callable[..., object] = zmq.backend.Socket.send
 def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes: float = ZERO_COPY_BYTES) -> None:
     """Send a message: all of it or, where it raises `zmq.ZMQError`, nothing.
 
-    Frames of `copy_below_bytes` bytes and more are not copied: they are kept alive until they are written, and must not be
-    changed before. Received frames are never copied.
+    Frames of `copy_below_bytes` bytes and more are not copied: they are kept alive until they are written, and must not
+    be changed before. Received frames are never copied.
     """
     more = flags | _SNDMORE
     for frame in frames[:-1]:

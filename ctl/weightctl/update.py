@@ -143,7 +143,8 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
     print(f"{clean(response.model_name)}: {what} {numbers} took over, {clean(response.path)}{weights}")
     if weights or response.path != response.configured_path:
         print(
-            f"  a start that has to load it anew goes back to {clean(response.configured_path)}: so says the configuration"
+            f"  a start that has to load it anew goes back to {clean(response.configured_path)}: so says the"
+            " configuration"
         )
     return exit_codes.OK
 

@@ -2,9 +2,9 @@
 
     python -m tests.chaos.client JSON
 
-The JSON is that of `ClientPlan`. It ends when its stdin does, or after as many requests as it was ordered to send; before
-that, each request that it has sent must have ended. Each line that it writes is a JSON object with one key: "incident",
-"totals" or "problems"; the last is written once, as the last line.
+The JSON is that of `ClientPlan`. It ends when its stdin does, or after as many requests as it was ordered to send;
+before that, each request that it has sent must have ended. Each line that it writes is a JSON object with one key:
+"incident", "totals" or "problems"; the last is written once, as the last line.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ class Predictor:
             is_exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
             case: shapes of inputs; with these, but for the rows, the holder has compared rows.
             compared_rows: each number of rows up to this one.
-            special_kinds: kinds of floats: requests that have such values are run alone, if answers have to be the same.
+            special_kinds: kinds of floats: requests that have such values are run alone, if answers have to be the
+                same.
         """
         self._special_kinds = [SpecialFloats(each) for each in special_kinds] if is_exact else []
         self._allowed_batch_sizes = sorted(allowed_batch_sizes)

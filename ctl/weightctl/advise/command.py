@@ -42,9 +42,9 @@ others; --inputs gives others. Dimensions behind the first are those that the mo
 run on, those of its self-test, unless --shape says otherwise; where none are known, free ones
 are 1.
 
-Advised is the smallest number of rows with {recommend.ENOUGH_OF_BEST:.0%} of the best gain, among those at which requests
-that wait are answered sooner together than one after another; and nothing, where {recommend.GAIN_ROWS} rows bring less
-than {recommend.MIN_GAIN} times the rows/s. Then advise makes the test that
+Advised is the smallest number of rows with {recommend.ENOUGH_OF_BEST:.0%} of the best gain, among those at which
+requests that wait are answered sooner together than one after another; and nothing, where {recommend.GAIN_ROWS} rows
+bring less than {recommend.MIN_GAIN} times the rows/s. Then advise makes the test that
 the daemon makes when it loads the model, for up to 10 s: what the daemon would refuse is not
 advised. Where that needs the rows of --inputs, the advice names the file (canary).
 

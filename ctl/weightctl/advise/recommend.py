@@ -160,8 +160,8 @@ def _gain_objection(
     """Why it does not pay; "" if it does."""
     if is_overhead_dominated(one):
         return (
-            f"one row takes the model less than the {one.overhead_s * 1e3:.2f} ms of its way to the worker and back, and that "
-            "stays as it is"
+            f"one row takes the model less than the {one.overhead_s * 1e3:.2f} ms of its way to the worker and back,"
+            " and that stays as it is"
         )
     candidates = [size for size in measured if size.rows <= GAIN_ROWS] or measured[:1]
     reference = candidates[-1]

@@ -104,8 +104,8 @@ def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str
         relative = max(found.max_relative for _, found in differences)
         alone = ", when it is asked for again" if differences[0][0] == 1 else ""
         yield (
-            f"output {clean(name)}, from {count(differences[0][0], 'row')} on{alone}: other bits, by {largest:.2g} at most, "
-            f"{relative:.2g} of the largest value of a row"
+            f"output {clean(name)}, from {count(differences[0][0], 'row')} on{alone}: other bits, by {largest:.2g} at"
+            f" most, {relative:.2g} of the largest value of a row"
         )
 
 

@@ -26,7 +26,8 @@ class BenchPlan(NamedTuple):
         inputs: of the requests, taken in turn.
         levels: how many requests are in flight, one after another.
         max_seconds: the most for each of them.
-        on_window: called with a number of requests in flight and its windows, when one begins and at the end of each window.
+        on_window: called with a number of requests in flight and its windows, when one begins and at the end of each
+            window.
     """
 
     model: str

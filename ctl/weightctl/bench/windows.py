@@ -117,7 +117,8 @@ class Level(NamedTuple):
         windows: how many windows were measured.
         is_stable: whether the last three agree.
         deviation: how far they are from their mean at most.
-        requests_per_execution: how many requests the daemon has put into one execution on average; None where it does not tell.
+        requests_per_execution: how many requests the daemon has put into one execution on average; None where it does
+            not tell.
     """
 
     in_flight: int

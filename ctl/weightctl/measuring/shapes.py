@@ -30,8 +30,10 @@ def add_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None
         default=[],
         type=_parse_named_shape,
         metavar="NAME=N,N",
-        help="the shape of an input (default: one that the model is known to run on; free dimensions are 1 where none "
-        f"is known){help_suffix}; once for each",
+        help=(
+            "the shape of an input (default: one that the model is known to run on; free dimensions are 1 where none "
+            f"is known){help_suffix}; once for each"
+        ),
     )
 
 
@@ -117,7 +119,8 @@ def specify(
     Args:
         inputs: what the model takes.
         requested: what `--shape` says of them.
-        parse_rows: the first dimension of those where it is free; None: as in `requested`, else as in `example`, else 1.
+        parse_rows: the first dimension of those where it is free; None: as in `requested`, else as in `example`, else
+            1.
         example: shapes that are known to be good, of inputs that are not `requested`.
 
     Raises:

@@ -71,7 +71,8 @@ def parse_layout(signature: TensorSignature) -> Layout:
     is_first, is_last = (len(dims) == 3 and dims[index] in _MODES for index in (0, -1))
     if is_first == is_last or (has_batch and shape[0] not in (-1, 1)):
         raise WrongImage(
-            f"it is a picture, and the input is {signature.shape_text}: expected [1, C, H, W] or [1, H, W, C], C 1, 3 or 4"
+            f"it is a picture, and the input is {signature.shape_text}: expected [1, C, H, W] or [1, H, W, C], C 1, 3"
+            " or 4"
         )
     channels, height, width = (dims[each] for each in ((2, 0, 1) if is_last else (0, 1, 2)))
     return Layout(channels, (_fixed_dim(width), _fixed_dim(height)), is_last, has_batch)

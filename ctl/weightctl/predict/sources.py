@@ -144,8 +144,8 @@ class ArgumentReader:
             return self._input_named(argument.name)
         if len(self.inputs) != 1:
             raise AmbiguousInput(
-                f"{argument.display_name}: {self._model} takes {len(self.inputs)} inputs: expected NAME={argument.path}; there are: "
-                f"{describe(self.inputs)}"
+                f"{argument.display_name}: {self._model} takes {len(self.inputs)} inputs: expected"
+                f" NAME={argument.path}; there are: {describe(self.inputs)}"
             )
         return self.inputs[0]
 
@@ -168,7 +168,8 @@ def _read_text(argument: InputArgument, file: BinaryIO) -> str:
     content = file.read(_MAX_TEXT_BYTES + 1)
     if len(content) > _MAX_TEXT_BYTES:
         raise BadInput(
-            f"{argument.display_name}: expected text of at most {_MAX_TEXT_BYTES:,} bytes; .npy files take more, and are quicker"
+            f"{argument.display_name}: expected text of at most {_MAX_TEXT_BYTES:,} bytes; .npy files take more, and"
+            " are quicker"
         )
     try:
         return content.decode("utf-8-sig")

@@ -35,7 +35,10 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
     progress = progress_text(generation.load_fraction, generation.remaining_s)
-    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{progress and f', {progress}'}{sha256}"
+    yield (
+        f"  generation {generation.number} on {clean(generation.device)}:"
+        f" {clean(state)}{progress and f', {progress}'}{sha256}"
+    )
     if generation.reason:
         yield from paragraph("cause", generation.reason, "    ")
     if generation.selftest:

@@ -90,7 +90,10 @@ def _execution_lines(model: ModelStatus) -> Iterator[str]:
         parts.append(f"{executions.retried:,} run again")
     yield f"  {', '.join(parts)}"
     if executions.rows:
-        yield f"  executions by rows: {', '.join(f'{_row_range(each.max_rows)}: {each.count:,}' for each in executions.rows)}"
+        yield (
+            "  executions by rows:"
+            f" {', '.join(f'{_row_range(each.max_rows)}: {each.count:,}' for each in executions.rows)}"
+        )
 
 
 def _row_range(max_rows: int) -> str:

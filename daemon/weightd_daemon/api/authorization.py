@@ -209,4 +209,7 @@ def _unknown_client_text(identity: ClientIdentity) -> str:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
     client = f"key {proof.key}" if proof.key else identity.origin.party
     remedy = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
-    return f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have [tenants.default]"
+    return (
+        f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have"
+        " [tenants.default]"
+    )

@@ -142,7 +142,10 @@ class RegionRegistry:
 
     def _check_bytes(self, user: str, nbytes: int, max_tenant_bytes: int) -> None:
         if max_tenant_bytes and self._bytes_by_user[user] + nbytes > max_tenant_bytes:
-            text = f"this tenant has {self._bytes_by_user[user]} bytes in regions already, max_shared_bytes is {max_tenant_bytes}"
+            text = (
+                f"this tenant has {self._bytes_by_user[user]} bytes in regions already, max_shared_bytes is"
+                f" {max_tenant_bytes}"
+            )
             raise QuotaExceeded("max_shared_bytes", text)
         if not max_tenant_bytes and self._bytes_by_user[user] + nbytes > self._max_bytes:
             bound = f"the bound is {self._max_bytes} (max_shm_bytes)"

@@ -113,8 +113,8 @@ class ZmqProxies:
     Args:
         listeners: by name, each with the socket that listens, which stays the caller's, and who is let in.
         loop: calls when a gate has something to say.
-        on_client: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
-            who that is.
+        on_client: called with the name of a listener, the socket on which its gate speaks for a client that has come,
+            and who that is.
         limits: of each gate.
         log: of what clients do.
         zygote: makes the gates; None to start one. It is this object's.

@@ -194,7 +194,9 @@ def _check_rank_tables(
         cards = {each: _physical_id_of(each, visible_devices) for each in group if card_of(each) is not None}
         for device, card in cards.items():
             if card is None:
-                yield f"ranks.devices: {device}: ASCEND_RT_VISIBLE_DEVICES is {visible_devices!r}, which has no such card"
+                yield (
+                    f"ranks.devices: {device}: ASCEND_RT_VISIBLE_DEVICES is {visible_devices!r}, which has no such card"
+                )
         ports = [ranks.device_ports or (ranktable.DEFAULT_PORT,)] * len(cards)
         path = ranks.rank_table_path(index)
         if path and model.engine == MINDSPORE_LITE:

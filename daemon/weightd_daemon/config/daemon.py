@@ -125,8 +125,8 @@ def complete_daemon(
 ) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
-    `listen_addresses`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added to
-    `problems`, where that of single keys is already; what is returned is of use if there is none. Defaults are those
+    `listen_addresses`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added
+    to `problems`, where that of single keys is already; what is returned is of use if there is none. Defaults are those
     of `unit`, if there is one, else those of this process.
     """
     runtime_dir = config.runtime_dir or (unit.runtime_dir if unit else default_runtime_dir())
@@ -153,7 +153,10 @@ def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[Field
     if not allowed_sockets:
         yield from (each.at(".socket") for each in addresses.check_address(socket, paths.UNIX_SUFFIX))
     elif socket not in allowed_sockets:
-        text = f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got {socket!r}"
+        text = (
+            f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got"
+            f" {socket!r}"
+        )
         yield FieldError(text).at(".socket")
 
 

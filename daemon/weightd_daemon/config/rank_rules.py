@@ -160,7 +160,10 @@ def _check_reply(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError
 
 def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if ranks.is_on_cards and ranks.connect_timeout < _MIN_CONNECT_TIMEOUT_S:
-        text = f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, whose library refuses less, got {ranks.connect_timeout}"
+        text = (
+            f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, whose library refuses less, got"
+            f" {ranks.connect_timeout}"
+        )
         yield FieldError(text).at(".ranks.connect_timeout")
     effective_timeout_s = ranks.exec_timeout
     if ranks.is_on_cards:
@@ -188,7 +191,10 @@ def _check_rank_table(config: ModelConfig, ranks: RanksConfig) -> Iterator[Field
         return
     yield from (FieldError(text).at(".ranks.rank_table") for text in ranktable.path_problems(ranks.rank_table))
     if len(ranks.groups) > 1 and GROUP_PLACEHOLDER not in ranks.rank_table:
-        text = f"expected {GROUP_PLACEHOLDER} in it, which stands for 0, 1 and so on: each group of ranks has a table of its own"
+        text = (
+            f"expected {GROUP_PLACEHOLDER} in it, which stands for 0, 1 and so on: each group of ranks has a table of"
+            " its own"
+        )
         yield FieldError(text).at(".ranks.rank_table")
 
 

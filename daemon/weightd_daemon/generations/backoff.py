@@ -78,8 +78,8 @@ class RestartBackoff:
         Args:
             lifetime_s: how long.
             now: the clock.
-            has_answered: whether it had answered anything. Then it was no bad start, and its successor is wanted at once:
-                requests that kill workers are the business of `quarantine` and `suspects`.
+            has_answered: whether it had answered anything. Then it was no bad start, and its successor is wanted at
+                once: requests that kill workers are the business of `quarantine` and `suspects`.
         """
         if has_answered or lifetime_s >= EARLY_DEATH_S:
             self._early_deaths = 0

@@ -167,7 +167,8 @@ class GenerationView:
         attach_control: who may attach, and whether answers count.
         sha256: of the model, once it is pinned.
         built: what the holder exported, once it has.
-        unmerged_parties: tenants and users whose rows were found to differ when they were run with others, by their numbers.
+        unmerged_parties: tenants and users whose rows were found to differ when they were run with others, by their
+            numbers.
         device_usage: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
         selftest_search: what is known of its canary.

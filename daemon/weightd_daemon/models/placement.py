@@ -103,7 +103,8 @@ class DeviceBudget:
     Attributes:
         capacity_bytes: bytes that weightd may use there; None where that is not known, or not limited.
         max_processes: how many processes may use it; None where any number may.
-        reported_bytes: bytes that the card itself said are there for weightd; None if it has not been asked, or has not said.
+        reported_bytes: bytes that the card itself said are there for weightd; None if it has not been asked, or has not
+            said.
         free_bytes: bytes that it said are free, last time.
         reserved: what each generation was promised, by its label.
         leaving: the labels of those that will not need it for long.
@@ -191,7 +192,10 @@ class DeviceBudget:
             return ""
         process_kinds = "its rank" if request.buffer_bytes else "holder, workers and spares"
         reserved_by_label = {each: str(had.process_count) for each, had in other_requests.items()}
-        text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count} ({process_kinds})"
+        text = (
+            f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count}"
+            f" ({process_kinds})"
+        )
         return f"{text}{_format_reservations(reserved_by_label)}"
 
     def _memory_limit_reason(

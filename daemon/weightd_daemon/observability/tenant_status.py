@@ -32,8 +32,8 @@ def tenant_statuses(
 ) -> tuple[TenantStatus, ...]:
     """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
 
-    What is left out is in the sum of its tenant, so that nothing is missing. `visible_models`: of no other models anything is
-    told but that sum; None for all.
+    What is left out is in the sum of its tenant, so that nothing is missing. `visible_models`: of no other models
+    anything is told but that sum; None for all.
     """
     tenant_list = list(tenants)
     usages = {tenant.name: dict(usage_table.items(tenant.name)) for tenant in tenant_list}

@@ -105,7 +105,10 @@ class UsageIntervals:
         all_seconds = sum(each.total.slot_seconds for each in differences.values())
         for name, each in differences.items():
             if not each.total.is_empty:
-                yield f"tenant {label(name)}: {_usage_text(each.total, seconds, all_seconds)}{_models_text(each.seconds_by_model)}"
+                yield (
+                    f"tenant {label(name)}:"
+                    f" {_usage_text(each.total, seconds, all_seconds)}{_models_text(each.seconds_by_model)}"
+                )
 
     def _totals_of(self, name: str) -> TenantTotals:
         models = {model: each.slot_seconds for model, each in self._usage_table.items(name)}

@@ -41,7 +41,8 @@ class ConnectionAdmission:
     def refusal_reason(self, user: str, now: float) -> str | None:
         """Return why a new connection of a user is refused, None if the user may have one more.
 
-        A connection that is not refused counts towards the rate, and towards the open connections after `add_connection`.
+        A connection that is not refused counts towards the rate, and towards the open connections after
+        `add_connection`.
         """
         limits = self._limits
         if limits.max_connections and self._open_connections[user] >= limits.max_connections:

@@ -199,14 +199,20 @@ class ConnectionLimiter(Generic[G]):
         while (strangers := self._accounts.get(NO_TENANT)) or len(self) > max_connections:
             if strangers is not None and len(strangers) > max_without_tenant:
                 guest = strangers.next_to_evict(guaranteed)
-                why = f"expected at most {max_without_tenant} of {NO_TENANT}, a part of {max_connections} ({limit_name}), got {len(strangers)}"
+                why = (
+                    f"expected at most {max_without_tenant} of {NO_TENANT}, a part of {max_connections} ({limit_name}),"
+                    f" got {len(strangers)}"
+                )
             elif len(self) <= max_connections:
                 break
             else:
                 guest = self._next_to_evict(guaranteed) if strangers is None else strangers.next_to_evict(guaranteed)
                 account, user = self._account_and_user[guest]
                 count = len(self._accounts[account].user_queues[user])
-                why = f"expected at most {max_connections} connections ({limit_name}), got {len(self)}, of which {user} has {count}"
+                why = (
+                    f"expected at most {max_connections} connections ({limit_name}), got {len(self)}, of which {user}"
+                    f" has {count}"
+                )
                 if account not in (EVERYONE, NO_TENANT):
                     why += f", and tenant {account} {len(self._accounts[account])}"
             self.remove(guest)

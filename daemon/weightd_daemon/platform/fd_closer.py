@@ -170,8 +170,8 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     """Read from a Unix socket whose peer may send no descriptors.
 
     Raises:
-        UnexpectedDescriptors: there are some. They are left unread, for `close_socket`: the kernel would close them before
-            the read returned.
+        UnexpectedDescriptors: there are some. They are left unread, for `close_socket`: the kernel would close them
+            before the read returned.
         OSError: as for any read.
     """
     data, _, flags, _ = connection.recvmsg(nbytes, 0, socket.MSG_PEEK)

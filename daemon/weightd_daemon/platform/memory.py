@@ -19,8 +19,8 @@ class ProcessMemory(NamedTuple):
     Attributes:
         pss_bytes: its proportional set size: its own pages, and its share of pages that it shares.
         private_bytes: the pages that no other process has: what its end would give back.
-        anonymous_bytes: the pages that are no file's, whoever else has them, too: what it would have alone if nothing were
-            forked.
+        anonymous_bytes: the pages that are no file's, whoever else has them, too: what it would have alone if nothing
+            were forked.
     """
 
     pss_bytes: int

@@ -17,8 +17,8 @@ class WorkerRegions:
     names it, whether or not that has run.
 
     Attributes:
-        latest_number: the one that was used last: as long as requests name that alone, there is nothing to say. None where
-            there is none.
+        latest_number: the one that was used last: as long as requests name that alone, there is nothing to say. None
+            where there is none.
     """
 
     def __init__(self, max_regions: int = MAX_REGIONS) -> None:

@@ -1,9 +1,10 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its argument is the
-pid of its parent. It reads an `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and the order
-names models. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`, but for the path, or an
-`error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon removes.
+pid of its parent. It reads an `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and
+the order names models. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`, but for the path,
+or an `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon
+removes.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def take_snapshot(
 ) -> SnapshotResult:
     """Copy the model's files into `directory`, read-only. Each is read once.
 
-    If these are the very files of which a snapshot is `previous`, and that is what it was, its files get another name. If
-    that was not the model that is `expected_sha256`, nothing is copied.
+    If these are the very files of which a snapshot is `previous`, and that is what it was, its files get another name.
+    If that was not the model that is `expected_sha256`, nothing is copied.
 
     Raises:
         ModelChanged: the model is known to have another digest than `expected_sha256`.

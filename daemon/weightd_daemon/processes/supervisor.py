@@ -96,8 +96,8 @@ class ProcessSupervisor:
 
     Attributes:
         files: the files of each generation, by its label.
-        is_store_intact: called with a generation; returns whether its page store, if it has one, is still what it was when it
-            was exported.
+        is_store_intact: called with a generation; returns whether its page store, if it has one, is still what it was
+            when it was exported.
     """
 
     def __init__(

@@ -83,9 +83,10 @@ class FairClock:
         """Return what is less for a tenant that is next. There is an account of it."""
         tenant_share = self._share_of(tenant)
         min_virtual_s = self._virtual_time - MAX_CREDIT_S / tenant_share.weight
-        return max(
-            tenant_share.virtual_s + tenant_share.pending_s / tenant_share.weight, min_virtual_s
-        ), tenant_share.last_batch_number
+        return (
+            max(tenant_share.virtual_s + tenant_share.pending_s / tenant_share.weight, min_virtual_s),
+            tenant_share.last_batch_number,
+        )
 
     def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
         """A job begins that will take about so many seconds, of which these tenants have these shares.
@@ -170,7 +171,8 @@ class FairClocks:
     Attributes:
         max_batch_s: as above.
         last_tenant: who has asked last; None before anybody has.
-        multi_tenant_until: so long there are several tenants, as far as is known. While there is one, nobody is charged.
+        multi_tenant_until: so long there are several tenants, as far as is known. While there is one, nobody is
+            charged.
     """
 
     def __init__(self, max_job_s: float = 0.1) -> None:

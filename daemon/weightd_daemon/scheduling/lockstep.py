@@ -58,8 +58,8 @@ class LockstepTracker:
 
     Args:
         processes: of the seat, in the order of their ranks.
-        reply_process: the process whose outputs are the answer; None: each has its share of all outputs, one behind the other
-            on their first axis.
+        reply_process: the process whose outputs are the answer; None: each has its share of all outputs, one behind the
+            other on their first axis.
         step: the number of the last part that they were given.
 
     Attributes:

@@ -45,7 +45,8 @@ class RequestQueue:
     Attributes:
         normal: what waits for nothing but its turn and a seat, and has not begun.
         long: requests that take too long for the last free seat, see `Scheduler`; while there are several tenants.
-        splitting: what runs in parts, of which some have still to be given to seats: those of the first, then the next's.
+        splitting: what runs in parts, of which some have still to be given to seats: those of the first, then the
+            next's.
         splits: the requests that run in parts and have not ended, by their numbers.
         was_split: whether the last job was a part of a request.
         is_multi_tenant: whether there are several tenants: then what waits of each is in queues of its own.

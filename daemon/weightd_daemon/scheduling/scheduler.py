@@ -47,7 +47,8 @@ class Scheduler:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a seat that computes is held to hang.
-        schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is put `aside`.
+        schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is put
+            `aside`.
         levels: of priority.
         clocks: of the devices, for all models.
         concurrency: how many jobs the seats can run at once when all of them are there.
@@ -268,7 +269,8 @@ class Scheduler:
             self.slots.recall_split(split)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
-        """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed; a late answer to one will find nobody.
+        """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed; a late answer to one will find
+        nobody.
 
         `next_event_at` is not later than `now` while there are more.
         """

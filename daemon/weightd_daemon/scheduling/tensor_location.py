@@ -18,8 +18,8 @@ class SharedRegion:
         number: what workers know it by.
         descriptor: of it.
         nbytes: its size, which nobody can change.
-        on_unreferenced: is given the descriptor when nobody refers to this any more: it may be closed, which takes as long as the
-            kernel needs to free all of the memory.
+        on_unreferenced: is given the descriptor when nobody refers to this any more: it may be closed, which takes as
+            long as the kernel needs to free all of the memory.
     """
 
     __slots__ = ("_descriptor", "_on_unreferenced", "nbytes", "number")
@@ -74,7 +74,8 @@ class TensorLocations:
         inputs: where they are.
         outputs: where they may be written, if they have no more bytes.
         regions: the regions in which they are.
-        mapped_regions: what a worker is told of them, which knows the regions by their numbers; None where there are none.
+        mapped_regions: what a worker is told of them, which knows the regions by their numbers; None where there are
+            none.
     """
 
     __slots__ = ("inputs", "mapped_regions", "outputs", "regions")

@@ -26,7 +26,8 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
         if not _is_shape_allowed(expected.shape, tensor.shape):
             raise InvalidArgument(
-                f"input {tensor.name}: expected shape {expected.shape_text}{_hint(expected.shape)}, got {list(tensor.shape)}"
+                f"input {tensor.name}: expected shape {expected.shape_text}{_hint(expected.shape)}, got"
+                f" {list(tensor.shape)}"
             )
 
 

@@ -260,7 +260,10 @@ class ZmqProxy:
     def _mechanism_factory(self) -> Callable[[], zmtp.Mechanism]:
         if not self._config.secret_key:
             return zmtp.NullMechanism
-        from weightd_daemon.zmq_proxy.curve import CurveMechanism, decode_secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
+        from weightd_daemon.zmq_proxy.curve import (
+            CurveMechanism,
+            decode_secret_key,
+        )
 
         return functools.partial(
             CurveMechanism, decode_secret_key(self._config.secret_key), lambda key: key in self._allowed_keys
@@ -631,8 +634,8 @@ class ZmqProxy:
             largest = max(user.clients, key=lambda each: each.buffered_bytes)
             self._disconnect(
                 largest,
-                f"more than {max_bytes} bytes (max_memory_bytes) are kept for clients, and {user.buffered_bytes} of them for this "
-                "user",
+                f"more than {max_bytes} bytes (max_memory_bytes) are kept for clients, and {user.buffered_bytes} of"
+                " them for this user",
             )
 
     def _run_in_crypto_thread(

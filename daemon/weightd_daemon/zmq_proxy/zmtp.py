@@ -142,7 +142,8 @@ class ZmtpConnection:
         is_backlogged: whether `receive` of no bytes goes on with bytes that are here already.
         missing_bytes: bytes of the large frame under way that have not come; 0 if there is none.
         held_bytes: bytes that are kept of a message that is not complete, or were not taken apart yet.
-        pending_work: what has to be called, in any thread, before `receive` goes on: its result goes to `on_work_done`; None mostly.
+        pending_work: what has to be called, in any thread, before `receive` goes on: its result goes to `on_work_done`;
+            None mostly.
     """
 
     __slots__ = (

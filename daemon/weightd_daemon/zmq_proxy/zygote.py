@@ -42,7 +42,10 @@ _WAKEUP_READ_BYTES = 4096
 # Another process gets it at this number, the next one.
 _CONTROL_FD = 3
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from weightd_daemon.zmq_proxy import zygote; zygote.main()"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from weightd_daemon.zmq_proxy import zygote;"
+    " zygote.main()"
+)
 
 
 class Zygote:

@@ -81,7 +81,10 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
             count += 1
             if count > max_fields:
                 name = _field_path(path, inner, tag >> 3) or "the message"
-                text = f"expected at most {max_fields} fields in a message with all messages inside it, got {count} or more"
+                text = (
+                    f"expected at most {max_fields} fields in a message with all messages inside it, got {count} or"
+                    " more"
+                )
                 raise TooLarge(f"{name}: {text}")
             kind = tag & 7
             if kind == _BYTES:

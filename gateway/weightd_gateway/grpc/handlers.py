@@ -200,7 +200,8 @@ class RpcDispatcher:
 
     @contextmanager
     def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
-        """Have a call of somebody who may make one, and has a seat within the block; `is_unauthenticated`: of whoever asks.
+        """Have a call of somebody who may make one, and has a seat within the block; `is_unauthenticated`: of whoever
+        asks.
 
         Raises:
             Unauthenticated: nobody knows that one.
@@ -223,8 +224,8 @@ class RpcDispatcher:
         with (
             self._probe_admission.admit(self.anonymous_caller(context))
             if is_unauthenticated
-            else self.admission.admit(caller) as seat
-        ):
+            else self.admission.admit(caller)
+        ) as seat:
             yield RpcContext(caller, seat, parent, context.time_remaining(), peer.is_local)
 
     def receiving(self, context: Context) -> AbstractContextManager[None]:

@@ -234,8 +234,9 @@ class FrameCounter:
         self._tokens -= 1.0
         if self._tokens < 0.0:
             raise LimitExceeded(
-                f"expected at most {BURST_TOKENS:g} control frames at once, {TOKENS_PER_S:g} a second, {TOKENS_PER_CALL:g} for each call and "
-                f"one for {1 / TOKENS_PER_BYTE:g} bytes of messages, got more, the last one {_frame_name(kind)}"
+                f"expected at most {BURST_TOKENS:g} control frames at once, {TOKENS_PER_S:g} a second,"
+                f" {TOKENS_PER_CALL:g} for each call and one for {1 / TOKENS_PER_BYTE:g} bytes of messages, got more,"
+                f" the last one {_frame_name(kind)}"
             )
 
 

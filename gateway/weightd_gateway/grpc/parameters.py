@@ -56,7 +56,8 @@ def timeout_of(parameters: Mapping[str, Any]) -> float | None:
     timeout_us = parameters.get("timeout", 0)
     if type(timeout_us) is not int or not 0 <= timeout_us <= limits.MAX_TIMEOUT_US:
         raise InvalidArgument(
-            f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got {describe_value(timeout_us)}"
+            f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got"
+            f" {describe_value(timeout_us)}"
         )
     return timeout_us / 1e6 if timeout_us else None
 

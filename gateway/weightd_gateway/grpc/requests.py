@@ -296,7 +296,8 @@ def _read_shared(input_tensor: InputTensor, shm_slice: ShmSlice, call: RpcContex
     expected = tensors.nbytes_of(name, datatype, shape)
     if shm_slice.nbytes != expected:
         raise InvalidArgument(
-            f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {shm_slice.nbytes}"
+            f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got"
+            f" {shm_slice.nbytes}"
         )
     call.permit.reserve(expected)
     content = memoryview(shm_resolver.allocate(call.caller, expected) if expected else b"")

@@ -122,7 +122,10 @@ class HttpInference:
     def _read_shared(self, caller: Caller, input_json: InputJson, parameters: Any, permit: Permit) -> Array:
         shm_slice = self._regions.resolve(caller, *_region_parameters(parameters))
         if shm_slice.nbytes != input_json.expected_bytes:
-            text = f"{input_json.name}: shared_memory_byte_size: expected {input_json.expected_bytes}, for {input_json.datatype} {list(input_json.shape)}"
+            text = (
+                f"{input_json.name}: shared_memory_byte_size: expected {input_json.expected_bytes}, for"
+                f" {input_json.datatype} {list(input_json.shape)}"
+            )
             raise InvalidArgument(f"{text}, got {shm_slice.nbytes}")
         permit.reserve(input_json.expected_bytes)
         content = memoryview(

@@ -242,7 +242,8 @@ def _parse_input(content: Mapping[str, Any]) -> InputJson:
         raise InvalidArgument(f"{label(name)}: {expected}, got {' and '.join(present) or 'none of them'}")
     if nbytes is not None and (type(nbytes) is not int or nbytes != expected_bytes):
         raise InvalidArgument(
-            f"{label(name)}: binary_data_size: expected {expected_bytes}, for {datatype} {list(shape)}, got {describe_value(nbytes)}"
+            f"{label(name)}: binary_data_size: expected {expected_bytes}, for {datatype} {list(shape)}, got"
+            f" {describe_value(nbytes)}"
         )
     return InputJson(name, datatype, shape, expected_bytes, content.get("data"), nbytes, region)
 

@@ -20,7 +20,8 @@ class AccountStatus:
     a model was known, and where an answer has no room for each model, those that were asked least. Each request that
     has ended is in `served`, or once in `refused`, by its error's code or by the bound of the tenant that was reached.
     `rows` and `slot_seconds` are what ran, the latter in seconds of workers; `queue_seconds` is from the arrival of
-    each to the worker. Bytes are those of tensors that were sent. `unexpected_exits` are workers that were lost to its requests.
+    each to the worker. Bytes are those of tensors that were sent. `unexpected_exits` are workers that were lost to its
+    requests.
     """
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -41,8 +42,8 @@ class AccountStatus:
 class TenantStatus:
     """A tenant of the configuration, with an account for each model of which it has asked anything.
 
-    `share` is its part of the seconds of all workers of the last minute; absent where none were used. `merged_accounts` are
-    accounts that are one here: an answer has room for so many.
+    `share` is its part of the seconds of all workers of the last minute; absent where none were used. `merged_accounts`
+    are accounts that are one here: an answer has room for so many.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))

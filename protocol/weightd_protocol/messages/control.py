@@ -120,8 +120,8 @@ class Update:
 class UpdateResponse:
     """daemon → client: the generations with these numbers have taken over, one on each device.
 
-    They serve `path`, with `weights` over those in it or "". `configured_path` is the file that the configuration names: an
-    update does not change it, and a daemon that has to load the model anew loads that.
+    They serve `path`, with `weights` over those in it or "". `configured_path` is the file that the configuration
+    names: an update does not change it, and a daemon that has to load the model anew loads that.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

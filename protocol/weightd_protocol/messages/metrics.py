@@ -49,13 +49,13 @@ class ModelMetrics:
     """One model of the configuration. Memory in bytes.
 
     `generation` and `sha256` are of the one that tells how it stands. Counters, and all histograms, go on over
-    restarts of the daemon, reloads and updates. `unexpected_exits` are processes that ended without being asked to, `restarts`
-    those that were started in the place of lost ones; `selftest_failures` are workers that did not reproduce the known
-    answer, `batch_mismatches` generations of which rows together were found not to be what each is alone. `request_seconds`
-    are from the arrival of each answered request to its answer, `queue_seconds` until a worker was given it;
-    `compute_seconds` are those of executions, `batch_rows` their rows, as far as those are known. `max_queue` is how many
-    may wait. Memory is what was measured when somebody asked before, once a minute at most; it is absent before that,
-    and where the kernel does not tell.
+    restarts of the daemon, reloads and updates. `unexpected_exits` are processes that ended without being asked to,
+    `restarts` those that were started in the place of lost ones; `selftest_failures` are workers that did not reproduce
+    the known answer, `batch_mismatches` generations of which rows together were found not to be what each is alone.
+    `request_seconds` are from the arrival of each answered request to its answer, `queue_seconds` until a worker was
+    given it; `compute_seconds` are those of executions, `batch_rows` their rows, as far as those are known. `max_queue`
+    is how many may wait. Memory is what was measured when somebody asked before, once a minute at most; it is absent
+    before that, and where the kernel does not tell.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))

@@ -86,8 +86,9 @@ class RunSelfTest:
 class SelfTestDone:
     """rank → daemon: I have run the canary, and what I had to compare was right.
 
-    `selftest_digest` is the digest of what was compared, "" where this rank has nothing to compare, and `selftest_cases` are its
-    inputs. Of a process that has several models `members` has both of each, in their order; then these are empty.
+    `selftest_digest` is the digest of what was compared, "" where this rank has nothing to compare, and
+    `selftest_cases` are its inputs. Of a process that has several models `members` has both of each, in their order;
+    then these are empty.
     """
 
     selftest_digest: str = field(metadata=DIGEST)

@@ -34,8 +34,8 @@ class Status:
 class ProcessStatus:
     """One process of a generation. Memory in bytes, latency in microseconds.
 
-    `private_bytes` is what no other process has in memory, `anonymous_bytes` what is no file's there, whoever else has it
-    after a fork; `shared_bytes` what it shares of the model.
+    `private_bytes` is what no other process has in memory, `anonymous_bytes` what is no file's there, whoever else has
+    it after a fork; `shared_bytes` what it shares of the model.
     `origin` is how it came to be, absent while it has said nothing: by an interpreter of its own, `forked` of a fork
     server, or of the `template` that has built its model; `origin_note` why it was not forked. `device` is where it
     runs: that of its generation, or one of the sets of cores that have this copy of the weights in common. It runs
@@ -68,12 +68,12 @@ class GenerationStatus:
 
     `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
     if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
-    model: why nothing is shared. `selftest` is what its known answer is an answer to, or why it has none. `batching_note` is what
-    is done with the rows of requests, and why not more; it is empty where the configuration asks for nothing.
-    `max_rows` is how many rows of several requests share an execution at most: 0 where the configuration does not ask
-    for it, 1 where it does, and `batching_note` says why none do. While it loads, `load_fraction` is the share of that which is over and
-    `remaining_s` how many seconds it still takes, as far as both are known: from the bytes that were copied, and from how
-    long it took the last time.
+    model: why nothing is shared. `selftest` is what its known answer is an answer to, or why it has none.
+    `batching_note` is what is done with the rows of requests, and why not more; it is empty where the configuration
+    asks for nothing. `max_rows` is how many rows of several requests share an execution at most: 0 where the
+    configuration does not ask for it, 1 where it does, and `batching_note` says why none do. While it loads,
+    `load_fraction` is the share of that which is over and `remaining_s` how many seconds it still takes, as far as both
+    are known: from the bytes that were copied, and from how long it took the last time.
     """
 
     number: int = field(metadata=_COUNT)
@@ -106,8 +106,8 @@ class ExecutionsStatus:
     """What was run to answer requests of one model: with `served` they tell how many shared one execution.
 
     `rows` is there where rows of requests are put together or cut. `padded` are rows that were added because the
-    model takes certain numbers of rows alone; `split` are requests that ran in parts; `retried` are those, or their parts,
-    that ran once more, because a process was lost or a request beside them failed.
+    model takes certain numbers of rows alone; `split` are requests that ran in parts; `retried` are those, or their
+    parts, that ran once more, because a process was lost or a request beside them failed.
     """
 
     count: int = field(metadata=_COUNT)
@@ -125,9 +125,9 @@ class ModelStatus:
     `failed` of its own requests.
 
     `path` and `weights` are what serves, or is to: after an update not what the configuration names.
-    `unexpected_exits` are processes that ended without being asked to; `quarantined` are contents of requests that are refused
-    because workers died of them; `note` is what went wrong last with a change of the model. `group` is that of the
-    models with which it shares its processes. `retry_s`: seconds until a model that has failed is loaded again by
+    `unexpected_exits` are processes that ended without being asked to; `quarantined` are contents of requests that are
+    refused because workers died of them; `note` is what went wrong last with a change of the model. `group` is that of
+    the models with which it shares its processes. `retry_s`: seconds until a model that has failed is loaded again by
     itself; absent where it is not.
     """
 
@@ -224,11 +224,11 @@ class ForkServerStatus:
 class StatusResponse:
     """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
 
-    `note` says why what is in force is not what the configuration file says. `dropped_responses` are answers that could not be
-    sent because their client was gone or did not read. `memory` is absent where the control group is not known.
-    `buffered_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes` the
-    bound for it. `tenants` is empty where the configuration has none. Whoever may not see what concerns others is told
-    the models that there are for it and its own tenant; all else is 0 or empty.
+    `note` says why what is in force is not what the configuration file says. `dropped_responses` are answers that could
+    not be sent because their client was gone or did not read. `memory` is absent where the control group is not known.
+    `buffered_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes`
+    the bound for it. `tenants` is empty where the configuration has none. Whoever may not see what concerns others is
+    told the models that there are for it and its own tenant; all else is 0 or empty.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

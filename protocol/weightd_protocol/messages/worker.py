@@ -124,11 +124,11 @@ class Reconnected:
 class Build:
     """daemon → holder: build the model and let these processes share its weights.
 
-    `search_selftest`: look for a canary; `selftest_cases` worked before and come first, `unfit_cases` did not and are left out. Without
-    it `selftest_cases` are what was configured and has to work, and where there are none there is no canary, unless the
-    process was given a sample. `max_rows` are the most of one predict of several requests, 1 where each has its own: then
-    nothing is found out about them; `row_counts` the only ones that a predict may have, none: any; `exact`, whether it is
-    tested that the answers are bit for bit those of each alone.
+    `search_selftest`: look for a canary; `selftest_cases` worked before and come first, `unfit_cases` did not and are
+    left out. Without it `selftest_cases` are what was configured and has to work, and where there are none there is no
+    canary, unless the process was given a sample. `max_rows` are the most of one predict of several requests, 1 where
+    each has its own: then nothing is found out about them; `row_counts` the only ones that a predict may have, none:
+    any; `exact`, whether it is tested that the answers are bit for bit those of each alone.
     """
 
     pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
@@ -142,7 +142,8 @@ class Build:
 
 @dataclass(frozen=True)
 class TryingSelfTest:
-    """holder → daemon: I am about to run the canary on `cases`, which may be my end; `unfit_cases` is known not to work.
+    """holder → daemon: I am about to run the canary on `cases`, which may be my end; `unfit_cases` is known not to
+    work.
 
     It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
     """
@@ -162,8 +163,9 @@ class Built:
 
     `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
     is something that could have been. Of a holder that `is_template` workers are forked, which have all that it has.
-    `selftest_cases` are what the canary is run on, none where the model has no canary; `selftest_digest` is the digest of its
-    answers, "" for a model that does not repeat itself; `selftest_note` says why there is none, or what it is worth.
+    `selftest_cases` are what the canary is run on, none where the model has no canary; `selftest_digest` is the digest
+    of its answers, "" for a model that does not repeat itself; `selftest_note` says why there is none, or what it is
+    worth.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -209,7 +211,8 @@ class Allowed:
 class Attach:
     """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
 
-    Then run the canary on these inputs. `max_rows`, `row_counts` and `exact` as in `Build`; `row_support`: what `Built` said of them.
+    Then run the canary on these inputs. `max_rows`, `row_counts` and `exact` as in `Build`; `row_support`: what `Built`
+    said of them.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -239,8 +242,8 @@ class Attached:
 class ProcessFailed:
     """child → daemon: build or attach failed for this cause; the process exits.
 
-    `is_out_of_memory`: the card has no memory or no place for this process; some may come free late after another one's end.
-    `is_transient`: the cause may go away by itself, as a full disk may.
+    `is_out_of_memory`: the card has no memory or no place for this process; some may come free late after another one's
+    end. `is_transient`: the cause may go away by itself, as a full disk may.
     """
 
     reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -253,7 +256,8 @@ class Predict:
     """daemon → worker: run the model on the tensors that follow.
 
     `step` counts the predicts of a unit: 1, 2, 3 and so on, each part of a `BeginBatch` by itself; 0 where it is for no
-    rank. A rank that misses one, or sees one twice, is `ProcessFailed`. `model_index` is the model, of a process that has several.
+    rank. A rank that misses one, or sees one twice, is `ProcessFailed`. `model_index` is the model, of a process that
+    has several.
     """
 
     request: int = field(metadata=_REQUEST)

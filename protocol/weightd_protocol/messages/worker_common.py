@@ -37,12 +37,13 @@ class RowSupport:
     """What a holder has found of the rows of its model: of tensors whose first dimension is that of each request.
 
     `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the
-    reason that `note` gives. `is_equal`: those of many rows were, bit for bit, those of each alone; else `note` says which
-    differed, by how much, and of how many rows, or why that was not found out. `batch_digest` is that of the answer to a
-    predict of many rows, "" where none is to be compared. `compared_rows`: each number of rows up to this one, of the other
-    dimensions that the canary has, is among those that were compared. `row_kind` names the kind of rows that were used
-    (`weightd_common.rowtest.rows.Kind`), of which the digest is. `unequal_specials` are kinds of floats: where rows have such
-    values, answers together are not known to be those of each alone, though those of other rows are.
+    reason that `note` gives. `is_equal`: those of many rows were, bit for bit, those of each alone; else `note` says
+    which differed, by how much, and of how many rows, or why that was not found out. `batch_digest` is that of the
+    answer to a predict of many rows, "" where none is to be compared. `compared_rows`: each number of rows up to this
+    one, of the other dimensions that the canary has, is among those that were compared. `row_kind` names the kind of
+    rows that were used (`weightd_common.rowtest.rows.Kind`), of which the digest is. `unequal_specials` are kinds of
+    floats: where rows have such values, answers together are not known to be those of each alone, though those of other
+        rows are.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)

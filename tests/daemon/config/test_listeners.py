@@ -48,8 +48,9 @@ def test_without_tables_the_daemons_socket_is_the_one_listener() -> None:
 @pytest.mark.parametrize("listening", [(), ("tcp://127.0.0.1:5555", "unix:///run/x.sock.unix")])
 def test_nobody_listens_over_tcp_without_having_said_what_that_means(listening: tuple[str, ...]) -> None:
     socket = "" if listening else "tcp://127.0.0.1:5555"
-    assert refusal({}, *listening, socket=socket) == (
-        'listeners: expected a table [listeners.NAME] with address = "tcp://127.0.0.1:5555" that has security = '
+    assert (
+        refusal({}, *listening, socket=socket)
+        == 'listeners: expected a table [listeners.NAME] with address = "tcp://127.0.0.1:5555" that has security = '
         '"curve", or insecure = true: over TCP without CURVE whoever reaches the port may ask, and whoever is on the '
         "way may read and change what is said"
     )
@@ -75,7 +76,10 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         *(
             (
                 at(address),
-                f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}, got {address!r}",
+                (
+                    f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}, got"
+                    f" {address!r}"
+                ),
             )
             for address in ("/run/a", "ipc://a", "unix:///run/a", "tcp://127.0.0.1:0", "ipc:///run/")
         ),

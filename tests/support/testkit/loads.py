@@ -797,8 +797,8 @@ def share_holes(hands: ProcessContext, path: str, model: str, nbytes: int, max_o
     """Have workers read and write memory that was never written to, until told to stop.
 
     Each request of `model`, whose one output is as large as its input, names a memfd of its own of twice `nbytes`,
-    which is unregistered then; the last `max_open` descriptors stay open. Return the number of requests and how many bytes
-    of memory these descriptors have: all of that was allocated by the service.
+    which is unregistered then; the last `max_open` descriptors stay open. Return the number of requests and how many
+    bytes of memory these descriptors have: all of that was allocated by the service.
     """
     descriptors: Deque[int] = deque()
     outcomes: Counter[str] = Counter()

@@ -36,8 +36,8 @@ def find_row_support(
         order: how many rows there may be, and whether it is tested that their answers are those of each alone.
         reference: the canary.
         rebuild: called where a try has spoilt the engine.
-        announce: called before a number of rows is run for the first time, which may be the end of this process; and with
-            nothing, when it was not.
+        announce: called before a number of rows is run for the first time, which may be the end of this process; and
+            with nothing, when it was not.
         sample: what the canary asks, if it is not made up.
 
     Raises:

@@ -2,7 +2,8 @@
 
 All ranks of a group are given the same inputs in the same order. Nobody notices if they are not: the library adds up
 whatever arrives, and the answer is wrong without an error. So the daemon gives the same to all, and what fails in one
-of them ends them all; the only exception is what each refuses alike before anything is sent to the others (`RankRejected`).
+of them ends them all; the only exception is what each refuses alike before anything is sent to the others
+(`RankRejected`).
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ and nothing is touched. And it is tried out, on a block of our own, that malloc 
 headers like this, and that it counts.
 
 What is done here must not find its own memory. So nothing in this file or in maps.py holds an object of
-``LARGE_BLOCK_BYTES`` bytes, and nothing that this package allocates afterwards can lie in memory that was in use by then.
+``LARGE_BLOCK_BYTES`` bytes, and nothing that this package allocates afterwards can lie in memory that was in use by
+then.
 
-Blocks below ``LARGE_BLOCK_BYTES`` are looked at only if it is known that they came with the model: malloc gives them mappings of
-their own only between ``begin`` and the exchange, and those that were there before are left out. What the interpreter
-may have allocated meanwhile are tables of its own containers; nothing is put into one between the comparison of a page
-and its exchange, and the first page, with its count of references, is left out.
+Blocks below ``LARGE_BLOCK_BYTES`` are looked at only if it is known that they came with the model: malloc gives them
+mappings of their own only between ``begin`` and the exchange, and those that were there before are left out. What the
+interpreter may have allocated meanwhile are tables of its own containers; nothing is put into one between the
+comparison of a page and its exchange, and the first page, with its count of references, is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class MemoryReader(NamedTuple):
 def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> List[Extent]:
     """Return the anonymous memory in the large malloc blocks of this process, less their first pages.
 
-    Given the blocks that were there `starts_before` the model, blocks from ``MIN_BLOCK_BYTES`` on that are not among them count, too.
+    Given the blocks that were there `starts_before` the model, blocks from ``MIN_BLOCK_BYTES`` on that are not among
+    them count, too.
 
     The first page of a block has malloc's header, and the header of the Python object if the block is one (its
     reference count is written at any time).

@@ -140,7 +140,8 @@ def _shard_of(path: str, name: str, array: Any, row_share: RowShare) -> Any:
     each, rest = divmod(len(array) if array.ndim else 1, row_share.share_count)
     if rest or not array.ndim:
         raise BuildError(
-            f"canary: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got {list(array.shape)}"
+            f"canary: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got"
+            f" {list(array.shape)}"
         )
     return array[row_share.share_index * each : (row_share.share_index + 1) * each]
 

@@ -62,8 +62,10 @@ def check_cards(devices: CardNumbers, count: int | None) -> Finding:
 def check_addresses(devices: CardNumbers, network: NetworkFacts) -> Finding:
     """Each card has an address of its own, which the generated table gives; on one host some kinds can do without."""
     advice = (
-        f"hccn_tool -i N -ip -g tells the address of card N, -s address A netmask M sets it and writes {HCCN_CONF}; into a "
-        f'container: -v {HCCN_CONF}:{HCCN_CONF}:ro; or set ip in [devices."ascend:N"]. Cards of one host can do without, but '
+        f"hccn_tool -i N -ip -g tells the address of card N, -s address A netmask M sets it and writes {HCCN_CONF};"
+        " into a "
+        f'container: -v {HCCN_CONF}:{HCCN_CONF}:ro; or set ip in [devices."ascend:N"]. Cards of one host can do'
+        " without, but "
         "those of a 300I Duo"
     )
     if network.conf_error:
@@ -95,7 +97,10 @@ def check_port(counts: Mapping[str, int | OSError]) -> Finding:
     """
     used_counts = {name: count for name, count in counts.items() if isinstance(count, int) and count}
     unknown_counts = {name: count for name, count in counts.items() if not isinstance(count, int)}
-    advice = f"a second process with HCCL on a card needs another port than {_HCCL_PORT}, as device_ports says, which A2 and "
+    advice = (
+        f"a second process with HCCL on a card needs another port than {_HCCL_PORT}, as device_ports says, which A2"
+        " and "
+    )
     advice += "A3 take with driver 25.0.RC1 and later; on 910 and 300I Duo end the other one"
     if used_counts:
         each = ", ".join(f"{count} on {name}" for name, count in used_counts.items())

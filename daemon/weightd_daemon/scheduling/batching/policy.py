@@ -46,10 +46,10 @@ class BatchingPolicy:
         sizes: the only numbers of rows that the model takes, in ascending order; none: it takes any.
         is_exact: requests that share a job have the answers that they would have alone, to the last bit. Where they
             have not, only those of one user share one.
-        tested_dims: with these dimensions rows were found to be equal. A request with others does not run in parts: unlike
-            what shares a job, it is nowhere compared with what it is in one piece. None: it may have any.
-        unmerged_parties: parties (`parties.number_of`) whose rows were found to differ: their requests share no job, and do not
-            run in parts.
+        tested_dims: with these dimensions rows were found to be equal. A request with others does not run in parts:
+            unlike what shares a job, it is nowhere compared with what it is in one piece. None: it may have any.
+        unmerged_parties: parties (`parties.number_of`) whose rows were found to differ: their requests share no job,
+            and do not run in parts.
     """
 
     source_number: int = 0

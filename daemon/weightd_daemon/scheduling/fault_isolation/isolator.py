@@ -333,7 +333,10 @@ class FaultIsolator:
                 f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were"
             )
         if request.lost_slots >= MAX_LOST_SLOTS:
-            text = f"request {request.id} was on {request.lost_slots} workers when they ended, the last one {exit_cause.description}"
+            text = (
+                f"request {request.id} was on {request.lost_slots} workers when they ended, the last one"
+                f" {exit_cause.description}"
+            )
             return ResourceExhausted(text) if exit_cause.initiator is ExitInitiator.KERNEL else Unavailable(text)
         return None
 
