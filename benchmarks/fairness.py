@@ -1100,7 +1100,10 @@ def _failed(result: LoadResult) -> int:
 
 
 class _Watch:
-    """Looks how many workers of a model are READY, as long as the block lasts; `min_ready` is the least that was seen."""
+    """Looks how many workers of a model are READY, as long as the block lasts.
+
+    `min_ready` is the least that was seen.
+    """
 
     def __init__(self, service: Service) -> None:
         self.min_ready = POISON_WORKERS

@@ -188,7 +188,7 @@ def _table(slices: Slices) -> dict[str, object]:
         "path": slices.pattern,
         "python": ranks.interpreter(),
         "canary": slices.selftest_path,
-        "canary_tolerance": 1e-5,
+        "selftest_tolerance": 1e-5,
         "timeout": _LIMIT_S,
         "ranks": {"size": len(slices.paths)},
     }

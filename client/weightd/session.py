@@ -237,8 +237,9 @@ class ClientSession:
 
 
 def extended_deadline(started_at: float, deadline: float) -> Optional[float]:
-    """Return a later deadline for a wait since `started_at` that has ended without an answer; None if it was long
-    enough.
+    """Return a later deadline for a wait since `started_at` that has ended without an answer.
+
+    None if it was long enough.
 
     If this process was stopped beyond the deadline, the answer may have come in time and wait in the socket.
     """

@@ -263,7 +263,10 @@ class ShmTensors:
         return True
 
     def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, UserBuffer]]:
-        """Room for an output, where the caller wants it if that is possible: in an array that is `user_array`, or None."""
+        """Room for an output, where the caller wants it if that is possible.
+
+        In an array that is `user_array`, or None.
+        """
         found = None if user_array is None or not user_array.flags.c_contiguous else self.arena.find(user_array)
         buffer = self.arena.take(nbytes) if found is None else UserBuffer(user_array, *found)
         if buffer is not None and buffer.nbytes:

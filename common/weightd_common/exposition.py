@@ -213,14 +213,16 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 FAMILIES: Sequence[Family] = (
     Family("weightd_build_info", GAUGE, "Always 1: the version of the daemon.", _build),
-    Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.", _daemon_samples(lambda each: each.uptime_s)),
+    Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.",
+           _daemon_samples(lambda each: each.uptime_s)),
     Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its gates and its keeper, each page divided among "
            "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each:
            each.pss_bytes)),
-    Family("weightd_held_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
+    Family("weightd_buffered_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
            "have not read.", _daemon_samples(lambda each: each.buffered_bytes)),
-    Family("weightd_held_limit_bytes", GAUGE, "The bound for that.", _daemon_samples(lambda each: each.max_memory_bytes)),
-    Family("weightd_dropped_answers_total", COUNTER, "Answers that could not be sent: their client was gone, or did "
+    Family("weightd_buffered_limit_bytes", GAUGE, "The bound for that.",
+           _daemon_samples(lambda each: each.max_memory_bytes)),
+    Family("weightd_dropped_responses_total", COUNTER, "Answers that could not be sent: their client was gone, or did "
            "not read.", _daemon_samples(lambda each: each.dropped_responses)),
     Family("weightd_reloads_total", COUNTER, "How often the configuration was read again, and how that ended: good or "
            "refused.", _reloads),
@@ -230,13 +232,13 @@ FAMILIES: Sequence[Family] = (
     Family("weightd_generation", GAUGE, "The number of the generation that serves, or is to.",
            _model_samples(lambda each: each.generation)),
     Family("weightd_processes", GAUGE, "Processes by role and state.", _processes),
-    Family("weightd_deaths_total", COUNTER, "Processes that ended without being asked to.",
+    Family("weightd_unexpected_exits_total", COUNTER, "Processes that ended without being asked to.",
            _model_samples(lambda each: each.unexpected_exits)),
     Family("weightd_restarts_total", COUNTER, "Processes that were started in the place of lost ones.",
            _model_samples(lambda each: each.restarts)),
-    Family("weightd_canary_failures_total", COUNTER, "Workers that did not reproduce the known answer.",
+    Family("weightd_selftest_failures_total", COUNTER, "Workers that did not reproduce the known answer.",
            _model_samples(lambda each: each.selftest_failures)),
-    Family("weightd_mismatches_total", COUNTER, "Generations of which rows together were found not to be what each is "
+    Family("weightd_batch_mismatches_total", COUNTER, "Generations of which rows together were found not to be what each is "
            "alone.", _model_samples(lambda each: each.batch_mismatches)),
     Family("weightd_quarantined", GAUGE, "Contents of requests that are refused because workers died of them.",
            _model_samples(lambda each: each.quarantined)),
@@ -249,12 +251,14 @@ FAMILIES: Sequence[Family] = (
            _histogram_samples(lambda each: each.queue_seconds, _seconds_bounds)),
     Family("weightd_compute_duration_seconds", HISTOGRAM, "Of executions, from when a worker could begin until its "
            "answer had come.", _histogram_samples(lambda each: each.compute_seconds, _seconds_bounds)),
-    Family("weightd_job_rows", HISTOGRAM, "Rows of an execution, where those of the model are put together or cut.",
+    Family("weightd_batch_rows", HISTOGRAM, "Rows of an execution, where those of the model are put together or cut.",
            _histogram_samples(lambda each: each.batch_rows, _rows_bounds)),
-    Family("weightd_executions_total", COUNTER, "Predicts that were answered.", _model_samples(lambda each: each.executions)),
+    Family("weightd_executions_total", COUNTER, "Predicts that were answered.",
+           _model_samples(lambda each: each.executions)),
     Family("weightd_requests_running", GAUGE, "Requests that workers have.", _model_samples(lambda each: each.running)),
     Family("weightd_requests_queued", GAUGE, "Requests that wait.", _account_samples(lambda each: each.queued)),
-    Family("weightd_requests_in_flight", GAUGE, "Requests that wait or run.", _account_samples(lambda each: each.in_flight)),
+    Family("weightd_requests_in_flight", GAUGE, "Requests that wait or run.",
+           _account_samples(lambda each: each.in_flight)),
     Family("weightd_queue_length", GAUGE, "Requests that wait, of all tenants.",
            _model_samples(lambda each: each.queued, is_public=True)),
     Family("weightd_queue_limit", GAUGE, "How many may.", _model_samples(lambda each: each.max_queue)),
@@ -270,15 +274,15 @@ FAMILIES: Sequence[Family] = (
            "messages, too: by the bound of the tenant that was reached, or the code of the error.", _refused),
     Family("weightd_tenant_rows_total", COUNTER, "Rows that were run, where those of the model are known.",
            _tenant_sum_samples(lambda each: each.rows)),
-    Family("weightd_tenant_seat_seconds_total", COUNTER, "Seconds of workers that ran requests.",
+    Family("weightd_tenant_slot_seconds_total", COUNTER, "Seconds of workers that ran requests.",
            _tenant_sum_samples(lambda each: each.slot_seconds)),
-    Family("weightd_tenant_waited_seconds_total", COUNTER, "From the arrival of requests until a worker was given "
+    Family("weightd_tenant_queue_seconds_total", COUNTER, "From the arrival of requests until a worker was given "
            "them.", _tenant_sum_samples(lambda each: each.queue_seconds)),
     Family("weightd_tenant_received_bytes_total", COUNTER, "Of tensors that were sent.",
            _tenant_sum_samples(lambda each: each.bytes_in)),
     Family("weightd_tenant_sent_bytes_total", COUNTER, "Of answers' tensors that were sent.",
            _tenant_sum_samples(lambda each: each.bytes_out)),
-    Family("weightd_tenant_deaths_total", COUNTER, "Workers that were lost to requests.",
+    Family("weightd_tenant_unexpected_exits_total", COUNTER, "Workers that were lost to requests.",
            _tenant_sum_samples(lambda each: each.unexpected_exits)),
     Family("weightd_tenant_weight", GAUGE, "The share of the tenant, among those who wait.",
            _tenant_samples(lambda each: each.weight)),

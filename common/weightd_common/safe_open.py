@@ -152,8 +152,9 @@ class SafePathWalker:
         return directory
 
     def open_file(self, start: DirHandle, path: str) -> Tuple[BinaryIO, DirHandle]:
-        """Open the regular file at `path`, seen from `starting_directory`; return it and the directory in which it
-        really is.
+        """Open the regular file at `path`, seen from `starting_directory`.
+
+        Return it and the directory in which it really is.
 
         Raises:
             OSError: there is none, or it is something else, or it cannot be read.

@@ -769,7 +769,7 @@ class Server:
 def _fixed_values(config: Config) -> dict[str, object]:
     """Return what only a start puts in force, by key."""
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
-    for key in ("drain_timeout", "accounting_interval", "max_job_s"):
+    for key in ("drain_timeout", "accounting_interval", "max_batch_seconds"):
         del fixed[f"daemon.{key}"]
     for name, each in config.listeners.items():
         keys = {"address": each.address, "key": each.key, "max_connections": each.max_connections}

@@ -153,8 +153,9 @@ def from_typed(
     source_dtype: str,
     max_values: int = MAX_VALUES,
 ) -> Array:
-    """Return the tensor of a list of values that are all of one type, numpy's `source_dtype`, and no more than others
-    leave.
+    """Return the tensor of a list of values that are all of one type, numpy's `source_dtype`.
+
+    And no more than others leave.
 
     Raises:
         InvalidArgument: it cannot hold one of them, or they are more or fewer.

@@ -69,7 +69,7 @@ def _real(directory: Path, count: int) -> ShardedModel:
     asked = [real.inputs(1 + index % _MOST_ROWS, index) for index in range(count)]
     with real.Group(slices.paths, plain=True) as group:
         answered = [group.ask("predict", each)[-1] for each in asked]
-    table = {"canary": slices.selftest_path, "canary_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
+    table = {"canary": slices.selftest_path, "selftest_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
     return ShardedModel(Path(slices.pattern), "mindspore", python, table, list(zip(asked, answered, strict=True)))
 
 

@@ -107,7 +107,7 @@ class Run:
 
     def _tables(self) -> dict[str, dict[str, object]]:
         common = {"max_queue": MAX_QUEUE, "predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S}
-        whole = {"workers": WORKERS, "canary_interval": CANARY_INTERVAL_S}
+        whole = {"workers": WORKERS, "selftest_interval": CANARY_INTERVAL_S}
         return {
             each.name: {
                 "path": each.path,

@@ -51,7 +51,7 @@ def place() -> Iterator[Path]:
     made.rmdir()
 
 
-def seat_seconds(service: Service, model: str) -> Mapping[str, float]:
+def slot_seconds(service: Service, model: str) -> Mapping[str, float]:
     """What each tenant has had of the workers of a model so far."""
     tenants = service.status().tenants
     return {each.name: account.slot_seconds for each in tenants for account in each.accounts if account.model == model}
@@ -107,10 +107,10 @@ def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(p
             for name, address in zip(WEIGHTS, (f"unix://{service.address}", service.zmq_address), strict=True)
         ]
         loads_of_eve = misdeeds(service)
-        at_first = seat_seconds(service, "slow")
+        at_first = slot_seconds(service, "slow")
         while not all(at_first.get(name) for name in WEIGHTS):
             assert all(member.running for member in crew)
-            at_first = seat_seconds(service, "slow")
+            at_first = slot_seconds(service, "slow")
         for misdeed in loads_of_eve:
             misdeed(eve)
             eve.wait_for_report()
@@ -119,7 +119,7 @@ def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(p
                 time.sleep(SECONDS / len(loads_of_eve) / 3)
                 kill_one(service, rng)
             eve.end()
-        at_last = seat_seconds(service, "slow")
+        at_last = slot_seconds(service, "slow")
         assert fleet.end() == []
         status = service.ready()
         print({member.name: dict(member.outcomes) for member in crew}, at_first, at_last)

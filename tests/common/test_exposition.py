@@ -100,7 +100,7 @@ READ = samples(exposition(RESPONSE))
         ("processes", {"model": "digits", "role": "worker", "state": "ready"}, 4),
         ("deaths_total", {"model": "digits"}, 1),
         ("restarts_total", {"model": "digits"}, 2),
-        ("canary_failures_total", {"model": "digits"}, 3),
+        ("selftest_failures_total", {"model": "digits"}, 3),
         ("mismatches_total", {"model": "digits"}, 4),
         ("quarantined", {"model": "digits"}, 5),
         ("executions_total", {"model": "digits"}, 20),
@@ -119,8 +119,8 @@ READ = samples(exposition(RESPONSE))
         ("refused_total", {"tenant": "ann", "reason": "max_rate"}, 6),
         ("refused_total", {"tenant": "ann", "reason": "NOT_FOUND"}, 1),
         ("tenant_rows_total", {"tenant": "ann"}, 91),
-        ("tenant_seat_seconds_total", {"tenant": "ann"}, 2.0),
-        ("tenant_waited_seconds_total", {"tenant": "ann"}, 3.0),
+        ("tenant_slot_seconds_total", {"tenant": "ann"}, 2.0),
+        ("tenant_queue_seconds_total", {"tenant": "ann"}, 3.0),
         ("tenant_received_bytes_total", {"tenant": "ann"}, 4001),
         ("tenant_sent_bytes_total", {"tenant": "ann"}, 501),
         ("tenant_deaths_total", {"tenant": "ann"}, 6),
@@ -210,7 +210,7 @@ def test_any_number_is_read_as_it_is(counts: List[int], total: float, deaths: in
     ]
     assert buckets == [float(sum(counts[: index + 1])) for index in range(5)]
     assert read["weightd_request_duration_seconds_sum", (("model", "digits"),)] == total
-    assert math.isclose(read["weightd_deaths_total", (("model", "digits"),)], deaths)
+    assert math.isclose(read["weightd_unexpected_exits_total", (("model", "digits"),)], deaths)
 
 
 def test_requests_are_told_apart_by_codes_alone() -> None:

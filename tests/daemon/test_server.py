@@ -227,14 +227,16 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     server = begun(path)
     server._fleet, server._backend, server._frontend = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
     server._gates = mock.Mock()
-    path.write_text(f"[daemon]\naccounting_interval = 5\nmax_job_s = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{model}")
+    path.write_text(
+        f"[daemon]\naccounting_interval = 5\nmax_batch_seconds = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{model}"
+    )
     reload(server, 0.0)
     assert [tenant.name for tenant in server._tenants] == ["ann"]
     server._frontend.renew.assert_called_once_with()
     [(admitted,)] = [call.args for call in server._gates.admit.call_args_list]
     assert (admitted["default"].keys, [each.tenant for each in admitted["default"].tenants]) == ((), ["ann"])
     assert sorted(timer.due for timer in server._accounting.timers) == [5.0, 10.0]
-    assert server._clocks.max_job_s == 0.02
+    assert server._clocks.max_batch_seconds == 0.02
     ann = server._tenants.get("ann")
     for broken in ('uids = ["no such user"]', 'keys = ["none.pub"]', 'models = ["[a]"]'):
         path.write_text(f"[tenants.ann]\n{broken}\n{model}")

@@ -167,7 +167,7 @@ def test_the_metrics_of_a_tenant_are_its_own(world: World) -> None:
     assert 'weightd_requests_total{model="rows",tenant="research",code="RESOURCE_EXHAUSTED"} 1\n' in world.text
     assert 'weightd_refused_total{tenant="research",reason="max_rows"} 1\n' in world.text
     assert 'weightd_requests_total{model="tiny",tenant="research",code="OK"} 1\n' in world.text
-    assert 'weightd_job_rows_count{model="rows"} 1\n' in world.text
+    assert 'weightd_batch_rows_count{model="rows"} 1\n' in world.text
 
 
 @needs_promtool

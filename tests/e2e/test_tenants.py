@@ -49,7 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "fatal": {"path": models.negated(directory / "fatal.onnx"), "workers": 2},
     }
     # Requests take long while the worker is stopped. That is not to count.
-    daemon = {"max_user_connections": 64, "max_user_connection_rate": 64.0, "max_job_s": 60.0}
+    daemon = {"max_user_connections": 64, "max_user_connection_rate": 64.0, "max_batch_seconds": 60.0}
     with Service(tables, daemon, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
         service.ready()
         yield service

@@ -25,7 +25,6 @@ def _make(repository: Path, *names: str) -> None:
     ("package", "tests"),
     [
         ("daemon/weightd_daemon", "tests/daemon"),
-        ("daemon/weightd_daemon", "tests/daemon"),
         ("cluster/weightd_ray", "tests/cluster"),
     ],
 )

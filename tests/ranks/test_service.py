@@ -34,7 +34,7 @@ def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
     return {
         **own,
         "canary": slices.selftest_path,
-        "canary_tolerance": 1e-5,
+        "selftest_tolerance": 1e-5,
         "ranks": RANKS,
         "predict_timeout": PREDICT_TIMEOUT_S,
         **more,

@@ -76,8 +76,9 @@ class Measurement:
         ]
 
     def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """Ask until there is enough; `on_progress` is called with how many rows have been compared, and how many will
-        be.
+        """Ask until there is enough.
+
+        `on_progress` is called with how many rows have been compared, and how many will be.
 
         Raises:
             RequestError: a request was not answered, and not because of its rows.

@@ -119,7 +119,7 @@ def specify(
     Args:
         inputs: what the model takes.
         requested: what `--shape` says of them.
-        parse_rows: the first dimension of those where it is free; None: as in `requested`, else as in `example`, else
+        rows: the first dimension of those where it is free; None: as in `requested`, else as in `example`, else
             1.
         example: shapes that are known to be good, of inputs that are not `requested`.
 

@@ -104,7 +104,8 @@ MODELS: ScreenTable[ModelRow] = ScreenTable(
         ScreenColumn("MODEL", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
         ScreenColumn("STATE", _progress, is_left=True, style=_state),
         ScreenColumn("GEN", lambda row: str(row.generation) if row.generation else _NONE, 1),
-        ScreenColumn("PROC", lambda row: f"{row.ready_workers}/{row.desired_workers}" if row.desired_workers else _NONE, 6,
+        ScreenColumn("PROC", lambda row: f"{row.ready_workers}/{row.desired_workers}"
+               if row.desired_workers else _NONE, 6,
                style=lambda row: Style.WARN if row.ready_workers < row.desired_workers else Style.TEXT),
         ScreenColumn("REQ/s", lambda row: _rate(row.throughput.rate)),
         ScreenColumn("ERR/s", lambda row: _rate(row.refused_rate), 4,

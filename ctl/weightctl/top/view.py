@@ -24,8 +24,13 @@ class KeyAction(enum.Enum):
 
 
 _KEY_ACTIONS: Dict[str, KeyAction] = {
-    "q": KeyAction.QUIT, "r": KeyAction.POLL, " ": KeyAction.POLL, "+": KeyAction.SLOWER, "=": KeyAction.SLOWER, "-": KeyAction.FASTER,
-}  # fmt: skip
+    "q": KeyAction.QUIT,
+    "r": KeyAction.POLL,
+    " ": KeyAction.POLL,
+    "+": KeyAction.SLOWER,
+    "=": KeyAction.SLOWER,
+    "-": KeyAction.FASTER,
+}
 
 
 def slower(delay_s: float) -> float:

@@ -47,7 +47,10 @@ class UnreadConnections:
         return self._count_by_account[limit_account]
 
     def shut_down(self, limit_account: str, connection: socket.socket, on_closed: Callable[[], object]) -> None:
-        """Tell the peer that the connection ends, close it as soon as everything has been read, and call `on_closed`."""
+        """Tell the peer that the connection ends, close it as soon as everything has been read.
+
+        And call `on_closed`.
+        """
         if not unread_bytes(connection):
             self._close(limit_account, connection)
             on_closed()

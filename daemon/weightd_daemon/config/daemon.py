@@ -144,7 +144,7 @@ def complete_daemon(
     problems.add(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
     problems.add(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
     problems.add(_check_accounting_interval(config.accounting_interval), "accounting_interval")
-    problems.add(_check_max_batch_time(config.max_batch_seconds), "max_job_s")
+    problems.add(_check_max_batch_time(config.max_batch_seconds), "max_batch_seconds")
     problems.add(_check_metrics(config.metrics), "metrics")
     return complete
 
@@ -171,9 +171,9 @@ def _check_max_memory(max_memory_bytes: int) -> Iterator[FieldError]:
         yield FieldError(expected).at(".max_memory_bytes")
 
 
-def _check_max_batch_time(max_job_s: float) -> Iterator[FieldError]:
-    if max_job_s < _MIN_BATCH_S:
-        yield FieldError(f"expected at least {_MIN_BATCH_S}, got {max_job_s:g}").at(".max_job_s")
+def _check_max_batch_time(max_batch_seconds: float) -> Iterator[FieldError]:
+    if max_batch_seconds < _MIN_BATCH_S:
+        yield FieldError(f"expected at least {_MIN_BATCH_S}, got {max_batch_seconds:g}").at(".max_batch_seconds")
 
 
 def _check_accounting_interval(interval: float) -> Iterator[FieldError]:

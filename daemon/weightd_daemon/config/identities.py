@@ -93,7 +93,10 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
 
 
 def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iterator[tuple[str, FieldError]]:
-    """Yield each tenant that has somebody of an earlier one, with what to say; `identities_by_tenant`: who the tenants have."""
+    """Yield each tenant that has somebody of an earlier one, with what to say.
+
+    `identities_by_tenant`: who the tenants have.
+    """
     tenant_by_identity: dict[T, str] = {}
     for name, each in identities_by_tenant.items():
         for who, spelling in each.items():

@@ -358,7 +358,7 @@ def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
 def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
     if config.selftest != canary_config.OFF:
         return
-    for key in ("canary_tolerance", "canary_interval"):
+    for key in ("selftest_tolerance", "selftest_interval"):
         if getattr(config, key):
             yield FieldError('it has no effect with canary = "off"').at(f".{key}")
     if config.is_on_cards and config.sharing == "on":
@@ -378,5 +378,5 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("workers", "spares", "devices", "copies"), _check_process_count),
     (("priority_levels", "default_priority"), _check_priority),
     (("batching", "split", "devices"), _check_batching),
-    (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _check_selftest),
+    (("canary", "selftest_tolerance", "selftest_interval", "devices", "sharing"), _check_selftest),
 )

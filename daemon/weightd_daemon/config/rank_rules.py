@@ -139,7 +139,7 @@ def _check_selftest(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldEr
         )
     if config.selftest_interval:
         text = "ranks run the canary when they start: later all would have to run it at once, among the requests"
-        yield FieldError(text).at(".canary_interval")
+        yield FieldError(text).at(".selftest_interval")
 
 
 def _check_batching(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
@@ -229,7 +229,7 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("workers", "spares", "start", "policy", "ranks"), _check_processes),
     (("sharing", "copies", "holder_loss"), _check_weights),
     (("mindspore_lite",), _check_engine_options),
-    (("canary", "canary_interval"), _check_selftest),
+    (("canary", "selftest_interval"), _check_selftest),
     (("batching", "split", "ranks"), _check_batching),
     (("ranks",), _check_reply),
     (("predict_timeout", "ranks"), _check_timeouts),

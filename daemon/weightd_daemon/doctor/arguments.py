@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_tolerance,
         default=0.0,
         metavar="SHARE",
-        help="as the key canary_tolerance of the model (default: 0)",
+        help="as the key selftest_tolerance of the model (default: 0)",
     )
     parser.add_argument(
         "--ranks",

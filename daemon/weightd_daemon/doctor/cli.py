@@ -160,7 +160,7 @@ def _test_sharing(
         str(options.model.absolute()),
         f"ascend:{options.device}",
         sample=canary_config.inputs_path(options.canary),
-        tolerance=options.canary_tolerance,
+        tolerance=options.selftest_tolerance,
         environment=environment,
     )
     with TestProcesses(program, options.limit) as children:

@@ -73,7 +73,10 @@ class RankGroup(GenerationBase):
     def on_snapshot_taken(
         self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
     ) -> None:
-        """The snapshot exists: start all processes, the broker first. `slice_digests` are those of the ranks' slices."""
+        """The snapshot exists: start all processes, the broker first.
+
+        `slice_digests` are those of the ranks' slices.
+        """
         del selftest  # it is configured, with the right answer
         if self.state is not GenerationState.SNAPSHOTTING:
             return

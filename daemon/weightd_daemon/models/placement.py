@@ -51,7 +51,10 @@ class ResourceRequest:
 
 
 class Placement(Protocol):
-    """Where a generation may find room: a device, or the cards of all ranks. The methods are those of `DeviceBudget`."""
+    """Where a generation may find room: a device, or the cards of all ranks.
+
+    The methods are those of `DeviceBudget`.
+    """
 
     name: str
 

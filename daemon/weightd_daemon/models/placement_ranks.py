@@ -42,7 +42,10 @@ class CardGroup:
         return {label for device in self._devices for label in device.waiting}
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise every card's share of `request` to a generation, and a port; return why that cannot be done, or ""."""
+        """Promise every card's share of `request` to a generation, and a port.
+
+        Return why that cannot be done, or "".
+        """
         reason = self.rejection_reason(label, request)
         if not reason:
             self.restore(label, request, port=self._free_ports(())[0])
@@ -74,7 +77,10 @@ class CardGroup:
             device.mark_leaving(labels)
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room: `on_release` is called each time that something is released on one of the cards."""
+        """A generation waits for room.
+
+        `on_release` is called each time that something is released on one of the cards.
+        """
         for device in self._devices:
             device.wait_for_release(label, on_release)
 

@@ -135,7 +135,7 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
     """Return how a child is started: one program for all, the orders it gets make the difference.
 
     Args:
-        worker_program: what it runs.
+        program: what it runs.
         name: of the child, under which it connects.
         role: what it is for; its command line shows it.
         address: where it connects.

@@ -269,8 +269,9 @@ class Scheduler:
             self.slots.recall_split(split)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
-        """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed; a late answer to one will find
-        nobody.
+        """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed.
+
+        A late answer to one will find nobody.
 
         `next_event_at` is not later than `now` while there are more.
         """
@@ -312,7 +313,10 @@ class Scheduler:
         return waiting + [request for request, _ in running]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Return the requests that wait, or have still to be given to a seat in part, and are `should_take`; forget them."""
+        """Return the requests that wait, or have still to be given to a seat in part, and are `should_take`.
+
+        Forget them.
+        """
         taken = self.queue.take_matching(should_take)
         for request in taken:
             self.end_split(request)

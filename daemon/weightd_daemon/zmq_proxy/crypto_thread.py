@@ -31,7 +31,10 @@ class CryptoThread:
         threading.Thread(target=self._run_thread, daemon=True).start()
 
     def submit(self, user: str, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
-        """Call `function` in the thread for a user, and `on_done` with its result in `collect`; with None for no memory."""
+        """Call `function` in the thread for a user, and `on_done` with its result in `collect`.
+
+        With None for no memory.
+        """
         with self._tasks_changed:
             self._tasks.put(user, (function, on_done))
             self._tasks_changed.notify()

@@ -91,8 +91,9 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
 def parse(
     content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()
 ) -> GatewayFile:
-    """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listen_addresses`: see
-    `load`.
+    """Return the configuration that parsed TOML is; relative paths are relative to `base`.
+
+    `listen_addresses`: see `load`.
 
     What is wrong is added to `problems`; what is returned is of use if there is nothing.
     """

@@ -200,8 +200,9 @@ class RpcDispatcher:
 
     @contextmanager
     def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
-        """Have a call of somebody who may make one, and has a seat within the block; `is_unauthenticated`: of whoever
-        asks.
+        """Have a call of somebody who may make one, and has a seat within the block.
+
+        `is_unauthenticated`: of whoever asks.
 
         Raises:
             Unauthenticated: nobody knows that one.

@@ -76,7 +76,10 @@ class JoinedGroup:
 
 @dataclass(frozen=True)
 class RunSelfTest:
-    """daemon → rank: all have entered, and all are told this at once: run the canary. `max_rows`, `row_counts` as in `Build`."""
+    """daemon → rank: all have entered, and all are told this at once: run the canary.
+
+    `max_rows`, `row_counts` as in `Build`.
+    """
 
     max_rows: int = field(default=1, metadata=ROW_COUNT)
     row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)

@@ -20,7 +20,10 @@ POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 
 @dataclass(frozen=True)
 class InputLocation:
-    """An input that has no frame: it is in a region, from `offset` on. `tensor_index` is its position in the description."""
+    """An input that has no frame: it is in a region, from `offset` on.
+
+    `tensor_index` is its position in the description.
+    """
 
     tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)

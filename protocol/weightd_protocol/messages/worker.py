@@ -142,8 +142,9 @@ class Build:
 
 @dataclass(frozen=True)
 class TryingSelfTest:
-    """holder → daemon: I am about to run the canary on `cases`, which may be my end; `unfit_cases` is known not to
-    work.
+    """holder → daemon: I am about to run the canary on `cases`, which may be my end.
+
+    `unfit_cases` is known not to work.
 
     It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
     """
@@ -367,7 +368,10 @@ class Ping:
 
 @dataclass(frozen=True)
 class Pong:
-    """worker → daemon: the answer to a `Ping`; `selftest_digest` is the digest of what the canary gives now, else ""."""
+    """worker → daemon: the answer to a `Ping`.
+
+    `selftest_digest` is the digest of what the canary gives now, else "".
+    """
 
     selftest_digest: str = field(default="", metadata=DIGEST)
 

@@ -286,8 +286,8 @@ REFUSED_OF_A_MODEL = [
     (f"{MODEL}canary = {{x = 3}}", "canary.x: expected list, got int 3"),
     (f"{MODEL}canary = {{x = [0]}}", "canary.x[0]: expected integer, 1 to 1099511627776, got int 0"),
     (f'{MODEL}canary = {{"" = [1]}}', "canary.'': expected text, 1 to 256 bytes, got 0"),
-    (f"{MODEL}{NO_CANARY}canary_interval = 3", 'canary_interval: it has no effect with canary = "off"'),
-    (f"{MODEL}{NO_CANARY}canary_tolerance = 0.1", 'canary_tolerance: it has no effect with canary = "off"'),
+    (f"{MODEL}{NO_CANARY}selftest_interval = 3", 'selftest_interval: it has no effect with canary = "off"'),
+    (f"{MODEL}{NO_CANARY}selftest_tolerance = 0.1", 'selftest_tolerance: it has no effect with canary = "off"'),
 ]
 REFUSED_SOCKETS = [
     (
@@ -354,7 +354,7 @@ DAEMON_KEYS["max_shm_bytes"] = COUNTS[1:]
 DAEMON_KEYS["max_user_connections"] = COUNTS[1:]
 DAEMON_KEYS["max_user_connection_rate"] = ["1_000_001", "-1", "nan", "inf", "true", '"1"', "[]"]
 DAEMON_KEYS["accounting_interval"] = [*SECONDS, "0.5"]
-DAEMON_KEYS["max_job_s"] = [*SECONDS, "0", "0.0009"]
+DAEMON_KEYS["max_batch_seconds"] = [*SECONDS, "0", "0.0009"]
 DAEMON_KEYS["pass_environment"] = ["1", '"A"', "[1]", '[""]']
 DAEMON_KEYS["metrics"] = [*TEXTS, '"9464"', '":9464"', '"127.0.0.1:0"', '"tcp://127.0.0.1:9464"', '"unix:relative"']
 DAEMON_KEYS["metrics"] += ['"unix:/directory/"', '"unix:/' + "x" * 107 + '"', '"localhost:http"']
@@ -379,8 +379,8 @@ MODEL_KEYS = {
     "predict_timeout": [*SECONDS, "0"],
     "watchdog": [*SECONDS, "0"],
     "canary": ['""', '"on"', "true", "[]", "{}", '"a.npy"', '"\\u0000.npz"'],
-    "canary_tolerance": [*SECONDS, "1.1"],
-    "canary_interval": SECONDS,
+    "selftest_tolerance": [*SECONDS, "1.1"],
+    "selftest_interval": SECONDS,
     "max_queue": [*COUNTS, "1_000_001"],
     "max_queue_bytes": COUNTS,
     "priority_levels": [*COUNTS, "17"],

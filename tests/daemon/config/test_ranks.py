@@ -125,7 +125,7 @@ def test_ranks_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
-        (ON_CARDS, {"policy": "replace", "predict_timeout": 67.9, "process_mib": 300, "canary_tolerance": 0.1}),
+        (ON_CARDS, {"policy": "replace", "predict_timeout": 67.9, "process_mib": 300, "selftest_tolerance": 0.1}),
         ({**ON_CARDS, "device_ports": [16666, 16667]}, {"policy": "overlap"}),
         ({**ON_CARDS, "exec_timeout": 200}, {"predict_timeout": 135}),
         ({**ON_CARDS, "rank_table": "/srv/t.json", "group_info_file": "/srv/{rank}.pb", "communicators": 3}, {}),
@@ -156,7 +156,7 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         (ON_CARDS, {"canary": "auto"}, "canary: expected a path that ends in .npz, of inputs and *"),
         (ON_CARDS, {"canary": {"x": [1]}}, "canary: expected a path that ends in .npz, of inputs and their right *"),
         (ON_CARDS, {"canary": "off"}, "canary: expected a path that ends in .npz, of inputs and *"),
-        (ON_CARDS, {"canary_interval": 60}, "canary_interval: ranks run the canary when they start: later all would *"),
+        (ON_CARDS, {"selftest_interval": 60}, "selftest_interval: ranks run the canary when they start: later all would *"),
         (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: only a model that was converted for a card has *"),
         ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: rows have no place of *"),
         ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: rows have no place of *"),

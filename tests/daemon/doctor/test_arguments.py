@@ -38,7 +38,7 @@ def test_a_wrong_command_line(
 
 def test_what_is_given(parser: argparse.ArgumentParser) -> None:
     options = parser.parse_args(["--device", "ascend:3", "--canary-tolerance", "1e-3", "--limit", "7"])
-    assert (options.device, options.canary_tolerance, options.limit) == (3, 1e-3, 7.0)
+    assert (options.device, options.selftest_tolerance, options.limit) == (3, 1e-3, 7.0)
 
 
 @pytest.mark.parametrize(

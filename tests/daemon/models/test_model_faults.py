@@ -150,7 +150,7 @@ def test_a_worker_whose_canary_is_wrong_is_replaced(built: str, later: str, abor
 
 
 def test_workers_prove_themselves_as_often_as_it_is_asked_for() -> None:
-    stage = ModelHarness(canary_interval=10.0).serving()
+    stage = ModelHarness(selftest_interval=10.0).serving()
     [number] = stage.some(1)
     stage.passes(10.0)
     assert stage.host.told(Ping) == [(W1, Ping(run_selftest=True)), (W2, Ping(run_selftest=True))]

@@ -270,7 +270,7 @@ def test_what_all_refuse_is_its_requests_error() -> None:
 
 
 def test_idle_ranks_are_pinged_without_the_canary() -> None:
-    stage = Cut(canary_interval=0.001).serving()
+    stage = Cut(selftest_interval=0.001).serving()
     told: set[tuple[str, Any]] = set()
     for _ in range(3):
         stage.now = stage.model.next_event_at

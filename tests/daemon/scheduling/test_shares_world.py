@@ -121,8 +121,8 @@ class Model:
 class World:
     """Models on devices, tenants who ask, and a clock that runs from event to event."""
 
-    def __init__(self, max_job_s: float = 0.1) -> None:
-        self.clocks = FairClocks(max_job_s)
+    def __init__(self, max_batch_seconds: float = 0.1) -> None:
+        self.clocks = FairClocks(max_batch_seconds)
         self.now = 100.0
         self.seats: dict[str, SimulatedWorker] = {}
         self.models: list[Model] = []
@@ -553,7 +553,7 @@ def test_a_job_of_several_tenants_is_charged_by_its_rows() -> None:
 
 
 def test_rows_that_go_together_are_few_while_another_tenant_waits() -> None:
-    world, a, b = World(max_job_s=0.05), tenant("a"), tenant("b")
+    world, a, b = World(max_batch_seconds=0.05), tenant("a"), tenant("b")
     model = world.model("cpu", terms=ROWS)
     world.load(model, a, always(0.02), 64)
     world.run(1.0)

@@ -447,7 +447,7 @@ def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Ca
     assert card.attach("far", built).selftest_digest != built.selftest_digest
     card.start("exact")
     card.daemon.tell("exact", Build(()))
-    assert "canary_tolerance is 0: allow more" in card.daemon.hear("exact", Built)[0].selftest_note
+    assert "selftest_tolerance is 0: allow more" in card.daemon.hear("exact", Built)[0].selftest_note
 
 
 def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(card: Card, tmp_path: Path) -> None:

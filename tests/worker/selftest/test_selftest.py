@@ -379,7 +379,7 @@ def test_a_model_that_is_random_has_shapes_but_no_digest_unless_it_is_so_by_no_m
     known = found(FakeEngine(lambda inputs: {"y": 1 + random.rand(len(inputs["x"]), 7)}, FREE))
     assert (known.cases, known.digest) == (cases.of(FREE, 1, 2), "")
     assert known.note.startswith("the model gives different answers to the same input, 0.")
-    assert "of the largest value apart, canary_tolerance is 0: allow more, or build the model" in known.note
+    assert "of the largest value apart, selftest_tolerance is 0: allow more, or build the model" in known.note
     assert selftest.with_observed_outputs(FREE, known).outputs == (tensor("y", -1, 7),)
 
     noisy = FakeEngine(lambda inputs: {"y": inputs["x"] * (1 + 1e-6 * random.rand())}, FREE)

@@ -59,8 +59,9 @@ def prepare() -> None:
 
 
 def start_build() -> Optional[chunks.MappingStarts]:
-    """Have the C library give smaller blocks mappings of their own, too, until `export_pages` or `attach_pages`: before
-    each build.
+    """Have the C library give smaller blocks mappings of their own, too, until `export_pages` or `attach_pages`.
+
+    Before each build.
 
     Always would be too dear: blocks that each predict takes and frees would be mapped each time.
 

@@ -226,7 +226,7 @@ def _assess(first: SelfTest, second: SelfTest, tolerance: float) -> SelfTest:
     note = "the model gives different answers to the same input"
     if difference < float("inf"):
         note += (
-            f", {difference:.2g} of the largest value apart, canary_tolerance is {tolerance:g}: allow more, or build"
+            f", {difference:.2g} of the largest value apart, selftest_tolerance is {tolerance:g}: allow more, or build"
             " the model so that it computes the same each time"
         )
     return first._replace(digest="", note=note)

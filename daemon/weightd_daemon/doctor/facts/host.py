@@ -94,7 +94,10 @@ RunCommand = Callable[[list[str]], str]
 
 
 def read_host(root: Path = Path("/"), run_command: RunCommand | None = None, ascend_home: str = "") -> HostFacts:
-    """Look at the host below `root`; `run_command` asks npu-smi, `ascend_home` is ASCEND_HOME_PATH of the environment that counts."""
+    """Look at the host below `root`.
+
+    `run_command` asks npu-smi, `ascend_home` is ASCEND_HOME_PATH of the environment that counts.
+    """
     install_info = _read_install_info(root / _INSTALL_INFO)
     in_home = root / ascend_home.lstrip("/")
     names = [f"{platform.machine()}-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"]

@@ -108,8 +108,9 @@ def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestRep
 def load_model(
     children: TestProcesses, selftest: SelfTestSpec, *, should_attach: bool
 ) -> tuple[Built, Attached | None]:
-    """Take the first steps alone: build in a holder and, if `should_attach`, in a worker with what the holder has
-    shared.
+    """Take the first steps alone.
+
+    Build in a holder and, if `should_attach`, in a worker with what the holder has shared.
 
     Raises:
         ChildError: of the step that failed.

@@ -57,7 +57,10 @@ class Watchdog:
         self.next_event_at = float("inf")
 
     def add(self, process: str, now: float, *, runs_selftest: bool = True) -> None:
-        """The process is READY: it has just answered the canary. Unless it `runs_selftest`, it is not asked for that again."""
+        """The process is READY: it has just answered the canary.
+
+        Unless it `runs_selftest`, it is not asked for that again.
+        """
         self._watched[process] = _Watched(now, now if runs_selftest else float("inf"))
         self._update_next_event()
 

@@ -21,8 +21,8 @@ def busy(_: str) -> bool:
     return True
 
 
-def watched(canary_interval: float = 0.0, due_by: Callable[[float], object] = float) -> Watchdog:
-    watchdog = Watchdog(PERIOD_S, canary_interval, 50.0, due_by)
+def watched(selftest_interval: float = 0.0, due_by: Callable[[float], object] = float) -> Watchdog:
+    watchdog = Watchdog(PERIOD_S, selftest_interval, 50.0, due_by)
     watchdog.add("a", 100.0)
     return watchdog
 
@@ -69,7 +69,7 @@ def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_
 
 def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
     told: list[float] = []
-    watchdog = watched(canary_interval=8.0, due_by=told.append)
+    watchdog = watched(selftest_interval=8.0, due_by=told.append)
     assert watchdog.next_event_at == 108.0
     assert (watchdog.take_due(108.0, busy), watchdog.next_event_at) == (WatchdogActions([], ["a"], []), 158.0)
     watchdog.on_message("a", 110.0)  # what it had before
@@ -80,7 +80,7 @@ def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
 
 
 def test_a_plain_ping_proves_nothing() -> None:
-    watchdog = watched(canary_interval=20.0)
+    watchdog = watched(selftest_interval=20.0)
     assert watchdog.take_due(115.0, idle) == WatchdogActions(["a"], [], [])
     watchdog.on_pong("a", 116.0)
     assert watchdog.take_due(120.0, idle) == WatchdogActions([], ["a"], [])
