@@ -260,7 +260,7 @@ class ZmqProxy:
     def _mechanism_factory(self) -> Callable[[], zmtp.Mechanism]:
         if not self._config.secret_key:
             return zmtp.NullMechanism
-        from weightd_daemon.zmq_proxy.curve import (  # noqa: PLC0415 - only a proxy with CURVE loads libsodium
+        from weightd_daemon.zmq_proxy.curve import (  # noqa: PLC0415 - PyNaCl is there only if it is needed
             CurveMechanism,
             decode_secret_key,
         )
