@@ -258,10 +258,10 @@ def _decode(
             except FieldError as error:
                 raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
             message.__dict__["description"] = description
-            elsewhere: Sequence[int] = cast(Any, message).elsewhere
+            shared_positions: Sequence[int] = cast(Any, message).shared_positions
             tensors, sizes = description.tensors, description.sizes
-            if elsewhere:
-                tensors = _framed_tensors(tensors, elsewhere)
+            if shared_positions:
+                tensors = _framed_tensors(tensors, shared_positions)
                 sizes = [each.nbytes for each in tensors]
             if [*map(len, frames[2:])] != [*sizes]:
                 raise _frames_error(tensors, frames[2:])
@@ -372,12 +372,12 @@ def _decode_message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tol
         raise FieldError(f"{tag}: {error}") from None
 
 
-def _framed_tensors(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Sequence[TensorSpec]:
+def _framed_tensors(tensors: Sequence[TensorSpec], shared_positions: Sequence[int]) -> Sequence[TensorSpec]:
     """Those that have a frame."""
-    if max(elsewhere) >= len(tensors) or len({*elsewhere}) < len(elsewhere):
-        listed = ", ".join(map(str, elsewhere))
+    if max(shared_positions) >= len(tensors) or len({*shared_positions}) < len(shared_positions):
+        listed = ", ".join(map(str, shared_positions))
         raise FieldError(f"expected positions of {len(tensors)} tensors, each once, got {listed}").at("regions")
-    return [each for index, each in enumerate(tensors) if index not in elsewhere]
+    return [each for index, each in enumerate(tensors) if index not in shared_positions]
 
 
 def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:

@@ -59,7 +59,7 @@ def remember_tail(envelope: bytes, message: Any) -> None:
     """The envelope was written of this message: others with the same parameters or regions end with the same bytes."""
     cls = message.__class__
     shared = message.parameters if cls is Infer else getattr(message, "regions", None)
-    if cls is Predict and (message.step or message.member):
+    if cls is Predict and (message.step or message.model_index):
         return  # these are not those of the next one
     splitter = SPLITTERS.get(cls)
     rest = None if splitter is None or shared is None else shared_rest(splitter, envelope)

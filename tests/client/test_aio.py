@@ -154,7 +154,7 @@ def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, m
         made.append(None)
         return connecting(session)
 
-    monkeypatch.setattr(ClientSession, "connecting", counted)
+    monkeypatch.setattr(ClientSession, "connect_steps", counted)
 
     async def test() -> None:
         daemon.handle = silent

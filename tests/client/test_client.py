@@ -114,7 +114,7 @@ def test_answers_that_nobody_waits_for_do_not_pile_up(
     def received(_: ClientCore, frames: Sequence[bytes]) -> None:
         heard.append(frames)
 
-    monkeypatch.setattr(ClientCore, "received", received)
+    monkeypatch.setattr(ClientCore, "on_message", received)
     client.submit("echo", {"x": X})
     daemon.next()
     daemon.handle = silent
@@ -267,10 +267,10 @@ def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it
         seen = connection._messages
 
         def nothing_yet() -> List[Any]:
-            monkeypatch.setattr(connection, "_messages", seen)
+            monkeypatch.setattr(connection, "_receive_available", seen)
             return []
 
-        monkeypatch.setattr(connection, "_messages", nothing_yet)
+        monkeypatch.setattr(connection, "_receive_available", nothing_yet)
         assert first.result()
         begin = time.monotonic()
         with pytest.raises(Unavailable, match="is lost"):
@@ -314,7 +314,7 @@ def test_ctrl_c_in_the_middle_of_a_message_costs_the_connection_only(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ClientCore, "received", interrupted)
+        patch.setattr(ClientCore, "on_message", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pending.result()
     assert np.array_equal(client.infer("echo", {"x": X})["x"], X)

@@ -225,7 +225,7 @@ def test_it_is_forgotten_with_the_connection_by_a_refusal_and_where_it_does_not_
 
 
 def test_of_no_more_models_than_a_daemon_has_is_it_known(core: ClientCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightd.protocol_core._MAX_KNOWN", 2)
+    monkeypatch.setattr("weightd.protocol_core._MAX_CACHED_METADATA", 2)
     for name in "abcde":
         learn(core, name)
     assert [name for name in "abcde" if knows(core, name)] == ["e"]

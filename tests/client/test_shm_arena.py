@@ -24,7 +24,7 @@ _PAGE = mmap.PAGESIZE
 
 @pytest.fixture(autouse=True)
 def _small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "_LEAST_REGION_BYTES", 2 * _PAGE)
+    monkeypatch.setattr(arenas, "_MIN_REGION_BYTES", 2 * _PAGE)
 
 
 class World(RuleBasedStateMachine):

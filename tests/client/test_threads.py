@@ -140,7 +140,7 @@ def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(
         made.append(None)
         return connecting(session)
 
-    monkeypatch.setattr(ClientSession, "connecting", counted)
+    monkeypatch.setattr(ClientSession, "connect_steps", counted)
     again = FakeDaemon(daemon.address)
     assert all(pool.map(asks, [client] * 8))
     assert len(made) == 1
@@ -204,7 +204,7 @@ def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
         until_all_wait(client, 1)
         sleep = Waiter.wait
         monkeypatch.setattr(
-            Waiter, "sleep", lambda turn, seconds: oversleep(seconds) if stops and stops.pop() else sleep(turn, seconds)
+            Waiter, "wait", lambda turn, seconds: oversleep(seconds) if stops and stops.pop() else sleep(turn, seconds)
         )
     assert np.array_equal(asks(client, timeout=0.2)["x"], X)
     assert not stops

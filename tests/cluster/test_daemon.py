@@ -23,8 +23,8 @@ time.sleep(60)
 
 
 def test_a_guard_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_supervisor, "command", lambda _: [sys.executable, "-I", "-S", "-c", _STOPPED])
-    monkeypatch.setattr(daemon, "_END_S", 0.01)
+    monkeypatch.setattr(daemon_supervisor, "supervisor_command", lambda _: [sys.executable, "-I", "-S", "-c", _STOPPED])
+    monkeypatch.setattr(daemon, "_STOP_TIMEOUT_S", 0.01)
 
     async def start_and_stop() -> None:
         own = EmbeddedDaemon(tmp_path, {}, lambda: None)

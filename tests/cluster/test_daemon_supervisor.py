@@ -44,7 +44,7 @@ def program(code: str) -> subprocess.Popen[bytes]:
 
 
 def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_supervisor, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(daemon_supervisor, "_INITIAL_BACKOFF_S", 0.001)
     reports: list[Mapping[str, Any]] = []
     codes = ["raise SystemExit(2)", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(78)"]
     DaemonSupervisor(lambda: program(codes.pop(0)), leash[:1], reports.append).run()

@@ -117,7 +117,7 @@ def _decoder() -> dict[str, bytes]:
         for tag, cls in table.items():
             made = message(cls)
             # Its only tensor may be elsewhere.
-            found[f"decoder/{tag}"] = decoder.written(encode(made), table, () if hasattr(made, "elsewhere") else None)
+            found[f"decoder/{tag}"] = decoder.written(encode(made), table, () if hasattr(made, "shared_positions") else None)
     tensors = encode(Infer("7", RequestDescription("m", _SPECS), Parameters(500_000)))
     found["decoder/tensors"] = decoder.written(tensors, FROM_CLIENT)
     found["decoder/lengths"] = decoder.written(tensors, FROM_CLIENT, (16, 0, 8))

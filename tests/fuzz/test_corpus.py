@@ -135,7 +135,7 @@ def test_inputs_are_run_again_without_a_fuzzer(monkeypatch: pytest.MonkeyPatch, 
     file = tmp_path / "crash-1"
     file.write_bytes(seeds.seeds()["decoder/status"])
     run.main(["decoder", str(file)])
-    monkeypatch.setattr(codec, "_message", None)
+    monkeypatch.setattr(codec, "_decode_message", None)
     with pytest.raises(TypeError):
         run.main(["decoder", str(file)])
 

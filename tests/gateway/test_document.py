@@ -67,7 +67,7 @@ def test_so_are_those_of_no_configuration() -> None:
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
 def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", mock.Mock(return_value=True))
-    monkeypatch.setattr("weightd_gateway.config.load._user_id", hash)
+    monkeypatch.setattr("weightd_gateway.config.load._parse_user_id", hash)
     problems = ErrorCollector()
     parse(tomllib.loads(block), Path("/"), problems)
     assert problems.errors == []

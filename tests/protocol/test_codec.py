@@ -266,7 +266,7 @@ def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
 def test_descriptions_are_known_as_long_as_they_have_no_more_bytes_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     known: codec.Decoder[Any] = codec.Decoder(FROM_CLIENT)
     asked = [encode(Infer("7", RequestDescription(name, (), ("o" * 200,) * 20))) for name in "abc"]
-    monkeypatch.setattr(codec, "_MAX_KNOWN_BYTES", 2 * sum(map(len, asked[0])))
+    monkeypatch.setattr(codec, "_MAX_CACHED_BYTES", 2 * sum(map(len, asked[0])))
     first = known.decode(asked[0])
     for each in asked[1:]:
         known.decode(each)

@@ -101,7 +101,7 @@ def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject)
 
 
 def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "_MAPPED_BYTES", LARGE_BYTES)
+    monkeypatch.setattr(framing, "_MMAP_THRESHOLD_BYTES", LARGE_BYTES)
     sent, stream = written([[3, 3, 3 * LARGE_BYTES, 5], [2]])
     messages = read(FrameReader(), stream, [LARGE_BYTES + 1])
     assert [[bytes(frame) for frame in message.frames] for message in messages] == sent

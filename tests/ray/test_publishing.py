@@ -86,13 +86,13 @@ def test_a_publication_that_is_lost_on_the_way_is_told(
     one: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del one
-    put = getattr(model_store, "_put")  # noqa: B009 - its shelf is nobody else's to kill
+    put = getattr(model_store, "_put_file")  # noqa: B009 - its shelf is nobody else's to kill
 
     def put_on_none(shelf: Any, *more: Any) -> None:
         ray.kill(shelf)
         put(shelf, *more)
 
-    monkeypatch.setattr(model_store, "_put", put_on_none)
+    monkeypatch.setattr(model_store, "_put_file", put_on_none)
     with pytest.raises(Unavailable, match="put there: Actor"):
         publish(models.tiny(tmp_path / "z.onnx", seed=9))
 

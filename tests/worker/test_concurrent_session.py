@@ -289,7 +289,7 @@ class Two(FakeEngine):
 
 
 def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_check, "_SELDOM", 1)
+    monkeypatch.setattr(shadow_check, "_RECHECK_INTERVAL", 1)
     engine = Two(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
     job = [encode(BeginBatch(2)), predict(1), predict(2)]
     orders: List[List[Frames]] = [job, job, [], [STOP]]

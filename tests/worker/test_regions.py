@@ -123,7 +123,7 @@ def test_nothing_is_written_to_a_hole(regions: AttachedRegions, memory: int) -> 
 def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
     memory: int, kind: str, replaced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(userfault, "_REPLACED_BYTES", replaced)
+    monkeypatch.setattr(userfault, "_REPLACE_CHUNK_BYTES", replaced)
     window = UserFaults().map(memory, _BYTES)
     copy = window.read if kind == "read" else window.write
     array = np.ones(_BYTES, np.uint8)

@@ -396,7 +396,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 ) -> None:
     grows(monkeypatch, nbytes)
 
-    monkeypatch.setattr(FakeEngine, "draws", draws)
+    monkeypatch.setattr(FakeEngine, "is_stochastic", draws)
     forker = FakeForker(refusal)
     _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, heirs=ForkTargets(2, cast(Any, forker)))
     built = only(Built, socket)
@@ -693,7 +693,7 @@ def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monke
         engine.received_inputs.clear()
         rests.append(there() is not None)
 
-    monkeypatch.setattr(WorkerSession, "_rest", rest)
+    monkeypatch.setattr(WorkerSession, "_release_idle_memory", rest)
     assert session(socket, engine).run(SHA256) == exit_codes.OK
     assert rests == [False]
 
@@ -702,14 +702,14 @@ def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_n
     heap: List[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = fake()
-    monkeypatch.setattr(nativelog, "bound", lambda: heap.append("log"))
+    monkeypatch.setattr(nativelog, "truncate_if_too_large", lambda: heap.append("log"))
     at_once = ["log", "bound"]
     rest = ["log", "give back"]
     play(engine, ATTACH, predict(1), predict(2), PAUSE, predict(3), PAUSE, STOP)
     assert heap == ["keep", "give back", *at_once, *rest, *at_once, *rest]
     assert engine.done.count("give back") == 2 + 2
     heap.clear()
-    monkeypatch.setattr(session_base, "TIDY_S", 0)
+    monkeypatch.setattr(session_base, "HOUSEKEEPING_INTERVAL_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
     assert heap == ["keep", "give back", *at_once, *at_once, *at_once]
     heap.clear()
@@ -968,7 +968,7 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
 
 
 def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "_MANY_SPECIAL", 2)
+    monkeypatch.setattr(predictor, "_MAX_SPECIAL_REQUESTS", 2)
     rows = RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan",))
     job = [encode(BeginBatch(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
     _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
@@ -978,7 +978,7 @@ def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monk
 
 
 def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "_MAX_APART", 1)
+    monkeypatch.setattr(predictor, "_MAX_UNBATCHABLE_PARTIES", 1)
     engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})
     parts = of_rows(1, 1), of_rows(2, 2)
     _, socket = play(engine, ATTACH, encode(BeginBatch(2, 0, (7, 8))), *parts, STOP)
@@ -992,7 +992,7 @@ def test_whose_the_requests_are_is_said_of_each_or_of_none(parties: Tuple[int, .
 
 
 def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_check, "_MAX_FORMS", 0)
+    monkeypatch.setattr(shadow_check, "_MAX_TESTED_SPECS", 0)
     engine = fake()
     job = together(predict(1), predict(2))
     _, socket = play(engine, ATTACH, *job, *together(predict(3), predict(4), predict(5)), STOP)
@@ -1004,8 +1004,8 @@ def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pyt
 def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     tidy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shadow_check, "_SELDOM", 1)
-    monkeypatch.setattr(session_base, "TIDY_S", tidy_s)
+    monkeypatch.setattr(shadow_check, "_RECHECK_INTERVAL", 1)
+    monkeypatch.setattr(session_base, "HOUSEKEEPING_INTERVAL_S", tidy_s)
     good, bad = together(of_rows(1, 1), of_rows(2, 2)), together(of_rows(3, 3), of_rows(4, 5))
     engine = fake(seldom)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)

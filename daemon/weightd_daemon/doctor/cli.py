@@ -26,7 +26,7 @@ from weightd_daemon.doctor.facts.interpreter import InterpreterReport
 from weightd_daemon.doctor.facts.ranks import NetworkFacts
 from weightd_daemon.doctor.facts.ranks import read_network as network_of
 from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit, current_user, read_unit, service_user
-from weightd_daemon.doctor.selftest.processes import TestProcesses
+from weightd_daemon.doctor.selftest.processes import SelfTestProcesses
 from weightd_daemon.doctor.selftest.weight_sharing import run_selftest as share
 from weightd_daemon.engines.ascend import physical_id
 from weightd_daemon.engines.ranktable import RankTable
@@ -163,7 +163,7 @@ def _test_sharing(
         tolerance=options.selftest_tolerance,
         environment=environment,
     )
-    with TestProcesses(program, options.limit) as children:
+    with SelfTestProcesses(program, options.limit) as children:
         selftest_report = share(children, SelfTestSpec.from_config(options.canary))
     return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(
         children.survivors

@@ -95,6 +95,6 @@ def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, sha
 
 
 def test_samples_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_BYTES", 1000)
+    monkeypatch.setattr(samples, "MAX_BYTES", 1000)
     for shape, number in (((8,), samples.MAX_SAMPLES), ((100,), 2), ((1000,), 1)):
         assert len(samples.make_many_inputs([TensorSpec("x", "FP32", shape)])) == number

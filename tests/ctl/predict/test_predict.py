@@ -163,11 +163,11 @@ def test_what_a_file_unpacks_to_and_what_comes_from_a_pipe_is_bounded(
     ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.savez_compressed("bomb.npz", ids=np.zeros(10**5))
-    monkeypatch.setattr("weightctl.arrays._MOST_TOGETHER", 10**5)
+    monkeypatch.setattr("weightctl.arrays._MAX_TOTAL_BYTES", 10**5)
     assert (
         "expected arrays of at most 100,000 bytes together, got 800" in ctl("predict", "m", "--input", "bomb.npz").err
     )
-    monkeypatch.setattr("weightctl.arrays._MOST_BYTES", 4)
+    monkeypatch.setattr("weightctl.arrays._MAX_BYTES", 4)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"[1, 2]")))
     assert "stdin: expected at most 4 bytes" in ctl("predict", "m", "--input", "ids=-").err
     os.mkfifo("pipe")
@@ -286,6 +286,6 @@ def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch
     monkeypatch.setattr(sys, "stdin", None)
     ran = ctl("predict", "m", "--input", "ids=-")
     assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
-    monkeypatch.setattr("weightctl.arrays.opened", Broken)
+    monkeypatch.setattr("weightctl.arrays.open_input", Broken)
     ran = ctl("predict", "m", "--input", "ids=x.json")
     assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")

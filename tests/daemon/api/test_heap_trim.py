@@ -9,7 +9,7 @@ from weightd_daemon.platform import memory
 
 def test_memory_is_given_back_once_after_large_messages_when_none_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[None] = []
-    monkeypatch.setattr(memory, "trim", lambda: trims.append(None))
+    monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(None))
     clock = iter([2.0, 3.0])
     room = MemoryBudget(2**40, lambda _: "somebody", lambda: upkeep.on_large_message(next(clock)))
     upkeep = HeapTrimmer(room)

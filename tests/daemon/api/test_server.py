@@ -376,7 +376,7 @@ def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:
 
 
 def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MOST_EXPECTANT", 2)
+    monkeypatch.setattr(server, "_MAX_AWAITING_MESSAGE", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
     slow = [hall.come(SOMEBODY._replace(is_direct=True)) for _ in range(3)]
@@ -399,7 +399,7 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
 def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_no_other(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MOST_EXPECTANT", 2)
+    monkeypatch.setattr(server, "_MAX_AWAITING_MESSAGE", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
     modest = ClientIdentity(ClientOrigin("process 2 of uid 8", "uid 8"), is_direct=True)
@@ -416,7 +416,7 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
 def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_SLICE_S", 0.0)
+    monkeypatch.setattr(server, "_TIME_SLICE_S", 0.0)
     loud, modest = ClientIdentity(ClientOrigin("loud", "loud")), ClientIdentity(ClientOrigin("modest", "modest"))
     first, storm = hall.come(modest), [hall.come(loud) for _ in range(10)]
     # Both have spoken of late.
@@ -438,7 +438,7 @@ def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
 
 
 def test_who_goes_while_it_waits_for_its_turn_is_gone(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_SLICE_S", 0.0)
+    monkeypatch.setattr(server, "_TIME_SLICE_S", 0.0)
     one, other = (hall.come(ClientIdentity(ClientOrigin(name, name))) for name in ("one", "other"))
     for each in (one, other):
         each.sendall(message(b"x") * 3)
@@ -572,7 +572,7 @@ def test_a_connection_counts_as_open_until_its_client_has_read_everything(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
-    monkeypatch.setattr(unread_data, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(unread_data, "_POLL_INTERVAL_S", 0.0)
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     for key in hall.keys:
@@ -600,8 +600,8 @@ def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
-    monkeypatch.setattr(server, "_MOST_REFUSED", 2)
-    monkeypatch.setattr(unread_data, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(server, "_MAX_UNREAD_REFUSALS", 2)
+    monkeypatch.setattr(unread_data, "_POLL_INTERVAL_S", 0.0)
     for _ in range(3):
         unix()
     hall.until(lambda: len(hall.keys) == 3)
@@ -621,7 +621,7 @@ def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
 def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_does_not_read(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MOST_ROOMY", 2)
+    monkeypatch.setattr(server, "_MAX_DEFAULT_BUFFERS", 2)
     near = SOMEBODY._replace(is_direct=True)
     clients = [hall.come(near) for _ in range(4)]
     clients += [hall.come(near._replace(origin=ClientOrigin("process 1 of uid 8", "uid 8"))) for _ in range(2)]

@@ -345,7 +345,7 @@ def test_one_that_keeps_dying_is_replaced_at_once_and_then_ever_more_seldom() ->
 def test_a_gate_for_which_there_is_no_descriptor_is_started_later(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._MAX_BACKOFF_S", 0.1)
     [gate] = serve().gates.proxies
     tried: list[None] = []
 
@@ -371,7 +371,7 @@ def test_without_zygote_all_gates_are_back(serve: Callable[..., Daemon], connect
 def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._FORK_LIMIT_S", 1.0)
+    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._FORK_TIMEOUT_S", 1.0)
     daemon = serve()
     before = daemon.gates.pids
     os.kill(before[0], signal.SIGSTOP)
@@ -385,7 +385,7 @@ def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
 def test_where_no_zygote_can_be_started_it_is_tried_again(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._MAX_BACKOFF_S", 0.1)
     daemon = serve()
     tried: list[None] = []
 

@@ -154,7 +154,7 @@ def test_what_is_noted_of_a_file_is_not_looked_through_for_each_of_its_problems(
         calls.append(None)
         return wrong(problems)
 
-    monkeypatch.setattr(ErrorCollector, "wrong", counted)
+    monkeypatch.setattr(ErrorCollector, "wrong_keys", counted)
     for count in (1, 100):
         calls.clear()
         with pytest.raises(ConfigError) as caught:

@@ -106,7 +106,7 @@ def test_the_next_daemon_goes_on_with_what_was_counted(path: Path) -> None:
 
 
 def test_it_is_written_now_and_then_and_others_have_their_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counter_store, "_MOST_AT_ONCE", 10)
+    monkeypatch.setattr(counter_store, "_MAX_RECORDS_PER_STEP", 10)
     daemon = Daemon(path)
     for number in range(25):
         ask(daemon.accounts, "ann", f"m{number}")
@@ -122,7 +122,7 @@ def test_it_is_written_now_and_then_and_others_have_their_turns(path: Path, monk
 
 
 def test_what_is_written_at_the_end_is_whole_whatever_was_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counter_store, "_MOST_AT_ONCE", 10)
+    monkeypatch.setattr(counter_store, "_MAX_RECORDS_PER_STEP", 10)
     daemon = Daemon(path)
     for number in range(25):
         ask(daemon.accounts, "ann", f"m{number}")
@@ -207,7 +207,7 @@ def test_neither_a_pipe_nor_a_link_nor_something_huge_is_read(path: Path, monkey
     with pytest.raises(OSError, match="symbolic links"):
         read(path)
     path.unlink()
-    monkeypatch.setattr(counter_store, "_MOST_BYTES", 100)
+    monkeypatch.setattr(counter_store, "_MAX_BYTES", 100)
     path.write_bytes(bytes(101))
     with pytest.raises(CounterStoreError, match="expected a file of at most 100 bytes"):
         read(path)

@@ -158,7 +158,7 @@ def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
     os.kill(first.pid, how)
     if how is signal.SIGSTOP:
         # It is only slow: while the next daemon waits for the lock, it goes on, and ends.
-        monkeypatch.setattr(client, "_PATIENCE_S", 2.0)
+        monkeypatch.setattr(client, "_TIMEOUT_S", 2.0)
         threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT)).start()
     second = service.start(config)
     assert (second.inherited_state, second.pid != first.pid, second.surviving_processes()) == (None, True, [])
@@ -171,7 +171,7 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     # Short, but long enough for a keeper to start in.
-    monkeypatch.setattr(client, "_PATIENCE_S", 4.0 if how is signal.SIGSTOP else LIMIT_S)
+    monkeypatch.setattr(client, "_TIMEOUT_S", 4.0 if how is signal.SIGSTOP else LIMIT_S)
     daemon = service.start(config)
     lost = daemon.pid
     (config.private_dir / "m.1").mkdir()
@@ -196,7 +196,7 @@ def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
     with contextlib.closing(service.start(config)) as daemon:
         os.kill(daemon.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:
-            patch.setattr(client, "wait_until_gone", mock.Mock(return_value=False))
+            patch.setattr(client, "wait_until_exited", mock.Mock(return_value=False))
             with pytest.raises(ShimLost, match="its children do not end"):
                 started(daemon, "c", tmp_path / "log")
         started(daemon, "c", tmp_path / "log")
@@ -207,7 +207,7 @@ def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    monkeypatch.setattr(client, "start", mock.Mock(side_effect=refused))
+    monkeypatch.setattr(client, "start_shim", mock.Mock(side_effect=refused))
     with pytest.raises(PathInUse, match="the limit of processes and threads is reached"):
         service.start(config)
 

@@ -104,7 +104,7 @@ def test_a_connection_that_its_client_has_ended_is_closed(world: World, monkeypa
     def of(self: Peers, connection: socket.socket) -> Peer:
         return UNKNOWN
 
-    monkeypatch.setattr(Peers, "of", of)
+    monkeypatch.setattr(Peers, "identify", of)
     assert not is_open(world.peer())
     assert len(world.scrapes) == 0
 
@@ -225,9 +225,9 @@ def test_a_descriptor_whose_close_waits_holds_nobody_up(world: World, before: by
 
 
 def test_a_user_with_many_connections_has_its_own_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Peers, "of", lambda self, connection: Peer("modest"))
+    monkeypatch.setattr(Peers, "identify", lambda self, connection: Peer("modest"))
     slow = world.peer(b"GET /metrics")
-    monkeypatch.setattr(Peers, "of", lambda self, connection: Peer("greedy"))
+    monkeypatch.setattr(Peers, "identify", lambda self, connection: Peer("greedy"))
     greedy = [world.peer(b"GET") for _ in range(MAX_CONNECTIONS + 3)]
     assert [each.recv(1) for each in greedy[:4]] == 4 * [b""]
     assert len(world.scrapes) == MAX_CONNECTIONS

@@ -103,7 +103,7 @@ def test_what_is_taken_over_and_what_shares_a_process_is_not_looked_at() -> None
 
 
 def test_what_is_remembered_is_bounded_and_passed_on_to_the_next_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_progress, "MOST_PACES", 2)
+    monkeypatch.setattr(load_progress, "MAX_SPEEDS", 2)
     stage = Stage()
     for label in ("a.1", "b.1", "a.2", "c.1"):
         stage.loads(label, 0.0, 5.0)

@@ -81,5 +81,5 @@ def test_of_many_those_that_wrote_last_are_there_and_an_answer_fits(
     answer = read(tmp_path)
     assert (answer.omitted, answer.logs[0].process, len(answer.logs)) == (3, "3", limits.MAX_LOGS)
     assert sum(map(len, encode(answer, max_bytes=limits.MAX_STATUS_BYTES))) < 2 * 2**20
-    monkeypatch.setattr(log_tail, "_MOST_ENTRIES", 5)
+    monkeypatch.setattr(log_tail, "_MAX_ENTRIES", 5)
     assert len(read(tmp_path).logs) == 5

@@ -85,7 +85,7 @@ def test_who_has_gone_again_keeps_nobody_from_being_let_in(scene: Scene) -> None
 def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
     scene: Scene, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(acceptor, "_PAUSE_S", 0.3)
+    monkeypatch.setattr(acceptor, "_EXHAUSTED_BACKOFF_S", 0.3)
     scene.error = error
     waiting = Acceptor(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append)
     scene.connect()
@@ -105,7 +105,7 @@ def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
 
 
 def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "_REST_S", 0.3)
+    monkeypatch.setattr(acceptor, "_REFUSAL_BACKOFF_S", 0.3)
 
     def refuse(connection: socket.socket) -> bool:
         scene.let_in(connection)
@@ -123,7 +123,7 @@ def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, mo
 
 
 def test_what_has_stopped_while_it_rests_accepts_nothing_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "_REST_S", 0.05)
+    monkeypatch.setattr(acceptor, "_REFUSAL_BACKOFF_S", 0.05)
 
     def refuse(connection: socket.socket) -> bool:
         scene.let_in(connection)

@@ -23,7 +23,7 @@ from weightd_daemon.platform.log_setup import log_resource_error
 
 @pytest.fixture(autouse=True)
 def _threads_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(closing_module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(closing_module, "_IDLE_TIMEOUT_S", 0.01)
 
 
 def is_open(descriptor: int) -> bool:
@@ -198,7 +198,7 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
 
 
 def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing_module, "_IDLE_S", 60.0)
+    monkeypatch.setattr(closing_module, "_IDLE_TIMEOUT_S", 60.0)
     closing = DescriptorCloser(print)
     for number in range(5):
         descriptor = os.dup(0)
@@ -206,7 +206,7 @@ def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPat
         until(lambda: not is_open(descriptor), "the descriptor is closed")  # noqa: B023
         until(lambda: _idle(closing) == 1, "the thread is idle")
     [thread] = [each for each in threading.enumerate() if each.name == "closing"]
-    monkeypatch.setattr(closing_module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(closing_module, "_IDLE_TIMEOUT_S", 0.01)
     closing.close("user 0", os.dup(0))
     until(lambda: not thread.is_alive(), "the thread ends")
 

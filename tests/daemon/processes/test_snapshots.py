@@ -70,7 +70,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> list[snapshotter.SnapshotOrder]:
         orders.append(order)
         return b""
 
-    monkeypatch.setattr(snapshotter.SnapshotOrder, "json", json)
+    monkeypatch.setattr(snapshotter.SnapshotOrder, "to_json", json)
     return orders
 
 

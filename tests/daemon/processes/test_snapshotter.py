@@ -124,7 +124,7 @@ def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
     settled(model, monkeypatch)
     first = snapshotter.take_snapshot(model, directory)
-    monkeypatch.setattr(snapshotter, "_copy", mock.Mock(side_effect=AssertionError("copied")))
+    monkeypatch.setattr(snapshotter, "_copy_file", mock.Mock(side_effect=AssertionError("copied")))
     again = snapshotter.take_snapshot(model, tmp_path / "again", first)
     assert again == (str(tmp_path / "again" / "big.onnx"), *first[1:3], again.identity, first.source_identity)
     assert again.identity == files_identity(model_files(Path(again.path)))
@@ -244,7 +244,7 @@ def test_a_model_that_changes_while_it_is_copied_is_refused(
             change(model)
         return sha256
 
-    monkeypatch.setattr(snapshotter, "_copy", changing)
+    monkeypatch.setattr(snapshotter, "_copy_file", changing)
     with pytest.raises(ModelFileError) as caught:
         snapshotter.take_snapshot(model, directory)
     assert str(caught.value) == f"{model}: changed while it was copied; load it again once it is complete"
@@ -259,7 +259,7 @@ def test_an_external_file_that_changes_is_refused(
         (tmp_path / "big.w0.bin").touch()
         return _copy(source, target, to)
 
-    monkeypatch.setattr(snapshotter, "_copy", changing)
+    monkeypatch.setattr(snapshotter, "_copy_file", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
         snapshotter.take_snapshot(model, directory)
 
@@ -280,7 +280,7 @@ def test_a_copy_that_names_other_files_is_refused(
                 shutil.copy(each, directory)
         return sha256
 
-    monkeypatch.setattr(snapshotter, "_copy", changing)
+    monkeypatch.setattr(snapshotter, "_copy_file", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
         snapshotter.take_snapshot(model, directory)
 
@@ -314,7 +314,7 @@ def test_what_goes_wrong_is_answered_in_a_line(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str, text: str
 ) -> None:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr(snapshotter, "_piped", full)
+    monkeypatch.setattr(snapshotter, "_copy_and_hash", full)
     if spoilt == "model":
         model.unlink()
     elif spoilt == "directory":
@@ -329,7 +329,7 @@ def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
 ) -> None:
     os.utime(model, (1e9, 1e9))
     monkeypatch.setattr(snapshotter, "_SETTLED_NS", 0)
-    monkeypatch.setattr(snapshotter, "_written_out", lambda file: file.close() or True)
+    monkeypatch.setattr(snapshotter, "_sync_to_disk", lambda file: file.close() or True)
     known = snapshotter.take_snapshot(model, directory)
     assert known.source_identity
     other = directory.with_name("other")

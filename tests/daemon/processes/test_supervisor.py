@@ -300,7 +300,7 @@ def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
 ) -> None:
     scene.serve()
     end = mock.Mock()
-    monkeypatch.setattr(DirectLauncher, "end_strays_of", end)
+    monkeypatch.setattr(DirectLauncher, "kill_orphans_of", end)
     nursery: ForkCoordinator = vars(scene.backend)["_nursery"]
     nursery.fork(ForkRequest(ProcessSpec("m.1.w2", [], [], Path(os.devnull), {}), HOLDER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid

@@ -711,7 +711,7 @@ def test_the_expected_time_of_an_ordinary_request_is_computed_once(monkeypatch: 
         asked.append(who.name)
         return 0.0
 
-    monkeypatch.setattr(Durations, "expected", expected)
+    monkeypatch.setattr(Durations, "expected_s", expected)
     world.ask(model, a, 0.5)
     assert asked == ["a"]
 

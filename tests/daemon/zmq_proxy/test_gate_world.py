@@ -89,7 +89,7 @@ class World(RuleBasedStateMachine):
     def begin(self, memory: int, most: int) -> None:
         directory = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.path = str(Path(directory) / "s")
-        patch = mock.patch.object(clients, "user_of", self._user_of)
+        patch = mock.patch.object(clients, "identify_user", self._user_of)
         self.stack.enter_context(patch)
         listener = self.stack.enter_context(listen_on(f"ipc://{self.path}"))
         ours, its = socket.socketpair()
@@ -197,7 +197,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self) -> None:
-        if not hasattr(self, "gate"):
+        if not hasattr(self, "proxy"):
             return
         gate = self.gate
         everyone = [client for user in gate._users.values() for client in user.clients]
@@ -215,7 +215,7 @@ class World(RuleBasedStateMachine):
             assert bool(gate._loop._event_masks[side.fd] & select.EPOLLIN) == (not side.pause_reasons)
 
     def teardown(self) -> None:
-        if not hasattr(self, "gate"):
+        if not hasattr(self, "proxy"):
             return
         self.refusing.refuses = False
         gate = self.gate

@@ -156,7 +156,7 @@ Start = Callable[..., Scene]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     scenes: list[tuple[Scene, ZmqProxy, threading.Thread, socket.socket]] = []
     # The tests' own user is limited like any other.
-    monkeypatch.setattr(clients, "_OPERATORS", ())
+    monkeypatch.setattr(clients, "_OPERATOR_UIDS", ())
 
     def started(
         max_memory_bytes: int = 64 * MIB,
@@ -237,7 +237,7 @@ def test_a_user_connects_so_often_and_no_more_often(start: Start) -> None:
 
 def test_the_operators_have_no_such_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = start(most=1)
-    monkeypatch.setattr(clients, "_OPERATORS", (os.getuid(),))
+    monkeypatch.setattr(clients, "_OPERATOR_UIDS", (os.getuid(),))
     for _ in range(3):
         scene.connect()
 
@@ -354,7 +354,7 @@ def test_lines_of_the_log_about_one_user_are_few(start: Start) -> None:
 def test_a_handshake_has_to_be_complete_in_time_however_slow_it_comes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.3)
     scene = start()
     peer = scene.raw()
     begin = time.monotonic()
@@ -376,8 +376,8 @@ def test_a_handshake_has_to_be_complete_in_time_however_slow_it_comes(
 def test_a_user_has_so_many_handshakes_under_way_and_the_oldest_goes_first(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
-    monkeypatch.setattr(module, "HANDSHAKE_S", 600.0)
+    monkeypatch.setattr(module, "MAX_USER_HANDSHAKES", 2)
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 600.0)
     scene = start()
     done = scene.connect()
     first, second, third = (scene.raw(GREETING[:20]) for _ in range(3))
@@ -437,7 +437,7 @@ def test_what_breaks_a_bound_ends_its_connection_with_an_error_and_concerns_nobo
 
 def test_the_user_of_whom_most_is_kept_makes_room_for_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["small", "large", "large"])
-    monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
+    monkeypatch.setattr(clients, "identify_user", lambda *_: (next(names), False))
     scene = start(max_memory_bytes=4 * MIB)
     small, first, second = (scene.connect() for _ in range(3))
     small.send(frame(MORE, bytes(MIB)))
@@ -648,7 +648,7 @@ def test_last_answers_arrive_whatever_the_daemon_had_yet_to_read_of_the_link(sta
 
 def test_one_user_who_floods_does_not_hold_up_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter([*["many"] * 20, "one"])
-    monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
+    monkeypatch.setattr(clients, "identify_user", lambda *_: (next(names), False))
     scene = start()
     # Many tiny messages of many connections are there before the one of another user.
     order: list[str] = []
@@ -686,7 +686,7 @@ def test_a_client_that_has_left_when_something_is_sent_to_it_concerns_nobody_els
     start: Start, begin: bytes, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["other", "leaves"])
-    monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
+    monkeypatch.setattr(clients, "identify_user", lambda *_: (next(names), False))
     scene = start()
     other, lane = scene.met()
     send = ProxyClient.send

@@ -22,7 +22,7 @@ NOBODY = Authenticator({}, {}, {})
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "FRESH_S", 0.01)
+    monkeypatch.setattr(health, "CACHE_TTL_S", 0.01)
 
 
 def test_a_probe_hears_whether_all_models_are_ready_whoever_it_is() -> None:

@@ -332,7 +332,7 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count(came: bool) ->
 
 
 def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "PROMPT_S", 0.5)
+    monkeypatch.setattr(calls, "RECEIVE_GRACE_S", 0.5)
     with served(max_in_flight=1) as server, connected(server.target) as channel, Silent(channel) as silent:
         open_to_all = [METHOD("ServerLive"), METHOD("ServerReady"), "/grpc.health.v1.Health/Check"]
         begun = [silent.begin(path) for path in open_to_all]
@@ -342,7 +342,7 @@ def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(mo
 
 
 def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "PROMPT_S", 0.05)
+    monkeypatch.setattr(calls, "RECEIVE_GRACE_S", 0.05)
     most = 2**20
     with served(max_body_bytes=most, max_memory_bytes=2 * most) as server, connected(server.target) as channel:
         seats, infer = server.service.admission, channel.unary_unary(METHOD("ModelInfer"))
@@ -357,7 +357,7 @@ def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.Monk
 
 
 def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reflection, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(reflection, "REQUEST_TIMEOUT_S", 0.2)
     with served() as server, connected(server.target) as channel, Silent(channel) as silent:
         call = silent.begin("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
         assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not come within 0.2 seconds"
@@ -365,8 +365,8 @@ def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("method", ["ServerLive", "ServerMetadata"])
 def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.setattr(calls, "MOST_PROBES", 4)
-    monkeypatch.setattr(calls, "UNSENT_CALLS", 0)
+    monkeypatch.setattr(calls, "MAX_PROBES", 4)
+    monkeypatch.setattr(calls, "MAX_UNSENT_CALLS", 0)
     no_room = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)
     with served(max_in_flight=4) as server, connected(server.target, *no_room) as channel:
         ask = channel.unary_stream(METHOD(method))

@@ -278,7 +278,7 @@ def test_health_and_readiness(echo: HttpGateway) -> None:
 
 
 def test_so_many_strangers_wait_for_a_daemon_that_hangs(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_PROBES", 1)
+    monkeypatch.setattr(app, "MAX_PROBES", 1)
     ready, fake.handle = fake.handle, silent
     with HttpGateway(fake.address) as gateway:
         waiting = http.client.HTTPConnection("127.0.0.1", gateway.port)

@@ -302,7 +302,7 @@ def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(
     def of(self: Peers, connection: socket.socket) -> Peer:
         return peers.pop(0)
 
-    monkeypatch.setattr(Peers, "of", of)
+    monkeypatch.setattr(Peers, "identify", of)
     with HttpGateway(fake.address, {"gateway": {"max_connection_rate": 1e-3}}) as gateway:
         assert gateway.ask("GET", "/v2/health/live")[0] == 200
         status, answer, headers = gateway.ask("GET", "/v2/health/live")
@@ -321,7 +321,7 @@ def test_a_connection_that_its_client_has_ended_is_closed_and_counts_for_nobody(
     def of(self: Peers, connection: socket.socket) -> Peer:
         return peers.pop(0)
 
-    monkeypatch.setattr(Peers, "of", of)
+    monkeypatch.setattr(Peers, "identify", of)
     with HttpGateway(fake.address, {"gateway": {"max_connection_rate": 1e-3}}) as gateway:
         while len(peers) > 1:
             with socket.create_connection(("127.0.0.1", gateway.port), 30.0) as ended:

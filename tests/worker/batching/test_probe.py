@@ -164,7 +164,7 @@ def test_special_values_that_the_model_refuses_or_that_take_too_long_are_run_alo
         "nan",
         "infinity",
     )
-    monkeypatch.setattr(comparison, "SPECIAL_S", 0.0)
+    monkeypatch.setattr(comparison, "MAX_SPECIAL_VALUES_S", 0.0)
     rows = found(fake(lambda x: x))
     assert (rows.is_equal, rows.unequal_specials) == (True, SPECIAL)
 

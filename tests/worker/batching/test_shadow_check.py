@@ -157,8 +157,8 @@ def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: py
     world.trials.recheck()
     due.append(world.trials.is_due)
     assert (len(world.engine.received_inputs), due) == (4, [False, True, False])
-    monkeypatch.setattr(trials_module, "_SELDOM", 1)
-    monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 2 * 3 * 2 * 4)
+    monkeypatch.setattr(trials_module, "_RECHECK_INTERVAL", 1)
+    monkeypatch.setattr(trials_module, "_MAX_SAMPLE_BYTES", 2 * 3 * 2 * 4)
     for size, is_kept in ((3, True), (4, False)):
         world = World()
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: py
         assert world.trials.is_due == is_kept
     world = World()
     world.check(joint, inputs)
-    monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(trials_module, "_MAX_SAMPLE_BYTES", 1000)
     world.check(joint, inputs, np.abs)
     with pytest.raises(NotBatchable, match="differ"):
         world.trials.recheck()

@@ -106,7 +106,7 @@ def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
         mapped_from.append(size)
         give(c, size)
 
-    monkeypatch.setattr(Libc, "give_own_mappings_from", told)
+    monkeypatch.setattr(Libc, "set_mmap_threshold", told)
     engine.build(str(model("relu")))
     assert mapped_from[-1] == MIN_BLOCK_BYTES
     engine.sharing.attach(handle)

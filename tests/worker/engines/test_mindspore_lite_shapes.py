@@ -206,7 +206,7 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
 def test_a_lock_that_a_stopped_process_keeps_is_not_waited_for_without_end(
     model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
 ) -> None:
-    monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu._LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu._LOCK_TIMEOUT_S", 0.05)
     engine = make(model("lstm"), "alone")
     with model("lstm").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

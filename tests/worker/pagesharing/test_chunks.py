@@ -105,7 +105,7 @@ def test_all_chunks_are_found_among_other_memory(
         position += size
     borders = [1, *data.draw(st.lists(st.integers(2, position + 1), unique=True).map(sorted)), position + 2]
     span = [region(one, other) for one, other in zip(borders, borders[1:])]
-    with mock.patch.object(chunks, "_WINDOW", window * PAGE):
+    with mock.patch.object(chunks, "_SCAN_WINDOW_BYTES", window * PAGE):
         assert walk(span, heads) == expected
 
 

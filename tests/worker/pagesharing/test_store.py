@@ -67,7 +67,7 @@ def test_without_space_there_is_no_file_and_where_none_can_be_reserved_there_is_
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    monkeypatch.setattr(store, "on_disk", bool)
+    monkeypatch.setattr(store, "is_on_disk", bool)
     if is_made:
         make(tmp_path / "store")
     else:

@@ -17,7 +17,7 @@ from weightd_common.devices import is_cpu
 from weightd_daemon.config import selftest as canary_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.doctor.selftest import weight_sharing
-from weightd_daemon.doctor.selftest.processes import ChildError, TestProcesses
+from weightd_daemon.doctor.selftest.processes import ChildError, SelfTestProcesses
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.spec import WorkerProgram
@@ -70,7 +70,7 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
             tolerance=model.selftest_tolerance,
             cores=model.cores_of(device),
         )
-        with TestProcesses(program, model.load_timeout, prefix, Path(store)) as children:
+        with SelfTestProcesses(program, model.load_timeout, prefix, Path(store)) as children:
             try:
                 built, attached = weight_sharing.load_model(
                     children, SelfTestSpec.from_config(model.selftest), should_attach=not is_cpu(device)

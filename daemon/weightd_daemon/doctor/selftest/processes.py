@@ -94,7 +94,7 @@ class ChildReply(NamedTuple):
     frames: Sequence[Any]
 
 
-class TestProcesses:
+class SelfTestProcesses:
     """The children of one trial, by name; all are killed and waited for at the end of the block.
 
     Args:
@@ -123,7 +123,7 @@ class TestProcesses:
         self._received: defaultdict[str, deque[ChildReply]] = defaultdict(deque)
         self.survivors: list[int] = []
 
-    def __enter__(self) -> TestProcesses:
+    def __enter__(self) -> SelfTestProcesses:
         # Not TMPDIR: the path of a socket has at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
         self._files = GenerationFiles(self._files_directory or self._directory)

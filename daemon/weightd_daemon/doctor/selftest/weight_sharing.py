@@ -21,7 +21,7 @@ from weightd_daemon.doctor.selftest.processes import (
     ChildExited,
     ChildTimedOut,
     ProtocolViolation,
-    TestProcesses,
+    SelfTestProcesses,
 )
 from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
 from weightd_daemon.generations.spec import SelfTestSpec
@@ -85,7 +85,7 @@ class SelfTestReport:
     late_worker_result: Attached | ChildError | None = None
 
 
-def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestReport:
+def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec) -> SelfTestReport:
     """Take all steps, in the order of `SelfTestReport`, as far as one does not need another that has failed."""
     report = SelfTestReport()
     report.start_result = _attempt(lambda: _start_children(children, HOLDER, WORKER, LATE_WORKER))
@@ -106,7 +106,7 @@ def run_selftest(children: TestProcesses, selftest: SelfTestSpec) -> SelfTestRep
 
 
 def load_model(
-    children: TestProcesses, selftest: SelfTestSpec, *, should_attach: bool
+    children: SelfTestProcesses, selftest: SelfTestSpec, *, should_attach: bool
 ) -> tuple[Built, Attached | None]:
     """Take the first steps alone.
 
@@ -133,7 +133,7 @@ def is_sharing_doubtful(built: Built, attached: Attached) -> bool:
     return worker_bytes is not None and worker_bytes >= built.shared_bytes
 
 
-def _test_pid_list(children: TestProcesses, report: SelfTestReport, built: Built) -> None:
+def _test_pid_list(children: SelfTestProcesses, report: SelfTestReport, built: Built) -> None:
     """The list grows by one that started later; one that is not on it is refused."""
     report.allow_result = _attempt(lambda: _allow_new_worker(children))
     if isinstance(report.allow_result, Allowed) and not report.allow_result.error:
@@ -142,7 +142,7 @@ def _test_pid_list(children: TestProcesses, report: SelfTestReport, built: Built
     report.unlisted_result = _attempt(lambda: _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle))
 
 
-def _test_holder_exit(children: TestProcesses, report: SelfTestReport, built: Built) -> None:
+def _test_holder_exit(children: SelfTestProcesses, report: SelfTestReport, built: Built) -> None:
     report.answer_before_exit = _attempt(lambda: _get_answer(children, built))
     if isinstance(report.answer_before_exit, ChildError):
         return
@@ -158,7 +158,7 @@ def _attempt(step: Callable[[], T]) -> T | ChildError:
         return error
 
 
-def _start_children(children: TestProcesses, *names: str) -> dict[str, str]:
+def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
     """Start these; return their numbers in the driver."""
     for name in names:
         children.start(name)
@@ -168,7 +168,7 @@ def _start_children(children: TestProcesses, *names: str) -> dict[str, str]:
     return {name: hello.pid for name, hello in hellos.items()}
 
 
-def _build_model(children: TestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
+def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
     """Build; a holder that is lost in its search for a canary is followed by another one, as in `serve`."""
     search = SelfTestSearch(selftest)
     while True:
@@ -189,12 +189,12 @@ def _build_model(children: TestProcesses, pids: tuple[str, ...], selftest: SelfT
         _start_children(children, HOLDER)
 
 
-def _attach_worker(children: TestProcesses, name: str, built: Built) -> Attached:
+def _attach_worker(children: SelfTestProcesses, name: str, built: Built) -> Attached:
     children.send_order(name, Attach(built.handle, built.selftest_cases))
     return children.wait_for(name, Attached, "build with the handle")[0]
 
 
-def _attach_new_worker(children: TestProcesses, name: str, built: Built, handle: str) -> Attached:
+def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, handle: str) -> Attached:
     _start_children(children, name)
     try:
         children.send_order(name, Attach(handle, built.selftest_cases))
@@ -204,13 +204,13 @@ def _attach_new_worker(children: TestProcesses, name: str, built: Built, handle:
         children.kill(name)
 
 
-def _allow_new_worker(children: TestProcesses) -> Allowed:
+def _allow_new_worker(children: SelfTestProcesses) -> Allowed:
     pids = _start_children(children, NEW_WORKER)
     children.send_order(HOLDER, Allow((pids[NEW_WORKER],)))
     return children.wait_for(HOLDER, Allowed, "put one more pid on the list")[0]
 
 
-def _get_answer(children: TestProcesses, built: Built) -> AnswerFrames:
+def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
     """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
     if built.selftest_digest:
         children.send_order(WORKER, Ping(run_selftest=True))

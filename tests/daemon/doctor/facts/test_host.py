@@ -154,6 +154,6 @@ def test_processes_are_counted_by_chip_and_asked_for_by_npu() -> None:
 )
 def test_a_command_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, argv: list[str], problem: str) -> None:
     if "sleep" in argv[0]:
-        monkeypatch.setattr(host, "_NPU_SMI_LIMIT_S", 0.2)
+        monkeypatch.setattr(host, "_NPU_SMI_TIMEOUT_S", 0.2)
     with pytest.raises(OSError, match=problem):
         host.run_for_output(argv)

@@ -17,7 +17,7 @@ from weightd_daemon.doctor.selftest.processes import (
     ChildRejected,
     ChildTimedOut,
     ProtocolViolation,
-    TestProcesses,
+    SelfTestProcesses,
 )
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol.codec import encode
@@ -40,7 +40,7 @@ say = socket.send_multipart
 hello, broken = {encode(HELLO)!r}, {encode(ProcessFailed("that is why"))!r}
 """
 
-Play = Callable[..., TestProcesses]
+Play = Callable[..., SelfTestProcesses]
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def play(program: WorkerProgram, blocks: ExitStack) -> Play:
     """Have children that run this code, and start the holder."""
     script = Path(program.python)
 
-    def start(code: str, limit: float = LIMIT_S) -> TestProcesses:
+    def start(code: str, limit: float = LIMIT_S) -> SelfTestProcesses:
         script.with_suffix(".py").write_text(PROGRAM + code)
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {script}.py "$@"\n')
         script.chmod(0o700)
-        children = blocks.enter_context(TestProcesses(program, limit))
+        children = blocks.enter_context(SelfTestProcesses(program, limit))
         children.start("holder")
         return children
 
@@ -123,7 +123,7 @@ def test_one_that_does_not_do_what_is_due(
 
 
 def test_one_that_cannot_be_started(program: WorkerProgram) -> None:
-    with TestProcesses(program, LIMIT_S) as children, pytest.raises(ChildExited, match=r"cannot start .*No such file"):
+    with SelfTestProcesses(program, LIMIT_S) as children, pytest.raises(ChildExited, match=r"cannot start .*No such file"):
         children.start("holder")
 
 

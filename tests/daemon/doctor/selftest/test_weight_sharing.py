@@ -15,7 +15,7 @@ from weightd_daemon.doctor.selftest.processes import (
     ChildExited,
     ChildRejected,
     ProtocolViolation,
-    TestProcesses,
+    SelfTestProcesses,
 )
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.exit_cause import ExitCause
@@ -47,7 +47,7 @@ BUILT = Built("90", (X,), (X,), (TRIED,), "c", 100 * MIB, "", DeviceMemory(1000 
 ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
 
 
-class Scripted(TestProcesses):
+class Scripted(SelfTestProcesses):
     """Answers each kind of question with what was given for it, and notes what happens.
 
     Args:

@@ -43,7 +43,7 @@ def without_content() -> Request:
 
 @pytest.fixture
 def quarantine(monkeypatch: pytest.MonkeyPatch) -> Quarantine:
-    monkeypatch.setattr(quarantine_module, "_MAX_KNOWN", 4)
+    monkeypatch.setattr(quarantine_module, "_MAX_CONTENTS", 4)
     return Quarantine()
 
 

@@ -351,7 +351,7 @@ def test_who_ends_it_waits_until_it_has_ended_and_kills_it_then(
 def test_one_that_hangs_is_lost_after_a_while_and_heard_again(
     keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(client, "_TIMEOUT_S", 0.2)
     vars(keeper)["_link"].settimeout(0.1)
     os.kill(keeper.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -385,7 +385,7 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "kill", note)
     # This process has other children, too.
-    monkeypatch.setattr(process, "strays", set(pids).difference)
+    monkeypatch.setattr(process, "find_orphans", set(pids).difference)
     within.kill_all()
     assert killed == pids[::-1]
 
@@ -457,7 +457,7 @@ def test_it_is_small(keeper: ShimClient) -> None:
 def test_the_time_in_which_this_process_is_stopped_does_not_count(
     start_keeper: Callable[..., ShimClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(client, "_TIMEOUT_S", 1.0)
     keeper = start_keeper()
     os.kill(keeper.pid, signal.SIGSTOP)
     with stopped(1.7, keeper.pid):
