@@ -37,6 +37,7 @@ from weightd_protocol.errors import (
     Unavailable,
     WeightdError,
 )
+from weightd_protocol.version import VERSION
 
 if TYPE_CHECKING:
     from weightd.aio import AsyncClient, WrongLoop
@@ -66,7 +67,10 @@ __all__ = [
     "WeightdError",
     "WrongLoop",
     "WrongProcess",
+    "__version__",
 ]
+
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
