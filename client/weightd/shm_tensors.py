@@ -127,7 +127,7 @@ class ShmTensors:
                 known.clear()
             self.announced_regions = ()
             leases, self.leases = self.leases, {}
-        self.arena.retire(tuple({room.region for lease in leases.values() for room in lease.output_buffers.values()}))
+        self.arena.retire(tuple({buffer.region for lease in leases.values() for buffer in lease.output_buffers.values()}))
 
     def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[MemfdRegion]]]:
         """Return what is to be said before the next request, each with the region whose descriptor goes with it.
@@ -186,11 +186,11 @@ class ShmTensors:
         large = self.large_outputs.get(id(description))
         if large is not None:
             for index, name, nbytes in large[2]:
-                room = self._output_buffer(nbytes, out.get(name))
-                known_as = None if room is None else self._region_ids.get(room.region)
-                if room is not None and known_as is not None:
-                    lease.output_buffers[index] = room
-                    lease.shared_outputs.append((index, known_as, room.offset, room.nbytes))
+                buffer = self._output_buffer(nbytes, out.get(name))
+                known_as = None if buffer is None else self._region_ids.get(buffer.region)
+                if buffer is not None and known_as is not None:
+                    lease.output_buffers[index] = buffer
+                    lease.shared_outputs.append((index, known_as, buffer.offset, buffer.nbytes))
         return lease
 
     def is_stale(self, lease: Lease) -> bool:

@@ -49,11 +49,11 @@ class Body:
         chunks: list[bytes] = []
         missing = n
         while missing > 0:
-            piece, _ = await self.readchunk()
-            if not piece:
+            chunk, _ = await self.readchunk()
+            if not chunk:
                 raise asyncio.IncompleteReadError(b"".join(chunks), n)
-            chunks.append(piece)
-            missing -= len(piece)
+            chunks.append(chunk)
+            missing -= len(chunk)
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         return whole[:n] if missing else whole
 
@@ -71,18 +71,18 @@ class Body:
             if message["type"] != "http.request":
                 raise HttpError(400, _CALLER_GONE)
             self._has_more = message.get("more_body", False)
-            piece = message.get("body", b"")
-            if piece:
-                return piece, True
+            chunk = message.get("body", b"")
+            if chunk:
+                return chunk, True
         return b"", False
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         """Return what has come, again and again."""
         while True:
-            piece, _ = await self.readchunk()
-            if not piece:
+            chunk, _ = await self.readchunk()
+            if not chunk:
                 return
-            yield piece
+            yield chunk
 
 
 class Proxied:

@@ -100,10 +100,10 @@ class DaemonSupervisor:
             self._report({"starts": True})
             daemon = self._start()
             try:
-                told_to_end = self._wait(daemon)
+                should_stop = self._wait(daemon)
             finally:
                 _stop_daemon(daemon)
-            if told_to_end:
+            if should_stop:
                 return
             status = daemon.returncode
             if status in _PERMANENT_FAILURES:
@@ -134,13 +134,13 @@ def main() -> int:
         # Ray kills the children of a worker that exits; this one has things to remove first.
         os._exit(0)
     os.setsid()
-    with _stop_signal_fd() as told:
+    with _stop_signal_fd() as stop_fd:
         try:
             models = json.loads(line)["models"]
             with work_dir(Path(sys.argv[1])) as found:
                 (found.path / "weightd.toml").write_text(daemon_config.config_text(found.path, models), "utf-8")
                 _send_report({"address": daemon_config.client_address(found.path), "pid": os.getpid()})
-                DaemonSupervisor(lambda: _start_daemon(found), [_ORDER_FD, told], _send_report).run()
+                DaemonSupervisor(lambda: _start_daemon(found), [_ORDER_FD, stop_fd], _send_report).run()
         except WeightdError as error:
             _send_report({"failed": str(error)})
             return 1
@@ -177,9 +177,9 @@ def _read_order() -> str:
     """Return the order, which may come in pieces."""
     line = b""
     while not line.endswith(b"\n"):
-        piece = os.read(_ORDER_FD, _MAX_ORDER_BYTES)
-        line += piece
-        if not piece or len(line) > _MAX_ORDER_BYTES:
+        chunk = os.read(_ORDER_FD, _MAX_ORDER_BYTES)
+        line += chunk
+        if not chunk or len(line) > _MAX_ORDER_BYTES:
             raise InvalidArgument(f"expected an order, a line of at most {_MAX_ORDER_BYTES} bytes, got {len(line)}")
     return line.decode()
 

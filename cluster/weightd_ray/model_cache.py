@@ -172,8 +172,8 @@ def _check_files(files: Sequence[PublishedFile]) -> None:
 
 def _write(path: Path, chunks: Iterable[Any], nbytes: int) -> None:
     with path.open("xb") as file:
-        for piece in chunks:
-            file.write(piece)
+        for chunk in chunks:
+            file.write(chunk)
             if file.tell() > nbytes:
                 raise FailedPrecondition(f"{path.name}: expected {nbytes} bytes of a published model, got more")
 

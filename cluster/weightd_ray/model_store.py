@@ -130,9 +130,9 @@ def _put_file(store: Any, model: OpenModel, file: ModelFile) -> None:
     """Put a file there piece by piece: the next is read when one has come."""
     ray.get(store.begin.remote(file.name, file.nbytes))
     with model.open(file) as content:
-        while piece := content.read(_CHUNK_BYTES):
+        while chunk := content.read(_CHUNK_BYTES):
             # An array, for that is not copied again where it arrives.
-            ray.get(store.add.remote(np.frombuffer(piece, np.uint8)))
+            ray.get(store.add.remote(np.frombuffer(chunk, np.uint8)))
 
 
 def _get_content(sha256: str) -> Content:

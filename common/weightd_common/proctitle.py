@@ -80,4 +80,4 @@ class Title:
 
 def _map() -> _Map:
     fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
-    return _Map(exe_fd=_NO_FILE, **{name: int(fields[place]) for name, place in _STAT_FIELDS})
+    return _Map(exe_fd=_NO_FILE, **{name: int(fields[address]) for name, address in _STAT_FIELDS})

@@ -157,9 +157,9 @@ class Stream:
             ConnectionError: as for `send`.
         """
         while self._frame_writer.nbytes:
-            pieces, descriptors = self._frame_writer.next_chunks()
+            chunks, descriptors = self._frame_writer.next_chunks()
             try:
-                sent = self.connection.sendmsg(pieces, _rights(descriptors))
+                sent = self.connection.sendmsg(chunks, _rights(descriptors))
             except BlockingIOError:
                 return False
             except OSError as error:

@@ -78,7 +78,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        command: Command = options.verb
+        command: Command = options.command
         return command.run(options, lambda: _connect(options))
     except CommandError as error:
         _print_error(error.code, error, as_json=options.json)
@@ -125,16 +125,16 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightctl {VERSION}")
     _add_common(parser, {"socket": "", "timeout": DEFAULT_TIMEOUT_S, "json": False})
-    subparsers = parser.add_subparsers(metavar="VERB", dest="name")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="name")
     subparsers.required = True
-    for name, verb in COMMANDS.items():
+    for name, command in COMMANDS.items():
         sub = subparsers.add_parser(
-            name, help=verb.help, description=verb.description, formatter_class=argparse.RawDescriptionHelpFormatter
+            name, help=command.help, description=command.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        # Common options may stand before the verb or after it; the later one counts.
+        # Common options may stand before the command or after it; the later one counts.
         _add_common(sub, {})
-        verb.add_arguments(sub)
-        sub.set_defaults(verb=verb, fail=sub.error, parser=parser)
+        command.add_arguments(sub)
+        sub.set_defaults(command=command, fail=sub.error, parser=parser)
     return parser
 
 

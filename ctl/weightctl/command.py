@@ -1,4 +1,4 @@
-"""What a verb of weightctl consists of, and the errors that it may end in."""
+"""What a command of weightctl consists of, and the errors that it may end in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 
 class CommandError(WeightdError):
-    """A verb could not do its work.
+    """A command could not do its work.
 
     Attributes:
         status: what weightctl exits with.

@@ -122,15 +122,15 @@ def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
     while True:
         time.sleep(_POLL_INTERVAL_S)
         try:
-            told = _fetch(client, options.model, after)
+            batch = _fetch(client, options.model, after)
         except (Unavailable, DeadlineExceeded) as error:
             if not is_lost:
                 print(f"{error.code}: {clean(str(error))}; it is asked again", file=sys.stderr)
             is_lost = True
             continue
         is_lost = False
-        after = told.last_number
-        _print_batch(options, told)
+        after = batch.last_number
+        _print_batch(options, batch)
 
 
 def _print_batch(options: argparse.Namespace, batch: EventBatch) -> None:

@@ -161,7 +161,7 @@ class Server:
         }
         self._counter_store = CounterStore(config.daemon.counters_file, counter_entries, self._loop.call_soon)
         self._reports = Reports(
-            self._loop, lambda asker, error: self._request_router.reply_error(asker.client, asker.request_id, error)
+            self._loop, lambda sink, error: self._request_router.reply_error(sink.client, sink.request_id, error)
         )
         self._memory_cache = TtlCache()
         self._memory_sampler = MemorySampler()
@@ -313,9 +313,9 @@ class Server:
             device for config in previous_configs.values() for device in config.devices_by_weight_copy
         ):
             self._devices.setdefault(name, DeviceBudget(name))
-        for said in handover.devices:
-            device = self._devices.setdefault(said.name, DeviceBudget(said.name))
-            device.reported_bytes, device.free_bytes = said.capacity_bytes, said.free_bytes
+        for reason in handover.devices:
+            device = self._devices.setdefault(reason.name, DeviceBudget(reason.name))
+            device.reported_bytes, device.free_bytes = reason.capacity_bytes, reason.free_bytes
             device.capacity_bytes = device.capacity_bytes or device.reported_bytes
         children = [name for record in handover.models for name in record.children]
         entries = [name for record in handover.models for name in record.directories]
@@ -525,13 +525,13 @@ class Server:
             self._stop(now)
             return
         # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
-        tell = self._systemd_notifier.is_ready and not self._shutdown.has_begun
-        if tell:
+        should_notify = self._systemd_notifier.is_ready and not self._shutdown.has_begun
+        if should_notify:
             self._manager.notify_reloading()
         try:
-            self._request_reload(functools.partial(self._on_hangup_reloaded, should_notify=tell))
+            self._request_reload(functools.partial(self._on_hangup_reloaded, should_notify=should_notify))
         except RequestError as error:
-            self._on_hangup_reloaded(error, should_notify=tell)
+            self._on_hangup_reloaded(error, should_notify=should_notify)
 
     def _on_hangup_reloaded(self, outcome: ConfigDiff | RequestError, *, should_notify: bool) -> None:
         entry = audit.AuditEntry("reload", audit.OPERATOR)
@@ -656,8 +656,8 @@ class Server:
         """A client wants to know how it stands: it is told once that has been measured."""
         if viewer.can_see_all:
             pids = [*self._own_pids(), *(process.pid for process in self._process_supervisor.processes.values())]
-            survey = MemoryScan(requester.request_id, pids, self._memory_cache)
-            self._reports.add(requester, functools.partial(self._scan_next_process, requester.client, survey))
+            scan = MemoryScan(requester.request_id, pids, self._memory_cache)
+            self._reports.add(requester, functools.partial(self._scan_next_process, requester.client, scan))
         else:
             self._reports.add(requester, functools.partial(self._reply_tenant_status, requester, viewer))
 
@@ -732,8 +732,8 @@ class Server:
     def _read_next_log(self) -> None:
         """Read one file more."""
         if self._log_readers[0].step():
-            tails = self._log_readers.pop(0)
-            self._request_router.reply_logs(tails.client, tails.response)
+            reader = self._log_readers.pop(0)
+            self._request_router.reply_logs(reader.client, reader.response)
         if self._log_readers:
             self._loop.call_soon(self._read_next_log)
 

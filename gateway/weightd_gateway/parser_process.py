@@ -118,17 +118,17 @@ class ParserProcess:
         if self._is_closed:
             raise Unavailable("the gateway stops")
         loop = asyncio.get_running_loop()
-        job = _Job(function, arguments, loop.create_future())
-        self._jobs.put(caller.tenant or caller, job)
+        task = _Job(function, arguments, loop.create_future())
+        self._jobs.put(caller.tenant or caller, task)
         if self._job_task is None:
             self._job_task = loop.create_task(self._run_jobs())
-        result = await job.result
+        result = await task.result
         if isinstance(result, JobFailure):
             try:
                 raise result.error
             finally:
                 # The error refers to this frame, and to those of its callers, which have the body of a request.
-                del result, job
+                del result, task
         return result  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -137,28 +137,28 @@ class ParserProcess:
         if self._job_task is not None:
             self._job_task.cancel()
             await asyncio.wait([self._job_task])
-        for job in self._jobs.clear():
-            if not job.result.done():
-                job.result.set_result(JobFailure(Unavailable("the gateway stops")))
+        for task in self._jobs.clear():
+            if not task.result.done():
+                task.result.set_result(JobFailure(Unavailable("the gateway stops")))
         self._kill_child()
 
     async def _run_jobs(self) -> None:
         try:
             while self._jobs:
-                user, job = self._jobs.get()
-                if not job.result.done():
-                    self._jobs.charge(user, await self._run_job(job))
+                user, task = self._jobs.get()
+                if not task.result.done():
+                    self._jobs.charge(user, await self._run_job(task))
         finally:
             self._job_task = None
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
 
-    async def _run_job(self, job: _Job) -> float:
+    async def _run_job(self, task: _Job) -> float:
         """Run a job and return the seconds that it took, without those in which the child started."""
         started_at, timeout_s = time.monotonic(), JOB_TIMEOUT_S
         seconds: float | None = None
         result: Any
         try:
-            seconds, result = await asyncio.wait_for(self._call_child(job), timeout_s)
+            seconds, result = await asyncio.wait_for(self._call_child(task), timeout_s)
         except asyncio.TimeoutError:
             _log.warning("a job of the helper process took longer than %g s; killing the process", timeout_s)
             self._kill_child()
@@ -168,17 +168,17 @@ class ParserProcess:
             self._kill_child()
             result = JobFailure(Unavailable("the gateway's helper process died during this request"))
         except asyncio.CancelledError:
-            if not job.result.done():
-                job.result.set_result(JobFailure(Unavailable("the gateway stops")))
+            if not task.result.done():
+                task.result.set_result(JobFailure(Unavailable("the gateway stops")))
             raise
-        if not job.result.done():
-            job.result.set_result(result)
+        if not task.result.done():
+            task.result.set_result(result)
         return time.monotonic() - started_at if seconds is None else seconds
 
-    async def _call_child(self, job: _Job) -> tuple[float, Any]:
+    async def _call_child(self, task: _Job) -> tuple[float, Any]:
         loop = asyncio.get_running_loop()
         channel = self._ensure_started()
-        for part in encode_message((job.function, job.arguments)):
+        for part in encode_message((task.function, task.arguments)):
             await loop.sock_sendall(channel, part)
         count = COUNT.unpack(await _receive(channel, COUNT.size))[0]
         lengths = [LENGTH.unpack(await _receive(channel, LENGTH.size))[0] for _ in range(count + 1)]

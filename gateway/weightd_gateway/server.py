@@ -83,12 +83,12 @@ class GatewayServer:
     async def _start(self) -> None:
         for front in self._frontends:
             try:
-                places = await front.start()
+                urls = await front.start()
             except OSError:
                 await self._stop(0.0)
                 raise
-            for place in places:
-                _log.info("serving at %s", place)
+            for url in urls:
+                _log.info("serving at %s", url)
 
     async def _drain(self, stop_now: asyncio.Event) -> None:
         stop_task = asyncio.create_task(self._stop(self._gateway.config.drain_timeout))

@@ -114,14 +114,14 @@ class Decoder(Generic[M]):
         """
         try:
             first, rest = self._split_envelope(frames[0])
-            said, sizes = self._envelopes[frames[1], rest]
+            known_fields, sizes = self._envelopes[frames[1], rest]
         except LookupError:
             return self._decode_slowly(frames, sender)
         if [*map(len, frames[2:])] != sizes:
             return self._decode_slowly(frames, sender)
         message: M = object.__new__(self._described_type)
         fields = message.__dict__
-        fields.update(said)
+        fields.update(known_fields)
         fields[self._id_field] = first
         return message
 

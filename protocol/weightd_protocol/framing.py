@@ -270,19 +270,19 @@ class FrameWriter:
 
     def put(self, chunks: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
         """Add bytes; they are not copied, and must not change before they are written."""
-        for piece in chunks:
-            if len(piece):
-                self._chunks.append((piece, descriptors))
-                self.nbytes += len(piece)
+        for chunk in chunks:
+            if len(chunk):
+                self._chunks.append((chunk, descriptors))
+                self.nbytes += len(chunk)
                 descriptors = ()
 
     def next_chunks(self) -> Tuple[List[Any], Sequence[int]]:
         """Return what can be written at once, and the descriptors that go with it."""
         chunks: List[Any] = []
-        for piece, descriptors in self._chunks:
+        for chunk, descriptors in self._chunks:
             if chunks and (descriptors or len(chunks) == _MAX_CHUNKS):
                 break
-            chunks.append(piece)
+            chunks.append(chunk)
         return chunks, self._chunks[0][1] if chunks else ()
 
     def on_written(self, count: int) -> None:

@@ -112,11 +112,11 @@ class ConcurrentSession(WorkerSession):
     def _send_results(self) -> None:
         results = self._threads.take_results()
         replies: List[Reply] = []
-        for told in results:
-            if isinstance(told[0], Failed) and told[0].is_exiting:
-                self._fatal_failures.append(told[0])
+        for result in results:
+            if isinstance(result[0], Failed) and result[0].is_exiting:
+                self._fatal_failures.append(result[0])
             else:
-                replies.append(told)
+                replies.append(result)
         if replies:
             self._reply(*replies)
         if self._threads.is_idle and self._fatal_failures:

@@ -10,10 +10,10 @@ import zmq
 from weightd_common import paths, zmq_monitor, zmq_multipart
 from weightd_common.stream import Stream
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_worker import channel as lanes
+from weightd_worker import channel as channels
 from weightd_worker.channel import Frames
 
-_RECONNECT_INTERVAL_MS = int(1000 * lanes.RECONNECT_INTERVAL_S)
+_RECONNECT_INTERVAL_MS = int(1000 * channels.RECONNECT_INTERVAL_S)
 
 # Plain integers: the library's own constants cost a microsecond each time.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -56,8 +56,8 @@ class WorkerConnection:
         messages: List[Frames] = []
         is_woken = False
         while not messages:
-            is_told = self._has_zmq_event
-            ready = self._epoll.poll(0 if is_told else timeout_s)
+            has_zmq_event = self._has_zmq_event
+            ready = self._epoll.poll(0 if has_zmq_event else timeout_s)
             for descriptor, _ in ready:
                 if descriptor in self._zmq_fds:
                     self._has_zmq_event = True
@@ -96,7 +96,7 @@ class WorkerConnection:
     def reply(self, *messages: Frames) -> None:
         """Send answers, together: to who has asked, or to nobody if that one is gone. Waits until they are read."""
         if self._channel is not None:
-            lanes.send(self._channel, *messages)
+            channels.send(self._channel, *messages)
         else:
             for frames in messages:
                 self.send(frames)
@@ -105,7 +105,7 @@ class WorkerConnection:
         channel = self._channel
         assert channel is not None  # noqa: S101 - it is in the epoll
         try:
-            lanes.read(channel, messages)
+            channels.read(channel, messages)
         except ConnectionError:
             # The daemon has gone, or has done with this process: the next one, or a last order, comes another way.
             self._epoll.unregister(channel.fileno())
@@ -130,6 +130,6 @@ class WorkerConnection:
             # It leaves the epoll as it is closed.
             self._channel.close()
             self._channel = None
-        self._channel = lanes.connect(self._path, takes_descriptors=True)
+        self._channel = channels.connect(self._path, takes_descriptors=True)
         if self._channel is not None:
             self._epoll.register(self._channel.fileno(), select.EPOLLIN)

@@ -28,8 +28,8 @@ from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, encode
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.worker import TO_CHILD, Fork, Forked, Stop
-from weightd_worker import arguments as words_of
-from weightd_worker import channel as lanes
+from weightd_worker import arguments as child_arguments
+from weightd_worker import channel as channels
 from weightd_worker import exit_codes, main_loop
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
@@ -43,7 +43,7 @@ _ROLE = "holder"
 
 def main() -> int:
     """Fork until the daemon has gone; return the exit status."""
-    arguments = _parser().parse_args(words_of.read_arguments())
+    arguments = _parser().parse_args(child_arguments.read_arguments())
     process_state = main_loop.prepare_process()
     main_loop.attach_to_parent(_ROLE, arguments.parent, process_state)
     forker = main_loop.make_forker(arguments.parent, process_state)
@@ -53,9 +53,9 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
         return exit_codes.NO_ENGINE
-    words_of.parser()
+    child_arguments.parser()
     forker.freeze_memory()
-    channel = lanes.connect(paths.channel_path(arguments.address))
+    channel = channels.connect(paths.channel_path(arguments.address))
     if channel is None:
         _log.error("%s: nobody listens", paths.channel_path(arguments.address))
         return exit_codes.FAILED
@@ -66,12 +66,12 @@ def _serve(channel: Stream, forker: Forker) -> int:
     decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
 
     def report_forked(forked: Forked) -> bool:
-        return lanes.send(channel, encode(forked))
+        return channels.send(channel, encode(forked))
 
-    while lanes.wait_readable(channel):
+    while channels.wait_readable(channel):
         messages: List[Any] = []
         try:
-            lanes.read(channel, messages)
+            channels.read(channel, messages)
         except ConnectionError:
             return exit_codes.OK
         for frames in messages:

@@ -26,7 +26,7 @@ from weightd_protocol import limits
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.messages.worker import ProcessFailed
-from weightd_worker import arguments as words_of
+from weightd_worker import arguments as child_arguments
 from weightd_worker import exit_codes, pagesharing
 from weightd_worker.channel import ChannelConnection
 from weightd_worker.concurrent_session import ConcurrentSession
@@ -36,7 +36,7 @@ from weightd_worker.engines.engine import BuildSettings, Engine
 from weightd_worker.engines.errors import BuildError
 from weightd_worker.engines.mindspore import read_signature
 from weightd_worker.engines.mindspore_lite.group import ModelGroup
-from weightd_worker.engines.ranks import RankRendezvous as RankMeeting
+from weightd_worker.engines.ranks import RankRendezvous
 from weightd_worker.forking.fork import Forker, InheritedModel
 from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.multi_model_session import MultiModelSession
@@ -129,9 +129,9 @@ def make_child_main(
         SystemExit: they are not such.
     """
     argv = [*argv, "--parent", str(parent_pid)]
-    arguments = words_of.parse(argv)
+    arguments = child_arguments.parse(argv)
     # Every user of the host may read it: it names no model.
-    command = [title.first_word, *words_of.PROGRAM, "--role", arguments.role, "--parent", str(parent_pid)]
+    command = [title.first_word, *child_arguments.PROGRAM, "--role", arguments.role, "--parent", str(parent_pid)]
 
     def child_main() -> int:
         sys.argv = [sys.argv[0], *argv]
@@ -208,7 +208,7 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
     rank_inputs = RankInputs(
         arguments.model,
         file_signature,
-        words_of.parse_options(arguments.options),
+        child_arguments.parse_options(arguments.options),
         arguments.sample,
         tolerance=arguments.tolerance,
     )
@@ -222,7 +222,7 @@ def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arg
         group = ModelGroup(
             arguments.device,
             members.sharing,
-            [(each.model, words_of.parse_options(each.options)) for each in members.models],
+            [(each.model, child_arguments.parse_options(each.options)) for each in members.models],
         )
         digests = [pinned_digest(Path(each.model), each.pinned_identity) for each in members.models]
     except (BuildError, ModelFileError) as error:
@@ -240,8 +240,8 @@ def _enter_work_dir(arguments: argparse.Namespace) -> None:
     os.chdir(str(directory))
 
 
-def _to_rank_rendezvous(rendezvous: RendezvousInfo, arguments: argparse.Namespace) -> RankMeeting:
-    return RankMeeting(
+def _to_rank_rendezvous(rendezvous: RendezvousInfo, arguments: argparse.Namespace) -> RankRendezvous:
+    return RankRendezvous(
         rendezvous.rank,
         rendezvous.size,
         arguments.device,
@@ -259,7 +259,7 @@ def _to_rank_rendezvous(rendezvous: RendezvousInfo, arguments: argparse.Namespac
 def _make_engine(arguments: argparse.Namespace) -> Engine:
     if arguments.engine not in ENGINES:
         raise BuildError(f"engine: {arguments.engine} runs ranks only")
-    options, sharing = words_of.parse_options(arguments.options), arguments.sharing == "on"
+    options, sharing = child_arguments.parse_options(arguments.options), arguments.sharing == "on"
     return ENGINES[arguments.engine](BuildSettings(arguments.threads, arguments.device, sharing, options))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
-from weightd_common import model_group as told
+from weightd_common import model_group
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.ranks import (
     JoinedGroup,
@@ -26,7 +26,7 @@ from weightd_worker.engines.sharing import NotShared
 from weightd_worker.predictor import PredictItem, Predictor
 from weightd_worker.regions import AttachedRegions
 from weightd_worker.selftest import sample, selftest
-from weightd_worker.selftest import verifier as proofs
+from weightd_worker.selftest import verifier
 from weightd_worker.session_base import SessionBase, all_versions, check_signature
 
 
@@ -50,7 +50,7 @@ class MultiModelSession(SessionBase):
         self,
         connection: Union[WorkerConnection, ChannelConnection],
         group: ModelGroup,
-        members: Sequence[told.GroupMember],
+        members: Sequence[model_group.GroupMember],
     ) -> None:
         super().__init__(connection)
         self._group = group
@@ -87,15 +87,15 @@ class MultiModelSession(SessionBase):
         ]
         first_runs = [_run_selftest(engine, each) for engine, each in zip(self._group.engines, selftest_inputs)]
         results: List[SelfTestResult] = []
-        for number, (engine, question, before) in enumerate(zip(self._group.engines, selftest_inputs, first_runs)):
+        for number, (engine, inputs, before) in enumerate(zip(self._group.engines, selftest_inputs, first_runs)):
             tolerance = self._members[number].tolerance
-            after = _run_selftest(engine, question)
+            after = _run_selftest(engine, inputs)
             if selftest.difference(before, after) > tolerance:
                 path = self._members[number].model
                 raise BuildError(f"{path}: the canary's answer changed when the other models of the group had run")
             predictor = self._predictors.predictors[number]
-            predictor.verifier = proofs.AnswerVerifier(engine, before, question.sample, tolerance)
-            results.append(SelfTestResult(before.digest, question.cases))
+            predictor.verifier = verifier.AnswerVerifier(engine, before, inputs.sample, tolerance)
+            results.append(SelfTestResult(before.digest, inputs.cases))
         self._send(SelfTestDone("", (), None, self._group.engines[0].memory(), tuple(results)))
 
     def _make_reconnected(self) -> Reconnected:
@@ -134,7 +134,7 @@ class _ModelPredictors:
         return self.predictors[members.pop()]
 
 
-def _selftest_inputs_of(engine: Engine, member: told.GroupMember) -> _SelfTestInputs:
+def _selftest_inputs_of(engine: Engine, member: model_group.GroupMember) -> _SelfTestInputs:
     """What a model is asked: its sample, or what is made up where only one shape can be."""
     signature = engine.signature
     if member.sample:

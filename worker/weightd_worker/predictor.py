@@ -246,8 +246,8 @@ class Predictor:
         """Give each request what it has of the answer."""
         all_bytes = [*map(frame_of, outputs.values())]
         results: List[Reply] = []
-        for (order, _), (description, cuts) in zip(items, slices):
-            placed, rest = None, [all_bytes[output][begin:end] for output, begin, end in cuts]
+        for (order, _), (description, byte_ranges) in zip(items, slices):
+            placed, rest = None, [all_bytes[output][begin:end] for output, begin, end in byte_ranges]
             try:
                 if order.regions is not None:
                     placed, rest = self._write_to_regions(order.regions, rest)
@@ -325,8 +325,8 @@ class Predictor:
             return frames
         sizes, left = order.description.sizes, iter(frames)
         copies = {
-            place.tensor_index: self.regions.read(place.region, place.offset, sizes[place.tensor_index])
-            for place in order.regions.inputs
+            location.tensor_index: self.regions.read(location.region, location.offset, sizes[location.tensor_index])
+            for location in order.regions.inputs
         }
         return [copies[index] if index in copies else next(left) for index in range(len(sizes))]
 
@@ -342,9 +342,9 @@ class Predictor:
         """The inputs of a request of which some are in regions."""
         specs, sizes = order.description.inputs, order.description.sizes
         inputs: Arrays = {}
-        for place in regions.inputs:
-            spec = specs[place.tensor_index]
-            copy = self.regions.read(place.region, place.offset, sizes[place.tensor_index])
+        for location in regions.inputs:
+            spec = specs[location.tensor_index]
+            copy = self.regions.read(location.region, location.offset, sizes[location.tensor_index])
             inputs[spec.name] = from_frame(spec, copy)
         if frames:
             inputs.update(_to_arrays([spec for spec in specs if spec.name not in inputs], frames))
@@ -355,9 +355,9 @@ class Predictor:
     ) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
         placed: List[int] = []
-        for room in regions.outputs:
-            index = room.tensor_index
-            if index < len(frames) and self.regions.write(frames[index], room.region, room.offset, room.nbytes):
+        for location in regions.outputs:
+            index = location.tensor_index
+            if index < len(frames) and self.regions.write(frames[index], location.region, location.offset, location.nbytes):
                 placed.append(index)
         if not placed:
             return None, frames

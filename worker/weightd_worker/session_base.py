@@ -180,9 +180,9 @@ class SessionBase(abc.ABC):
         try:
             self._handle_order(order)
         except WeightdError as error:
-            no_room, transient = isinstance(error, OutOfDeviceMemory), is_transient(error)
+            is_out_of_memory, transient = isinstance(error, OutOfDeviceMemory), is_transient(error)
             return self._report_failure(
-                str(error), exit_codes.CANNOT_BUILD, is_out_of_memory=no_room, is_transient=transient
+                str(error), exit_codes.CANNOT_BUILD, is_out_of_memory=is_out_of_memory, is_transient=transient
             )
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
             _log.exception("%s", type(order).__name__)

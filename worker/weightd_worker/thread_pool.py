@@ -78,9 +78,9 @@ class PredictThreads:
         self._is_woken = False
         results: List[Reply] = []
         while self._events:
-            told, status, error = self._events.popleft()
-            if told is not None:
-                results.append(told)
+            result, status, error = self._events.popleft()
+            if result is not None:
+                results.append(result)
                 continue
             self._unfinished -= 1
             self.exit_status = self.exit_status or status

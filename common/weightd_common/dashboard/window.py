@@ -18,9 +18,9 @@ class CounterSnapshot:
         metrics: its answer.
     """
 
-    def __init__(self, told: MetricsResponse) -> None:
-        self.metrics = told
-        self.models: Dict[str, ModelMetrics] = {each.name: each for each in told.models}
+    def __init__(self, response: MetricsResponse) -> None:
+        self.metrics = response
+        self.models: Dict[str, ModelMetrics] = {each.name: each for each in response.models}
 
     def served(self, tenant: str = "", model: str = "") -> Optional[int]:
         """Return how many requests were answered, of all tenants and models or of one; None where there is no such."""

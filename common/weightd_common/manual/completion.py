@@ -133,10 +133,10 @@ def _value_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[
 def _command_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[str]:
     for command in _with_subcommands(program):
         options = shlex.quote(" ".join(flag for option in command.options for flag in option.flags))
-        places = [_completion_of(each, kinds) for each in command.positionals]
+        positions = [_completion_of(each, kinds) for each in command.positionals]
         if command.commands:
-            places.append(" ".join(each.name for each in command.commands))
-        yield f"({shlex.quote(command.name)}) options={options} places=({' '.join(map(shlex.quote, places))}) ;;"
+            positions.append(" ".join(each.name for each in command.commands))
+        yield f"({shlex.quote(command.name)}) options={options} places=({' '.join(map(shlex.quote, positions))}) ;;"
 
 
 def _completion_of(argument: Argument, kinds: Mapping[str, str]) -> str:

@@ -156,9 +156,9 @@ class TestRows:
                 used = 0
                 for turn, row in enumerate(range(0, count, 2)):
                     step = min(_SPECIAL_STEPS[turn % len(_SPECIAL_STEPS)], flat.shape[1])
-                    place = flat[row, turn % step :: step]
-                    place[:] = np.resize(np.roll(bits, -used), place.shape)
-                    used += len(place)
+                    position = flat[row, turn % step :: step]
+                    position[:] = np.resize(np.roll(bits, -used), position.shape)
+                    used += len(position)
         return inputs
 
     def select(self, indices: Sequence[int]) -> Arrays:

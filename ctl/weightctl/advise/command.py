@@ -1,4 +1,4 @@
-"""The verb: its arguments, the order of things, and what is printed."""
+"""The command: its arguments, the order of things, and what is printed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Advised is the smallest number of rows with {recommend.ENOUGH_OF_BEST:.0%} of th
 requests that wait are answered sooner together than one after another; and nothing, where {recommend.GAIN_ROWS} rows
 bring less than {recommend.MIN_GAIN} times the rows/s. Then advise makes the test that
 the daemon makes when it loads the model, for up to 10 s: what the daemon would refuse is not
-advised. Where that needs the rows of --inputs, the advice names the file (canary).
+advised. Where that needs the rows of --inputs, the advice names the file (selftest).
 
 Where rows differ, but by less than {recommend.ROUNDING_TOLERANCE:.0%} of their largest value,
 merging takes exact = false. Where they differ by more, the model makes one answer of all its rows,
@@ -55,7 +55,7 @@ and must not be merged.
 It ends when --different rows have been compared, each in each size, but not before --seconds.
 Ctrl-C shows what has been measured.
 
---json prints one object, times in microseconds: {{"model_name", "way_us", "sizes": [{{"rows",
+--json prints one object, times in microseconds: {{"model_name", "overhead_us", "sizes": [{{"rows",
 "answers", "p50_us", "rows_per_s", "gain", "bits_equal", "rows_compared", "rows_unequal", "split",
 "refused", "outputs"}}], "advice": {{"verdict", "max_rows", "sizes", "reason", "configuration"}}}}; the
 verdict is "merge", "inexact" or "no".

@@ -24,7 +24,7 @@ def config_text(model: str, advice: Recommendation) -> str:
     if advice.verdict is Verdict.NO:
         return ""
     name = model if re.match(r"[A-Za-z0-9_-]+\Z", model) else json.dumps(model)
-    lines = [f"[models.{name}]", f"canary = {json.dumps(advice.sample)}", ""] if advice.sample else []
+    lines = [f"[models.{name}]", f"selftest = {json.dumps(advice.sample)}", ""] if advice.sample else []
     lines += [f"[models.{name}.batching]", f"max_rows = {advice.max_rows}"]
     lines += [f"sizes = {list(advice.sizes)}"] if advice.sizes else []
     lines += ["exact = false"] if advice.verdict is Verdict.INEXACT else []
@@ -113,7 +113,7 @@ def as_json(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation
     """Return the same as a dictionary."""
     return {
         "model_name": model,
-        "way_us": sizes[0].overhead_s * 1e6,
+        "overhead_us": sizes[0].overhead_s * 1e6,
         "sizes": [_size_json(size, sizes[0]) for size in sizes],
         "advice": {
             "verdict": advice.verdict.value,

@@ -20,7 +20,7 @@ class BatchTestResult(NamedTuple):
 
     Attributes:
         note: why the daemon would not batch requests; "" if it would.
-        needs_sample: the daemon needs the rows of the file for that (key `canary`).
+        needs_sample: the daemon needs the rows of the file for that (key `selftest`).
     """
 
     note: str

@@ -1,4 +1,4 @@
-"""The verb: its arguments, the order of things, and what is printed."""
+"""The command: its arguments, the order of things, and what is printed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    from weightctl.bench import load  # noqa: PLC0415 - asyncio takes long, and no other verb needs it
+    from weightctl.bench import load  # noqa: PLC0415 - asyncio takes long, and no other command needs it
 
     name: str = options.model
     levels: List[Level] = []

@@ -32,7 +32,7 @@ class PlannedFile(NamedTuple):
 def units_source() -> Path:
     """Return the directory of the units: packed beside this file, or the repository's where that is installed."""
     packed = Path(__file__).with_name("systemd")
-    return packed if packed.is_dir() else Path(__file__).resolve().parents[4] / "systemd"
+    return packed if packed.is_dir() else Path(__file__).resolve().parents[3] / "systemd"
 
 
 def make_plan(units: Path, manual: Path, program: Path) -> List[PlannedFile]:

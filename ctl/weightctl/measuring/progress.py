@@ -1,4 +1,4 @@
-"""A line that says how far a verb is, for who sits before a terminal."""
+"""A line that says how far a command is, for who sits before a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb: its arguments, the order of things, and what is printed."""
+"""The command: its arguments, the order of things, and what is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb: its arguments, what it asks, and what that means for a script."""
+"""The command: its arguments, what it asks, and what that means for a script."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ some process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of systemd.
 
 Where there are tenants, a table shows what each has asked of each model since it is there, restarts
 of the daemon included: its requests, how many of them were served and refused, those under way NOW
-and of these QUEUED, its ROWS, the seconds for which workers were busy with it (SEAT), how long a
+and of these QUEUED, its ROWS, the seconds for which workers were busy with it (SLOT), how long a
 request waited for a worker on average (WAIT), and the bytes of tensors that were sent IN and OUT.
 "(other)" is what was asked of models that are gone, and what was refused before a model was known.
 Below stand weights, shares of the last minute, and why requests were refused: by a bound of the

@@ -42,7 +42,7 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     if generation.reason:
         yield from paragraph("cause", generation.reason, "    ")
     if generation.selftest:
-        yield from paragraph("canary", generation.selftest, "    ")
+        yield from paragraph("self-test", generation.selftest, "    ")
     if generation.batching_note:
         yield from paragraph("rows", generation.batching_note, "    ")
     if generation.processes:

@@ -1,4 +1,4 @@
-"""The service, its models, devices, gates, fork servers and tenants, for people and as JSON."""
+"""The service, its models, devices, ZeroMQ proxies, fork servers and tenants, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _device_lines(device: DeviceStatus) -> Iterator[str]:
 
 
 def _proxy_line(proxy: ProxyStatus) -> str:
-    process = f"gate {proxy.pid}" if proxy.pid else "its gate is starting"
+    process = f"proxy {proxy.pid}" if proxy.pid else "its proxy is starting"
     restarts = f", restarted {proxy.restarts:,} times" if proxy.restarts else ""
     clients = count(proxy.peers, "client")
     return f"listener {clean(proxy.name)}: {clean(proxy.address)}, {process}, {clients}{restarts}"

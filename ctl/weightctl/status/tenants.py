@@ -16,7 +16,7 @@ _HEADING = (
     "NOW",
     "QUEUED",
     "ROWS",
-    "SEAT s",
+    "SLOT s",
     "WAIT ms",
     "IN MB",
     "OUT MB",

@@ -1,4 +1,4 @@
-"""The verb: its arguments, and whether there is a screen."""
+"""The command: its arguments, and whether there is a screen."""
 
 from __future__ import annotations
 

@@ -161,12 +161,12 @@ def table(table: ScreenTable[Any], rows: Sequence[Any], width: int, glyphs: Glyp
     heading = [_cell(each.heading, least, each.is_left) for each, least in zip(columns, widths)]
     lines = [StyledLine([("  ".join(heading).ljust(width), Style.HEAD)])]
     for row in rows:
-        pieces: List[Span] = []
+        spans: List[Span] = []
         for column, each in zip(columns, widths):
-            pieces += [(_cell(column.text(row), each, column.is_left), column.style(row)), ("  ", Style.TEXT)]
+            spans += [(_cell(column.text(row), each, column.is_left), column.style(row)), ("  ", Style.TEXT)]
         if spark_of is not None:
-            pieces.append((spark(spark_of(row), min(spark_width, _MAX_SPARK_WIDTH), glyphs), Style.COPY))
-        lines.append(StyledLine(pieces))
+            spans.append((spark(spark_of(row), min(spark_width, _MAX_SPARK_WIDTH), glyphs), Style.COPY))
+        lines.append(StyledLine(spans))
     return lines
 
 

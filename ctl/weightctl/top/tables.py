@@ -174,7 +174,7 @@ TENANTS: ScreenTable[TenantRow] = ScreenTable(
         ScreenColumn("WAIT ms", lambda row: _ms(row.wait_s), 5),
         ScreenColumn("SERVED", lambda row: f"{row.served:,}", 4),
         ScreenColumn("REFUSED", lambda row: f"{row.refused:,}", 4),
-        ScreenColumn("SEAT s", lambda row: f"{row.slot_seconds:,.1f}", 2),
+        ScreenColumn("SLOT s", lambda row: f"{row.slot_seconds:,.1f}", 2),
     ],
     {
         "N": lambda row: row.name,

@@ -157,14 +157,14 @@ class Screen:
     def _handle_keys(self, keys: Iterable[str], poll_now: Callable[[float], None]) -> bool:
         """Do what keys want; return whether it goes on."""
         for key in keys:
-            wish = self._view.on_key(key, self._overview)
-            if wish is KeyAction.QUIT:
+            action = self._view.on_key(key, self._overview)
+            if action is KeyAction.QUIT:
                 return False
-            if wish is KeyAction.SLOWER:
+            if action is KeyAction.SLOWER:
                 self._delay_s = slower(self._delay_s)
-            if wish is KeyAction.FASTER:
+            if action is KeyAction.FASTER:
                 self._delay_s = faster(self._delay_s)
-            if wish is not None:
+            if action is not None:
                 poll_now(self._delay_s)
         return True
 

@@ -159,11 +159,11 @@ class Authorizer:
 
     def file_grant(self, connection: ClientConnection) -> Grant:
         """Return the right by which a client names files that the daemon is to read."""
-        proof, tenant = connection.identity.credential, connection.tenant
-        if proof.is_operator:
+        credential, tenant = connection.identity.credential, connection.tenant
+        if credential.is_operator:
             return OPERATOR
-        uid = _OVERFLOW_UID if proof.uid is None else proof.uid
-        return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
+        uid = _OVERFLOW_UID if credential.uid is None else credential.uid
+        return Grant(uid, credential.gids, () if tenant is None else tenant.config.model_directories)
 
     def revocation_filter(
         self,
@@ -204,11 +204,11 @@ def check_infer(tenant: Tenant) -> None:
 
 
 def _unknown_client_text(identity: ClientIdentity) -> str:
-    proof = identity.credential
-    if proof.uid == _OVERFLOW_UID:
+    credential = identity.credential
+    if credential.uid == _OVERFLOW_UID:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
-    client = f"key {proof.key}" if proof.key else identity.origin.party
-    remedy = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
+    client = f"key {credential.key}" if credential.key else identity.origin.party
+    remedy = "its public key to `keys`" if credential.uid is None else "its user to `uids`, or a group of it to `groups`,"
     return (
         f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have"
         " [tenants.default]"

@@ -44,8 +44,8 @@ def unix_identity(connection: socket.socket) -> ClientIdentity:
     """Return who has connected to a unix socket."""
     pid, uid, gid = peer_credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
-    proof = PeerCredential(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
-    return ClientIdentity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=proof)
+    credential = PeerCredential(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
+    return ClientIdentity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=credential)
 
 
 def user_account(uid: int) -> str:

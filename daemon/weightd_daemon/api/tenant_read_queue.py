@@ -86,10 +86,10 @@ class TenantReadQueue:
         if connection not in self._places:
             return
         tenant, user = self._places.pop(connection)
-        lane = self._queues[tenant]
-        del lane[user][connection]
-        if not lane[user]:
-            del lane[user]
-        if not lane:
+        queue = self._queues[tenant]
+        del queue[user][connection]
+        if not queue[user]:
+            del queue[user]
+        if not queue:
             del self._queues[tenant]
             self._clock.remove_active(tenant)

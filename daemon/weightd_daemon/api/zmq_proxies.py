@@ -248,18 +248,18 @@ class ZmqProxies:
             self._on_proxy_exit(listener, clock.now())
             return
         for message in messages:
-            said = control.parse_proxy_message(message.frames[0])
-            if isinstance(said, ProxyLogLine):
-                name, text = listener.proxy.name, said.text
+            event = control.parse_proxy_message(message.frames[0])
+            if isinstance(event, ProxyLogLine):
+                name, text = listener.proxy.name, event.text
                 client, kind = _CLIENT_PATTERN.search(text), f"listener {name}: {_NUMBER_PATTERN.sub('', text)}"
-                self._log.log(_log, said.level, client[0] if client else "", "listener %s: %s", name, text, kind=kind)
+                self._log.log(_log, event.level, client[0] if client else "", "listener %s: %s", name, text, kind=kind)
                 continue
-            if isinstance(said, int):
-                listener.proxy.peers = said
+            if isinstance(event, int):
+                listener.proxy.peers = event
                 continue
-            listener.proxy.peers = said.peer_count
+            listener.proxy.peers = event.peer_count
             if stream.descriptors:
-                self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), said.identity)
+                self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), event.identity)
             else:
                 # The kernel has closed it: the gate hangs the client up.
                 text = "no descriptor is left for a client of listener %s"
@@ -306,10 +306,10 @@ class ZmqProxies:
         for message in messages:
             news = control.parse_proxy_event(message.frames[0])
             self._fork_deadlines.pop(news.number, None)
-            gate = self._proxy_by_number[news.number]
+            proxy = self._proxy_by_number[news.number]
             if news.status is None:
-                gate.pid = news.pid
-                _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
+                proxy.pid = news.pid
+                _log.info("listener %s: %s, gate %d", proxy.name, proxy.address, news.pid)
                 continue
             del self._proxy_by_number[news.number]
             how = (
@@ -317,7 +317,7 @@ class ZmqProxies:
                 if news.pid
                 else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
             )
-            _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
+            _log.warning("listener %s: gate %d %s: the connections of its clients end", proxy.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:
         """The zygote should have made a gate by now, unless it has since, or died."""

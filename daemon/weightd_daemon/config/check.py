@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weightd_common.modelfile import ModelFileError, OpenModel
 from weightd_daemon.config import check_ranks
-from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.load import Config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
@@ -90,7 +90,7 @@ def _file_problems(model: ModelConfig) -> Iterator[str]:
 def _other_problems(
     model: ModelConfig, probe_results: dict[tuple[str, ...], str], *, is_member: bool, runs_interpreters: bool
 ) -> Iterator[str]:
-    inputs_path = canary_config.inputs_path(model.selftest)
+    inputs_path = selftest_config.inputs_path(model.selftest)
     problem = check_ranks.unreadable_reason(inputs_path) if inputs_path else ""
     if problem:
         yield f"canary: {inputs_path}: {problem}"
@@ -104,11 +104,11 @@ def _other_problems(
     probes: list[tuple[str, ...]] = [(model.python, probe, model.engine, model.devices[0], _sharing_argument(model))]
     if is_member:
         probes.append((model.python, _MODEL_GROUP_PROBE))
-    for question in probes:
-        if question not in probe_results:
-            probe_results[question] = _interpreter_problem(*question)
-        if probe_results[question]:
-            yield f"python: {model.python}: {probe_results[question]}"
+    for each in probes:
+        if each not in probe_results:
+            probe_results[each] = _interpreter_problem(*each)
+        if probe_results[each]:
+            yield f"python: {model.python}: {probe_results[each]}"
             return
 
 

@@ -16,7 +16,7 @@ from weightd_common.mindir import MindIr, MindIrTensor
 from weightd_common.modelfile import ModelFileError, OpenModel
 from weightd_common.protobuf_reader import Malformed
 from weightd_common.regular_file import open_regular, read_regular
-from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
 from weightd_daemon.engines import ranktable
@@ -141,7 +141,7 @@ def _have_equal_content(one: OpenModel, other: OpenModel) -> bool:
 
 
 def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
-    path = canary_config.inputs_path(model.selftest)
+    path = selftest_config.inputs_path(model.selftest)
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [each.removesuffix(_ARRAY_SUFFIX) for each in archive.namelist()]

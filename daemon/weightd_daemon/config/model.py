@@ -13,7 +13,7 @@ from weightd_common import cpulist as cores
 from weightd_common.devices import CPU, card_of, has_cores, is_cpu
 from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, derived
 from weightd_common.user_paths import user_path
-from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.group_membership import Membership
@@ -99,7 +99,7 @@ class ModelConfig:
     """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
     pinged. Longer than the longest predict."""
 
-    selftest: SelfTestSetting = field(default=canary_config.AUTO, metadata=canary_config.field_metadata())
+    selftest: SelfTestSetting = field(default=selftest_config.AUTO, metadata=selftest_config.field_metadata())
     """What a worker has to answer as the holder did before it serves: "auto" looks for inputs that the model runs on, a
     table such as {x = [1, 3, 48, 320]} gives their shapes, a path that of an .npz with an array for each input. "off":
     nothing is asked; then nobody notices a worker that answers wrongly, and what an engine arranges in its first
@@ -221,7 +221,7 @@ def complete_model(
     problems.add(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:
         problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
-    inputs_path = canary_config.inputs_path(config.selftest)
+    inputs_path = selftest_config.inputs_path(config.selftest)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
@@ -356,7 +356,7 @@ def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
-    if config.selftest != canary_config.OFF:
+    if config.selftest != selftest_config.OFF:
         return
     for key in ("selftest_tolerance", "selftest_interval"):
         if getattr(config, key):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weightd_common.devices import card_of
 from weightd_common.toml_schema import ErrorCollector
-from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.model import ModelConfig, engine_name
 from weightd_daemon.config.policies import ReplacementPolicy
@@ -132,7 +132,7 @@ def _check_engine_options(config: ModelConfig, ranks: RanksConfig) -> Iterator[F
 
 def _check_selftest(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
-    if not canary_config.inputs_path(config.selftest):
+    if not selftest_config.inputs_path(config.selftest):
         reason = "ranks that have the same wrong slice agree on a wrong answer"
         yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
             ".canary"

@@ -107,11 +107,11 @@ def _parse_devices(text: str) -> tuple[int, ...]:
 
 
 def _parse_selftest(text: str) -> SelfTestSetting:
-    from weightd_daemon.config import selftest as canary_config  # noqa: PLC0415 - as above
+    from weightd_daemon.config import selftest as selftest_config  # noqa: PLC0415 - as above
     from weightd_protocol.schema import FieldError  # noqa: PLC0415
 
     try:
-        return canary_config.parse_text(text)
+        return selftest_config.parse_text(text)
     except FieldError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from weightd_common.modelfile import ModelFileError, model_files
 from weightd_common.terminal import ends_on_hangup
-from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.check_ranks import read_rank_table
 from weightd_daemon.doctor import render
 from weightd_daemon.doctor.checks import access as access_checks
 from weightd_daemon.doctor.checks import host as checks
 from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks import selftest as selftest_checks
 from weightd_daemon.doctor.checks.finding import CheckResult, Finding, exit_status
 from weightd_daemon.doctor.facts import interpreter, nodes
 from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, read_host
@@ -70,10 +70,10 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
             yield from rank_checks.no_ascend_findings()
             yield rank_checks.check_rank_table({}, NetworkFacts(), *_read_rank_table(options.rank_table))
         if options.model:
-            yield from trial_checks.not_run(checks.NO_ASCEND)
+            yield from selftest_checks.not_run(checks.NO_ASCEND)
         return
     selftest_findings = _test_sharing(options, report, environment)
-    can_import = any(each.name == trial_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings)
+    can_import = any(each.name == selftest_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings)
     device_nodes = nodes.read_device_nodes()
     yield access_checks.check_service(unit)
     yield access_checks.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
@@ -141,7 +141,7 @@ def _can_share(selftest_findings: list[Finding]) -> bool | None:
     """Whether a handle could be had, as far as that was tried."""
     verdicts = {each.name: each.result for each in selftest_findings}
     return {CheckResult.PASS: True, CheckResult.FAIL: False}.get(
-        verdicts.get(trial_checks.BUILD, CheckResult.NOT_TESTABLE)
+        verdicts.get(selftest_checks.BUILD, CheckResult.NOT_TESTABLE)
     )
 
 
@@ -149,23 +149,23 @@ def _test_sharing(
     options: argparse.Namespace, report: InterpreterReport, environment: Mapping[str, str]
 ) -> list[Finding]:
     if not options.model:
-        return trial_checks.not_requested()
+        return selftest_checks.not_requested()
     # Whatever else is wrong, the worker's own words for it are worth more than a guess.
     reason = "the library cannot be imported" if report.error("library") else _model_problem(options.model)
     if reason:
-        return trial_checks.not_run(reason)
+        return selftest_checks.not_run(reason)
     program = WorkerProgram(
         options.python,
         "mindspore_lite",
         str(options.model.absolute()),
         f"ascend:{options.device}",
-        sample=canary_config.inputs_path(options.canary),
+        sample=selftest_config.inputs_path(options.canary),
         tolerance=options.selftest_tolerance,
         environment=environment,
     )
     with SelfTestProcesses(program, options.limit) as children:
         selftest_report = share(children, SelfTestSpec.from_config(options.canary))
-    return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(
+    return selftest_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + selftest_checks.check_survivors(
         children.survivors
     )
 

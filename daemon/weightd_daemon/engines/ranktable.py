@@ -220,8 +220,8 @@ def _check_pods(table: Mapping[str, Any], names: Sequence[str]) -> None:
         with _error_at(f".super_pod_list[{index}]"):
             pod = _expect_object(each)
             _get_text(pod, "super_pod_id")
-            for place, server in enumerate(_get_list(pod, "server_list")):
-                with _error_at(f".server_list[{place}]"):
+            for location, server in enumerate(_get_list(pod, "server_list")):
+                with _error_at(f".server_list[{location}]"):
                     pod_servers.append(_get_text(_expect_object(server), "server_id"))
     if sorted(pod_servers) != sorted(names):
         text = f"expected the servers of server_list, {', '.join(names)}, got {', '.join(pod_servers)}"

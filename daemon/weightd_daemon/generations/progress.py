@@ -351,8 +351,8 @@ class GenerationView:
         workers_by_device = self.processes.workers_by_device()
         if workers_by_device.total() == self.spec.process_count:
             return ()
-        places = range(self.spec.processes_per_device)
-        return [device for place in places for device in self._devices if workers_by_device[device] <= place]
+        numbers = range(self.spec.processes_per_device)
+        return [device for number in numbers for device in self._devices if workers_by_device[device] <= number]
 
     @property
     def _is_attaching_done(self) -> bool:

@@ -56,13 +56,13 @@ def verified_models(
     return tuple(
         replace(
             each,
-            selftest_cases=proof.selftest_cases if proof.selftest_digest else (),
-            selftest_digest=proof.selftest_digest,
-            selftest_note="" if proof.selftest_digest else "none was configured",
+            selftest_cases=result.selftest_cases if result.selftest_digest else (),
+            selftest_digest=result.selftest_digest,
+            selftest_note="" if result.selftest_digest else "none was configured",
             device=selftest.device,
             row_support=selftest.row_support,
         )
-        for each, proof in zip(built, results, strict=True)
+        for each, result in zip(built, results, strict=True)
     )
 
 

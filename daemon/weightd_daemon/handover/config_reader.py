@@ -60,8 +60,8 @@ def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
         config = load_text(text, path, listen_addresses)
     except ConfigError as error:
         more = len(error.problems) - _MAX_PROBLEMS
-        told = error.problems[:_MAX_PROBLEMS]
-        return ReadConfig(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
+        answer = error.problems[:_MAX_PROBLEMS]
+        return ReadConfig(problems=(*answer, f"{path}: {more} more problems") if more > 0 else answer)
     members = {name for group in config.groups.values() for name in group.models}
     model_problems = find_problems(config.models, members, runs_interpreters=False)
     return ReadConfig(

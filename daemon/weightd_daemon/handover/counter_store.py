@@ -117,7 +117,7 @@ class CounterStore:
 
     def _begin_write(self) -> None:
         self._lines = []
-        self._remaining = ((word, figures) for word, each in self._entries.items() for figures in each.source.records())
+        self._remaining = ((word, record) for word, each in self._entries.items() for record in each.source.records())
 
     def _continue_write(self) -> None:
         if not self._write_step():
@@ -125,8 +125,8 @@ class CounterStore:
 
     def _write_step(self) -> bool:
         """Return whether all is written."""
-        for number, (word, figures) in enumerate(self._remaining, 1):
-            self._lines.append(json.dumps({word: plain(figures)}))
+        for number, (word, record) in enumerate(self._remaining, 1):
+            self._lines.append(json.dumps({word: plain(record)}))
             if number == _MAX_RECORDS_PER_STEP:
                 return False
         lines, self._lines = self._lines, []
@@ -174,11 +174,11 @@ def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[An
         raise CounterStoreError(f"expected a last line that tells of {len(values)} lines")
     records: dict[str, dict[str, Any]] = {word: {} for word in record_types}
     for value in values:
-        word, figures = _parse_record(value, record_types)
+        word, record = _parse_record(value, record_types)
         # Twice the same would be counted twice.
-        if figures.key in records[word]:
-            raise CounterStoreError(f"expected each {word} once, got {figures.key!r} twice")
-        records[word][figures.key] = figures
+        if record.key in records[word]:
+            raise CounterStoreError(f"expected each {word} once, got {record.key!r} twice")
+        records[word][record.key] = record
     return {word: [*each.values()] for word, each in records.items()}
 
 

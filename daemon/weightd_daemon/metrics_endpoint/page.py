@@ -63,8 +63,8 @@ class MetricsPage:
 
     def _continue(self) -> None:
         slice_end = self._clock() + _SLICE_S
-        for number, piece in enumerate(self._remaining_pieces, 1):
-            self._pieces.append(piece)
+        for number, section in enumerate(self._remaining_pieces, 1):
+            self._pieces.append(section)
             if number % _PIECES_PER_CLOCK_CHECK == 0 and self._clock() >= slice_end:
                 self._call_soon(self._continue)
                 return

@@ -218,7 +218,7 @@ class Deployment(DeploymentView):
         self._is_memory_released = False
         if self._pending_snapshot is None or self.loading is None:
             return
-        snapshot, canary = self._pending_snapshot
+        snapshot, selftest = self._pending_snapshot
         coming, old, need = self.loading, self.serving, self._resource_request(snapshot)
         is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
         reason = self._rejection_reason(coming.label, need, now)
@@ -248,7 +248,7 @@ class Deployment(DeploymentView):
         else:
             self._pending_snapshot = None
             self.placement.reserve(coming.label, need)
-            coming.on_snapshot_taken(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
+            coming.on_snapshot_taken(snapshot.sha256, now, selftest, tuple(each.sha256 for each in snapshot.slices))
 
     def _rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
         """Why there is no room for a generation, or ""; whose place it may take has made way for it."""

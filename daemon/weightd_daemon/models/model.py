@@ -74,8 +74,8 @@ class ServedModel:
             name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than
         )
         self.deployments = [
-            Deployment(room, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
-            for room, terms in placements(config, devices)
+            Deployment(placement, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
+            for placement, terms in placements(config, devices)
         ]
         self._process_manager = process_manager
         self._ids = ids or IdSequence()
@@ -498,8 +498,8 @@ class ServedModel:
     def _report_snapshots(self, now: float) -> None:
         for source, snapshot in self._versions.snapshots.iter_ready():
             for deployment in self.deployments:
-                canary = self._versions.snapshots.selftest(source)
-                deployment.on_snapshot_taken(source, snapshot, now, canary)
+                selftest = self._versions.snapshots.selftest(source)
+                deployment.on_snapshot_taken(source, snapshot, now, selftest)
 
     def _update_next_tick(self) -> None:
         due_at = self._versions.snapshots.next_event_at

@@ -184,8 +184,8 @@ class DeviceBudget:
         self.leaving.discard(label)
         self.waiting.pop(label, None)
         self.ports.pop(label, None)
-        for tell in list(self.waiting.values()):
-            tell()
+        for callback in list(self.waiting.values()):
+            callback()
 
     def _process_limit_reason(
         self, label: str, request: ResourceRequest, other_requests: Mapping[str, ResourceRequest]

@@ -44,12 +44,12 @@ def on_message(
 
 def add_slot(generation: RankGroup, config: ModelConfig, dispatcher: Dispatcher, now: float) -> None:
     """Let all ranks together take requests."""
-    for seat, processes in generation.slots.items():
+    for slot, processes in generation.slots.items():
         reply = None if generation.group_spec.reply_rank == CONCAT else processes[generation.group_spec.reply_rank]
         others = [each.name for each in generation.children.values() if each.role is Role.BROKER]
         lockstep = LockstepTracker(processes, reply, generation.step)
         dispatcher.add_rank_slot(
-            seat,
+            slot,
             lockstep,
             now,
             support_processes=others,

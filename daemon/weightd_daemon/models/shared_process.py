@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightd_common.model_group import GroupMember as ToldMember
+from weightd_common.model_group import GroupMember as SpecMember
 from weightd_common.model_group import GroupMembers, joint_digest
 from weightd_common.safe_open import Grant
 from weightd_daemon.config.group_membership import Membership
@@ -162,12 +162,12 @@ class SharedProcessGroup:
         """Return what the process runs there: models of one file have one copy of it, and so may share its weights."""
         snapshots = self._snapshots() or ()
         first_by_path: dict[str, Snapshot] = {}
-        members: list[ToldMember] = []
+        members: list[SpecMember] = []
         for member, snapshot in zip(self.members, snapshots, strict=True):
             copy = first_by_path.setdefault(member.config.path, snapshot)
             pinned = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
             options, tolerance = member.config.engine_options.to_json(), member.config.selftest_tolerance
-            members.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
+            members.append(SpecMember(copy.path, pinned, options, snapshot.sample, tolerance))
         return WorkerProgram(
             config.python,
             config.engine,

@@ -68,8 +68,8 @@ class SharedProcessEvents(ProcessEvents):
             case PredictCancelled():
                 self._active_dispatcher(generation).on_cancelled(child, message.request, now)
             case Pong():
-                for desk in self._shared_process.dispatchers:
-                    desk.fault_isolator.watchdog.on_pong(child, now)
+                for dispatcher in self._shared_process.dispatchers:
+                    dispatcher.fault_isolator.watchdog.on_pong(child, now)
             case _:
                 self._on_process_message(child, *entry, message, now)
                 self._reconcile_deployment(entry[0], now)
@@ -102,9 +102,9 @@ class SharedProcessEvents(ProcessEvents):
             self._shared_process.on_snapshots_lost()
         if not self._can_trust_answers(generation):
             self._release_slots(child)
-        has_answered = any(desk.has_answered(child) for desk in self._shared_process.dispatchers)
-        for desk in self._shared_process.dispatchers:
-            desk.on_exit(child, exit_cause, now)
+        has_answered = any(dispatcher.has_answered(child) for dispatcher in self._shared_process.dispatchers)
+        for dispatcher in self._shared_process.dispatchers:
+            dispatcher.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile_deployment(deployment, now)
 
@@ -138,38 +138,38 @@ class SharedProcessEvents(ProcessEvents):
     def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
         """End who computes for too long, and who does not answer a ping."""
         del serving
-        for desk in self._shared_process.dispatchers:
-            for process, why in list(desk.overdue_processes(now)):
+        for dispatcher in self._shared_process.dispatchers:
+            for process, why in list(dispatcher.overdue_processes(now)):
                 self.end_process(process, why, now)
-            if now >= desk.fault_isolator.watchdog.next_event_at:
-                for process in list(desk.ping_idle(now)):
+            if now >= dispatcher.fault_isolator.watchdog.next_event_at:
+                for process in list(dispatcher.ping_idle(now)):
                     self.end_process(process, "it has not answered a ping", now)
 
     def _add_slots(self, name: str, generation: GenerationBase, now: float) -> None:
         scheduler = self._shared_process.schedulers[generation.label] = SharedProcessScheduler()
         for process in generation.slots.get(name, ()):
-            for index, desk in enumerate(self._shared_process.dispatchers):
-                desk.add_shared_slot(process, scheduler, index, now, device=generation.device)
+            for index, dispatcher in enumerate(self._shared_process.dispatchers):
+                dispatcher.add_shared_slot(process, scheduler, index, now, device=generation.device)
 
     def _remove_slots(self, slot: str, generation: GenerationBase) -> None:
         for process in [each for each in generation.children if each.startswith(f"{slot}.")]:
-            for desk in self._shared_process.dispatchers:
-                desk.remove_slot(process)
+            for dispatcher in self._shared_process.dispatchers:
+                dispatcher.remove_slot(process)
             if not generation.attach_control.is_valid:
                 # It will not answer what it has, and is not to blame.
                 self._release_slots(process)
 
     def _release_slots(self, process: str) -> None:
-        for desk in self._shared_process.dispatchers:
-            desk.release_slot(process)
+        for dispatcher in self._shared_process.dispatchers:
+            dispatcher.release_slot(process)
 
     def _active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
         """The desk whose job the process runs; that of the first member where it runs none."""
         scheduler = self._shared_process.schedulers.get(generation.label)
         active_slot = None if scheduler is None else scheduler.active_slot
-        for desk in self._shared_process.dispatchers:
+        for dispatcher in self._shared_process.dispatchers:
             if active_slot is not None and any(
-                desk.scheduler.slots.slot_of(each) is active_slot for each in generation.children
+                dispatcher.scheduler.slots.slot_of(each) is active_slot for each in generation.children
             ):
-                return desk
+                return dispatcher
         return self._shared_process.dispatchers[0]

@@ -39,10 +39,10 @@ class LogTailReader:
         generations: the files of those of the model, by their numbers.
     """
 
-    def __init__(self, client: bytes, question: Logs, generations: Mapping[int, GenerationFiles]) -> None:
+    def __init__(self, client: bytes, request: Logs, generations: Mapping[int, GenerationFiles]) -> None:
         self.client = client
-        self.request = question
-        found = sorted(_find_logs(question.process, generations), key=lambda each: _modified_at(each.path))
+        self.request = request
+        found = sorted(_find_logs(request.process, generations), key=lambda each: _modified_at(each.path))
         self._remaining = found[-limits.MAX_LOGS :]
         self._omitted = len(found) - len(self._remaining)
         self._max_log_bytes = min(limits.MAX_LOG_BYTES, _MAX_BYTES // max(1, len(self._remaining)))
@@ -112,11 +112,11 @@ def _read_tail(log: _Log, lines: int, max_bytes: int) -> LogTail | None:
     return LogTail(name, log.generation, status.st_size, max(0.0, status.st_mtime), text)
 
 
-def _last_lines(content: bytes, lines: int, max_bytes: int, *, is_cut: bool) -> str:
+def _last_lines(content: bytes, lines: int, max_bytes: int, *, is_truncated: bool) -> str:
     """Return the last lines, of the first of which the beginning may be missing."""
     text = content.decode("utf-8", "replace")
     kept: Sequence[str] = text.splitlines(keepends=True)
-    if is_cut and len(kept) > 1:
+    if is_truncated and len(kept) > 1:
         kept = kept[1:]
     raw = "".join(kept[-lines:]).encode()
     # What is no text takes three bytes for each of its own.

@@ -198,7 +198,7 @@ class ConnectionLimiter(Generic[G]):
         max_without_tenant = max(1, max_connections // _NO_TENANT_DIVISOR)
         while (strangers := self._accounts.get(NO_TENANT)) or len(self) > max_connections:
             if strangers is not None and len(strangers) > max_without_tenant:
-                guest = strangers.next_to_evict(guaranteed)
+                connection = strangers.next_to_evict(guaranteed)
                 why = (
                     f"expected at most {max_without_tenant} of {NO_TENANT}, a part of {max_connections} ({limit_name}),"
                     f" got {len(strangers)}"
@@ -206,8 +206,8 @@ class ConnectionLimiter(Generic[G]):
             elif len(self) <= max_connections:
                 break
             else:
-                guest = self._next_to_evict(guaranteed) if strangers is None else strangers.next_to_evict(guaranteed)
-                account, user = self._account_and_user[guest]
+                connection = self._next_to_evict(guaranteed) if strangers is None else strangers.next_to_evict(guaranteed)
+                account, user = self._account_and_user[connection]
                 count = len(self._accounts[account].user_queues[user])
                 why = (
                     f"expected at most {max_connections} connections ({limit_name}), got {len(self)}, of which {user}"
@@ -215,12 +215,12 @@ class ConnectionLimiter(Generic[G]):
                 )
                 if account not in (EVERYONE, NO_TENANT):
                     why += f", and tenant {account} {len(self._accounts[account])}"
-            self.remove(guest)
-            evicted.append(Excess(guest, why))
+            self.remove(connection)
+            evicted.append(Excess(connection, why))
         return evicted
 
     def _next_to_evict(self, guaranteed: int) -> G:
         """Of the accounts that have the most, return the connection whose end costs least."""
         size = max(map(len, self._accounts.values()))
         found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)
-        return min(found, key=lambda guest: (guest.is_busy, guest.has_sent_message, -guest.connected_at))
+        return min(found, key=lambda connection: (connection.is_busy, connection.has_sent_message, -connection.connected_at))

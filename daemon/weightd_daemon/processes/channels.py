@@ -104,8 +104,8 @@ class WorkerChannels:
     def unmap(self, number: int) -> None:
         """Take memory away from whoever was given it: nothing will name it again."""
         for name, mapped in self._worker_regions.items():
-            lane = self._channels[name]
-            if mapped.remove(number) and lane is not None:
+            channel = self._channels[name]
+            if mapped.remove(number) and channel is not None:
                 self.send(name, encode(UnmapRegion(number)))
 
     def accept(self) -> None:

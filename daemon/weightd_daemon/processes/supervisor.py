@@ -366,8 +366,8 @@ class ProcessSupervisor:
     def _run_deferred(self) -> None:
         callbacks, self._deferred = self._deferred, []
         now = clock.now()
-        for tell in callbacks:
-            tell(now)
+        for callback in callbacks:
+            callback(now)
 
     def _files_of(self, generation: GenerationBase) -> GenerationFiles:
         return GenerationFiles(self._directory / generation.label)

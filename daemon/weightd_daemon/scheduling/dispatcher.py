@@ -117,9 +117,9 @@ class Dispatcher:
         self._response_sink = response_sink
         self._send_order = send_order
 
-    def set_counters(self, meter: ModelCounters) -> None:
+    def set_counters(self, counters: ModelCounters) -> None:
         """From now on what becomes of requests is counted there."""
-        self.counters = self.scheduler.slots.counters = meter
+        self.counters = self.scheduler.slots.counters = counters
 
     # --- from clients -------------------------------------------------------------------------------------------
 

@@ -91,9 +91,9 @@ class Request:
     may_still_write: bool = False
     partial_result_bytes: int = 0
 
-    def require_isolation(self, company: Isolation) -> None:
+    def require_isolation(self, isolation: Isolation) -> None:
         """From now on it bears no other company than this, or less."""
-        self.isolation = max(self.isolation, company)
+        self.isolation = max(self.isolation, isolation)
 
     @property
     def content_bytes(self) -> int:

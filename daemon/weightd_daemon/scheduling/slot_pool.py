@@ -304,7 +304,7 @@ class SlotPool:
         def gone(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
 
-        return self._end_items(gone)
+        return self._end_items(ended)
 
     def recall_split(self, split: SplitRequest) -> None:
         """Take the parts of a request back from the seats that have not begun with them."""

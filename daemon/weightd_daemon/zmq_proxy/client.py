@@ -248,9 +248,9 @@ class ProxyClient:
         """
         outgoing = self.outgoing
         while outgoing.nbytes:
-            pieces, _ = outgoing.next_chunks()
+            chunks, _ = outgoing.next_chunks()
             try:
-                outgoing.on_written(self.connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL))
+                outgoing.on_written(self.connection.sendmsg(chunks, (), socket.MSG_NOSIGNAL))
             except BlockingIOError:
                 return False
         return True

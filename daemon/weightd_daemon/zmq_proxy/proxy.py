@@ -733,4 +733,4 @@ def _new_membership(tenants: Sequence[Members] | None) -> Membership | None:
 
 
 def _encode_messages(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:
-    return [piece for frames in messages for piece in zmtp.encode_message(mechanism, frames)]
+    return [frame for frames in messages for frame in zmtp.encode_message(mechanism, frames)]

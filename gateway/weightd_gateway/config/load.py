@@ -174,14 +174,14 @@ def _check_exposure(config: GatewayConfig) -> Iterator[FieldError]:
     what = "lets them ask: expected no `anonymous`" if config.tls_cert else "is read on the way: expected tls_cert"
     whose = "`anonymous`" if config.tls_cert else "what is said"
     for key, named in (("http", config.http_addresses), ("grpc", config.grpc_addresses)):
-        for index, place in enumerate(named):
-            if not place.is_local:
-                text = f"{place}: other hosts reach it, and {whose} {what}, or insecure = true"
+        for index, address in enumerate(named):
+            if not address.is_local:
+                text = f"{address}: other hosts reach it, and {whose} {what}, or insecure = true"
                 yield FieldError(text).at(f".{key}[{index}]")
 
 
 def _check_shared_memory(config: GatewayConfig) -> Iterator[FieldError]:
-    remote_addresses = [place for place in (*config.http_addresses, *config.grpc_addresses) if not place.is_local]
+    remote_addresses = [address for address in (*config.http_addresses, *config.grpc_addresses) if not address.is_local]
     if config.shared_memory and remote_addresses:
         yield FieldError(f"expected addresses on this host alone, got {remote_addresses[0]}").at(".shared_memory")
 

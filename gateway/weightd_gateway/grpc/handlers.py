@@ -189,9 +189,9 @@ class RpcDispatcher:
             ResourceExhausted: there are as many who ask as there may be.
             RequestError: there is none, or it is not what it should be.
         """
-        with self._probe_admission.admit(self.anonymous_caller(context)) as seat:
+        with self._probe_admission.admit(self.anonymous_caller(context)) as permit:
             return parse_message(
-                await self._receive(context, seat, MAX_SMALL_MESSAGE_BYTES, is_unauthenticated=True), parse
+                await self._receive(context, permit, MAX_SMALL_MESSAGE_BYTES, is_unauthenticated=True), parse
             )
 
     def anonymous_caller(self, context: Context) -> Caller:
@@ -226,8 +226,8 @@ class RpcDispatcher:
             self._probe_admission.admit(self.anonymous_caller(context))
             if is_unauthenticated
             else self.admission.admit(caller)
-        ) as seat:
-            yield RpcContext(caller, seat, parent, context.time_remaining(), peer.is_local)
+        ) as permit:
+            yield RpcContext(caller, permit, parent, context.time_remaining(), peer.is_local)
 
     def receiving(self, context: Context) -> AbstractContextManager[None]:
         """Let the connection of a call send long messages within a block."""

@@ -62,9 +62,9 @@ class GrpcInference:
         """Return the answer to one request of a stream, which goes on if that is an error."""
         started_at = time.monotonic()
         try:
-            with calls.admission.admit(call.caller) as seat:
-                seat.reserve(len(message))
-                what = await parse_infer_request(message, call._replace(permit=seat), self._shm_resolver)
+            with calls.admission.admit(call.caller) as permit:
+                permit.reserve(len(message))
+                what = await parse_infer_request(message, call._replace(permit=permit), self._shm_resolver)
                 answer = encode_response(
                     what, await self._daemon_client.infer(call.caller, what.request), is_final=True
                 )

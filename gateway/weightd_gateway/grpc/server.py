@@ -106,7 +106,7 @@ class GrpcServer:
         tls = listening.tls_context(config)
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
-        listeners = [self._bind(place) for place in config.grpc_addresses]
+        listeners = [self._bind(address) for address in config.grpc_addresses]
         await self._server.start()
         urls: list[str] = []
         for listener in listeners:

@@ -261,8 +261,8 @@ class HttpApi:
     async def _read_parameters(self, request: HttpRequest, caller: Caller) -> dict[str, Any]:
         """Return the map that a request has, which may be empty."""
         connection = cast(RequestConnection, request.protocol)
-        with self._daemon_client.admission.admit(caller) as seat:
+        with self._daemon_client.admission.admit(caller) as permit:
             connection.begin_body(request.content)
-            content = await body.read_body(request, seat, _MAX_PARAMETER_BYTES, bytearray)
+            content = await body.read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
             connection.set_phase(ConnectionPhase.ANSWER)
             return infer_json.parse_map(bytes(content)) if content else {}

@@ -107,12 +107,12 @@ async def _decompress(chunks: AsyncIterator[bytes], encoding: str) -> AsyncItera
         rest, is_full = chunk, True
         while rest or is_full:
             try:
-                piece = inflater.decompress(rest, _SLICE_BYTES)
+                inflated = inflater.decompress(rest, _SLICE_BYTES)
             except zlib.error as error:
                 raise InvalidArgument(f"expected a body in {encoding}: {error}") from None
-            rest, is_full = inflater.unconsumed_tail, len(piece) == _SLICE_BYTES
-            if piece:
-                yield piece
+            rest, is_full = inflater.unconsumed_tail, len(inflated) == _SLICE_BYTES
+            if inflated:
+                yield inflated
             await asyncio.sleep(0)
         if inflater.unused_data:
             raise InvalidArgument(f"there is more after the end of what is compressed ({encoding})")

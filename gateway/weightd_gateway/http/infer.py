@@ -55,16 +55,16 @@ class HttpInference:
             RequestError: that is what comes of it.
         """
         connection = cast(RequestConnection, request.protocol)
-        with self._daemon_client.admission.admit(caller) as seat:
+        with self._daemon_client.admission.admit(caller) as request_permit:
             length = _header_length(request)
             connection.begin_body(request.content)
             # Memory that the workers see is kept for the next request: only tensors are worth it.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
-            content = await body.read_body(request, seat, self._max_bytes, allocate, header_bytes=length or 0)
+            content = await body.read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
             connection.set_phase(ConnectionPhase.ANSWER)
             header, binary = _split_body(content, length)
-            parsed = await self._read_json(caller, header, model, seat)
-            inputs = self._make_inputs(caller, parsed, binary, seat)
+            parsed = await self._read_json(caller, header, model, request_permit)
+            inputs = self._make_inputs(caller, parsed, binary, request_permit)
             write_output = self._output_writer(caller, parsed)
             # The lists of values are many times as large as the tensors that they have become.
             parsed = dataclasses.replace(parsed, inputs=())
@@ -143,11 +143,11 @@ class HttpInference:
         }
 
         def put(how: OutputJson, content: memoryview) -> None:
-            place = slices[how.name]
-            if len(content) > place.nbytes:
-                text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {place.nbytes}"
+            shm_slice = slices[how.name]
+            if len(content) > shm_slice.nbytes:
+                text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {shm_slice.nbytes}"
                 raise InvalidArgument(text)
-            place.region.write(place.offset, content)
+            shm_slice.region.write(shm_slice.offset, content)
 
         return put
 

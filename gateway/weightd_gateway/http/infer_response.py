@@ -72,22 +72,22 @@ def summarize(
     requested = {each.name: each for each in form.outputs or ()}
     for name, array in result.items():
         how = requested.get(name) or OutputJson(name, form.is_binary)
-        told: dict[str, Any] = {"name": name, "datatype": tensors.datatype_of(array), "shape": array.shape}
+        fields: dict[str, Any] = {"name": name, "datatype": tensors.datatype_of(array), "shape": array.shape}
         if how.region is not None:
             write_output(how, frame_of(array))
-            told["parameters"] = {
+            fields["parameters"] = {
                 "shared_memory_region": how.region["shared_memory_region"],
                 "shared_memory_offset": how.region.get("shared_memory_offset", 0),
                 "shared_memory_byte_size": array.nbytes,
             }
         elif how.is_binary:
             content.append(frame_of(array))
-            told["parameters"] = {"binary_data_size": array.nbytes}
+            fields["parameters"] = {"binary_data_size": array.nbytes}
         else:
             tensors.check_count(name, array, values_left)
-            told["data"] = np.ascontiguousarray(array)
+            fields["data"] = np.ascontiguousarray(array)
             values_left -= array.size
-        outputs.append(told)
+        outputs.append(fields)
     header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
     if form.id:
         header["id"] = form.id

@@ -159,8 +159,8 @@ class HttpServer:
         if self._gateway.sockets:
             return [*self._gateway.sockets]
         listen_addresses = self._gateway.config.http_addresses
-        self._paths += [Path(place.path) for place in listen_addresses if place.path]
-        return [listening.bind(place, "http") for place in listen_addresses]
+        self._paths += [Path(address.path) for address in listen_addresses if address.path]
+        return [listening.bind(address, "http") for address in listen_addresses]
 
 
 def _refusal_response(reason: str) -> bytes:
@@ -172,7 +172,7 @@ def _refusal_response(reason: str) -> bytes:
 
 def _allowed_hosts(config: GatewayConfig) -> frozenset[str]:
     """Return what requests may be for: what is configured, and the addresses themselves."""
-    own_hosts = {str(place).rpartition(":")[0] for place in config.http_addresses if place.host}
+    own_hosts = {str(address).rpartition(":")[0] for address in config.http_addresses if address.host}
     return frozenset(each.lower() for each in {*config.hosts, *own_hosts})
 
 

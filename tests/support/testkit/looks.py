@@ -33,15 +33,15 @@ def counted(name: str, counts: Sequence[int] = (0, 0, 0, 0), workers: int = 2, *
         "running": 0,
         "processes": (ProcessCount("holder", "holding", 1), ProcessCount("worker", "ready", workers)),
         "executions": sum(counts),
-        "deaths": 0,
+        "unexpected_exits": 0,
         "restarts": 0,
         "selftest_failures": 0,
-        "mismatches": 0,
+        "batch_mismatches": 0,
         "quarantined": 0,
         "request_seconds": Histogram(tuple(counts), 0.0),
         "queue_seconds": _NOTHING,
         "compute_seconds": _NOTHING,
-        "job_rows": Histogram((0,), 0.0),
+        "batch_rows": Histogram((0,), 0.0),
     }
     return ModelMetrics(**{**values, **more})
 

@@ -83,11 +83,11 @@ class MergedRequest:
         """
         inputs: Arrays = {}
         surplus = self.total_rows - sum(self.row_counts)
-        for spec, places in zip(self.specs, self._item_positions):
-            pieces = [part[place] for part, place in zip(item_frames, places)]
+        for spec, positions in zip(self.specs, self._item_positions):
+            arrays = [part[position] for part, position in zip(item_frames, positions)]
             if surplus:
-                pieces += [_last_row(spec, pieces)] * surplus
-            inputs[spec.name] = from_frame(spec, bytearray().join(pieces))
+                arrays += [_last_row(spec, arrays)] * surplus
+            inputs[spec.name] = from_frame(spec, bytearray().join(arrays))
         return inputs
 
     def items_with_rows(self, rows: Any) -> List[int]:
@@ -113,11 +113,11 @@ class MergedRequest:
         positions = {name: position for position, name in enumerate(arrays)}
         slices: List[OutputSlice] = []
         begin = 0
-        for asked, count in zip(self.descriptions, self.row_counts):
+        for description, count in zip(self.descriptions, self.row_counts):
             end = begin + count
-            own = {name: arrays[name][begin:end] for name in (arrays if asked.outputs is None else asked.outputs)}
-            cuts = [(positions[name], *_byte_range(arrays[name], begin, end)) for name in own]
-            slices.append(OutputSlice(describe_response(asked.model_name, own), tuple(cuts)))
+            own = {name: arrays[name][begin:end] for name in (arrays if description.outputs is None else description.outputs)}
+            byte_ranges = [(positions[name], *_byte_range(arrays[name], begin, end)) for name in own]
+            slices.append(OutputSlice(describe_response(description.model_name, own), tuple(byte_ranges)))
             begin = end
         self.slices = slices
 
@@ -136,11 +136,11 @@ def _position_of(description: RequestDescription, spec: TensorSpec) -> int:
     raise InvalidArgument(f"{spec.name}: expected the same but for its rows in all requests that are together")
 
 
-def _last_row(spec: TensorSpec, pieces: Sequence[Any]) -> Any:
+def _last_row(spec: TensorSpec, arrays: Sequence[Any]) -> Any:
     nbytes = TensorSpec(spec.name, spec.datatype, (1, *spec.shape[1:])).nbytes
-    for piece in reversed(pieces):
-        if nbytes and len(piece):
-            return memoryview(piece)[-nbytes:]
+    for array in reversed(arrays):
+        if nbytes and len(array):
+            return memoryview(array)[-nbytes:]
     return bytes(nbytes)
 
 

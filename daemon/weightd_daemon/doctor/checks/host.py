@@ -228,8 +228,8 @@ def check_processes(host: HostFacts, card: NpuInfo | None, process_count: int | 
     """
     name = "processes"
     limit = max_processes(host)
-    guest_hint = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
-    limit_hint = guest_hint if host.is_virtual_machine else ""
+    virtual_machine_hint = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
+    limit_hint = virtual_machine_hint if host.is_virtual_machine else ""
     if isinstance(process_count, OSError):
         return untestable(
             name,

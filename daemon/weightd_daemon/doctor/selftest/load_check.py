@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightd_common.devices import is_cpu
-from weightd_daemon.config import selftest as canary_config
+from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.doctor.selftest import weight_sharing
 from weightd_daemon.doctor.selftest.processes import ChildError, SelfTestProcesses
@@ -66,7 +66,7 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
             threads=model.threads,
             sharing=is_shared,
             options=model.engine_options.to_json(),
-            sample=canary_config.inputs_path(model.selftest),
+            sample=selftest_config.inputs_path(model.selftest),
             tolerance=model.selftest_tolerance,
             cores=model.cores_of(device),
         )

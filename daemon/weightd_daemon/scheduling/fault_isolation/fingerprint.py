@@ -72,12 +72,12 @@ class FingerprintTask:
         """Read a slice; return whether the digest is known."""
         remaining_bytes = 0 if self.request.digest else SLICE_BYTES
         while remaining_bytes > 0:
-            piece = next(self._pieces, None)
-            if piece is None:
+            chunk = next(self._pieces, None)
+            if chunk is None:
                 self.request.digest = self._hash.digest()
                 break
-            self._hash.update(piece)
-            remaining_bytes -= len(piece)
+            self._hash.update(chunk)
+            remaining_bytes -= len(chunk)
         return bool(self.request.digest)
 
 

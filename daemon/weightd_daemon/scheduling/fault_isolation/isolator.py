@@ -183,12 +183,12 @@ class FaultIsolator:
         batches = list(slot.batches.values())
         _record_times(batches, now)
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
-        suspects = batches if exit_cause.may_be_own_fault else []
-        origins = self._isolate_suspects(suspects)
-        record_death(suspects)
+        requests = batches if exit_cause.may_be_own_fault else []
+        origins = self._isolate_suspects(requests)
+        record_death(requests)
         self._record_offense(origins, now - slot.busy_since, now)
-        self._record_tenant_loss(suspects, now)
-        single_request = suspects[0].single_request if len(suspects) == 1 else None
+        self._record_tenant_loss(requests, now)
+        single_request = requests[0].single_request if len(requests) == 1 else None
         awaited = {item.request for batch in batches for item in batch.awaited_items}
         errors = self._find_errors(
             [batch for batch in batches if batch.has_started], exit_cause, now, is_proven=single_request is not None

@@ -29,8 +29,8 @@ def parse_gears(inputs: Sequence[TensorSignature], dynamic_dims: str, input_shap
         sizes = [each.strip(" []") for each in text.split(",")]
         if len(sizes) != len(recorded_dims) or not all(map(_is_size, sizes)):
             return ()
-        of: Dict[DimPosition, int] = dict(zip(recorded_dims, map(int, sizes)))
-        gears.append(tuple(of[place] for place in model_dims))
+        size_by_dim: Dict[DimPosition, int] = dict(zip(recorded_dims, map(int, sizes)))
+        gears.append(tuple(size_by_dim[each] for each in model_dims))
     too_many = len(gears) > limits.MAX_GEARS or len(model_dims) > limits.MAX_GEAR_DIMS
     return () if too_many else tuple(gears)
 
