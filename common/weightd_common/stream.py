@@ -188,7 +188,7 @@ class Stream:
         self.has_more = False
         try:
             if incoming.missing_bytes >= LARGE_BYTES:
-                return self._receive_in_place(incoming)
+                return self._receive_into_buffer(incoming)
             if self._accepts_descriptors:
                 data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
                 if ancillary:
@@ -202,7 +202,7 @@ class Stream:
         self.has_more = len(data) == _CHUNK_BYTES
         return incoming.receive(data)
 
-    def _receive_in_place(self, incoming: FrameReader) -> List[Message]:
+    def _receive_into_buffer(self, incoming: FrameReader) -> List[Message]:
         """Read a part of a large frame to where it stays."""
         if self._accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(

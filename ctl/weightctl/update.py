@@ -18,9 +18,9 @@ from weightd_protocol.messages.control import UpdateResponse
 
 _UPDATE = """\
 Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right
-answer to its self-test, and its inputs and outputs are those of the old one, it takes over and the
-old one leaves. No request is lost. If anything is wrong with it, the old one goes on serving and
-the cause is shown.
+answer to its self-test, and its inputs and outputs are those of the old one, it takes over and
+the old one leaves. No request is lost. If anything is wrong with it, the old one goes on serving
+and the cause is shown.
 
   weightctl update resnet50 /models/resnet50-v2.mindir
   weightctl update resnet50 --rollback

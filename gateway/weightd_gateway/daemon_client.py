@@ -34,13 +34,13 @@ class DaemonClient:
         admission: one is to be had by each request before anything of it is kept.
     """
 
-    def __init__(self, address: str | None, timeout: float, seats: AdmissionControl) -> None:
+    def __init__(self, address: str | None, timeout: float, admission: AdmissionControl) -> None:
         self._address = address
         self._timeout = timeout
         self._clients: dict[str | None, AsyncClient] = {}
         self._statuses: dict[str | None, _Latest[StatusResponse]] = {}
         self._metrics: dict[str | None, _Latest[MetricsResponse]] = {}
-        self.admission = seats
+        self.admission = admission
 
     async def server(self, caller: Caller) -> ServerMetadataResponse:
         """Return the daemon's version and the names of the models that there are for the caller.

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from weightd_gateway.parser_process import COUNT, LENGTH, JobFailure, encode_message
+from weightd_gateway.parser_process import COUNT, LENGTH, ParserFailure, encode_message
 from weightd_protocol.errors import Internal, RequestError
 
 # After a job with more bytes than this, freed memory is returned to the kernel.
@@ -51,9 +51,9 @@ def _call_function(function: Any, arguments: Any) -> Any:
     try:
         return function(*arguments)
     except RequestError as error:
-        return JobFailure(error)
+        return ParserFailure(error)
     except Exception as error:  # noqa: BLE001 - the caller is told, and the child goes on
-        return JobFailure(Internal(f"the gateway failed: {type(error).__name__}: {error}"))
+        return ParserFailure(Internal(f"the gateway failed: {type(error).__name__}: {error}"))
 
 
 def _receive(channel: socket.socket, size: int) -> bytearray:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from weightd_gateway.auth import Caller
-from weightd_gateway.parse_queue import FairQueue
+from weightd_gateway.parse_queue import ParseQueue
 from weightd_protocol.errors import RequestError, Unavailable
 
 _log = logging.getLogger("weightd_gateway")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Seconds without a job after which the child exits.
 IDLE_S = 30.0
 
-JOB_TIMEOUT_S = 10.0
+PARSE_TIMEOUT_S = 10.0
 """Seconds after which a job is stopped with its child. The largest one takes less than a second of a free core."""
 
 SMALL_BYTES = 128 * 1024
@@ -43,13 +43,13 @@ COUNT = struct.Struct("=I")
 LENGTH = struct.Struct("=Q")
 
 
-class JobFailure(NamedTuple):
+class ParserFailure(NamedTuple):
     """The result of a job that raised an error."""
 
     error: RequestError
 
 
-class _Job(NamedTuple):
+class _ParseTask(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     result: asyncio.Future[Any]
@@ -96,8 +96,8 @@ class ParserProcess:
 
     def __init__(self, nice: int) -> None:
         self._nice = nice
-        self._jobs: FairQueue[_Job] = FairQueue()
-        self._job_task: asyncio.Task[None] | None = None
+        self._tasks: ParseQueue[_ParseTask] = ParseQueue()
+        self._runner: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -118,12 +118,12 @@ class ParserProcess:
         if self._is_closed:
             raise Unavailable("the gateway stops")
         loop = asyncio.get_running_loop()
-        task = _Job(function, arguments, loop.create_future())
-        self._jobs.put(caller.tenant or caller, task)
-        if self._job_task is None:
-            self._job_task = loop.create_task(self._run_jobs())
+        task = _ParseTask(function, arguments, loop.create_future())
+        self._tasks.put(caller.tenant or caller, task)
+        if self._runner is None:
+            self._runner = loop.create_task(self._run_tasks())
         result = await task.result
-        if isinstance(result, JobFailure):
+        if isinstance(result, ParserFailure):
             try:
                 raise result.error
             finally:
@@ -134,27 +134,27 @@ class ParserProcess:
     async def close(self) -> None:
         """End the child; jobs end in `Unavailable`."""
         self._is_closed = True
-        if self._job_task is not None:
-            self._job_task.cancel()
-            await asyncio.wait([self._job_task])
-        for task in self._jobs.clear():
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+        for task in self._tasks.clear():
             if not task.result.done():
-                task.result.set_result(JobFailure(Unavailable("the gateway stops")))
+                task.result.set_result(ParserFailure(Unavailable("the gateway stops")))
         self._kill_child()
 
-    async def _run_jobs(self) -> None:
+    async def _run_tasks(self) -> None:
         try:
-            while self._jobs:
-                user, task = self._jobs.get()
+            while self._tasks:
+                user, task = self._tasks.get()
                 if not task.result.done():
-                    self._jobs.charge(user, await self._run_job(task))
+                    self._tasks.charge(user, await self._run_task(task))
         finally:
-            self._job_task = None
+            self._runner = None
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
 
-    async def _run_job(self, task: _Job) -> float:
+    async def _run_task(self, task: _ParseTask) -> float:
         """Run a job and return the seconds that it took, without those in which the child started."""
-        started_at, timeout_s = time.monotonic(), JOB_TIMEOUT_S
+        started_at, timeout_s = time.monotonic(), PARSE_TIMEOUT_S
         seconds: float | None = None
         result: Any
         try:
@@ -162,20 +162,20 @@ class ParserProcess:
         except asyncio.TimeoutError:
             _log.warning("a job of the helper process took longer than %g s; killing the process", timeout_s)
             self._kill_child()
-            result = JobFailure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
+            result = ParserFailure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
         except (OSError, EOFError) as error:
             _log.warning("the helper process died: %s", str(error) or "it closed its connection")
             self._kill_child()
-            result = JobFailure(Unavailable("the gateway's helper process died during this request"))
+            result = ParserFailure(Unavailable("the gateway's helper process died during this request"))
         except asyncio.CancelledError:
             if not task.result.done():
-                task.result.set_result(JobFailure(Unavailable("the gateway stops")))
+                task.result.set_result(ParserFailure(Unavailable("the gateway stops")))
             raise
         if not task.result.done():
             task.result.set_result(result)
         return time.monotonic() - started_at if seconds is None else seconds
 
-    async def _call_child(self, task: _Job) -> tuple[float, Any]:
+    async def _call_child(self, task: _ParseTask) -> tuple[float, Any]:
         loop = asyncio.get_running_loop()
         channel = self._ensure_started()
         for part in encode_message((task.function, task.arguments)):

@@ -18,7 +18,7 @@ from typing import cast
 from weightd_common.peers import Peer
 from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_gateway.fair_limit import FairLimit
-from weightd_gateway.parse_queue import FairQueue
+from weightd_gateway.parse_queue import ParseQueue
 
 _log = logging.getLogger("weightd_gateway")
 
@@ -55,7 +55,7 @@ class FairThrottle:
         self._pause_factor = 1.0 / share - 1.0
         self._call_later = call_later
         self._clock = clock
-        self._waiting: FairQueue[Work] = FairQueue()
+        self._waiting: ParseQueue[Work] = ParseQueue()
         self._is_pausing = False
 
     def run(self, key: str, work: Work) -> None:

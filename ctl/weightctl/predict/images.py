@@ -38,7 +38,7 @@ class Pixels(NamedTuple):
     std: Tuple[float, ...] = ()
 
 
-class Layout(NamedTuple):
+class ImageLayout(NamedTuple):
     """How an input has pictures.
 
     Attributes:
@@ -59,7 +59,7 @@ def is_image(start: bytes) -> bool:
     return start.startswith(_MAGIC) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def parse_layout(signature: TensorSignature) -> Layout:
+def parse_layout(signature: TensorSignature) -> ImageLayout:
     """Return how an input has pictures: [N, C, H, W] or [N, H, W, C], C 1, 3 or 4, with or without N.
 
     Raises:
@@ -75,7 +75,7 @@ def parse_layout(signature: TensorSignature) -> Layout:
             " or 4"
         )
     channels, height, width = (dims[each] for each in ((2, 0, 1) if is_last else (0, 1, 2)))
-    return Layout(channels, (_fixed_dim(width), _fixed_dim(height)), is_last, has_batch)
+    return ImageLayout(channels, (_fixed_dim(width), _fixed_dim(height)), is_last, has_batch)
 
 
 def _fixed_dim(dim: int) -> Optional[int]:
@@ -107,7 +107,7 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
     return np.ascontiguousarray(values[np.newaxis] if image_layout.has_batch else values)
 
 
-def _read_pixels(file: BinaryIO, image_layout: Layout) -> Any:
+def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
     """Return height, width and channels of bytes."""
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415 - few need it

@@ -43,7 +43,7 @@ until it answers again.
 
 Where the output is no terminal, or with -b, the tables are printed after one delay, and that is
 all; with -n N, N times. --json prints an object on a line instead: {{"version", "state", "uptime_s",
-"pace", "memory", "models", "processes", "tenants"}}, in seconds, bytes, and requests/s.
+"throughput", "memory", "models", "processes", "tenants"}}, in seconds, bytes, and requests/s.
 
 Exit status: 0 it was shown, 69 the daemon cannot be reached, 130 Ctrl-C."""
 

@@ -16,8 +16,8 @@ from weightd_common.dashboard.rows import Overview
 HELP = """\
 q            quit                       Tab        models, processes, tenants
 h ?          this help                  Enter      processes of the model; back
-r space      ask now                    /          only names with this in them
-+ -          ask less, more often       Esc        all names; back to the models
+r space      poll now                   /          only names with this in them
++ -          poll less, more often      Esc        all names; back to the models
 arrows j k   up and down                N R Q L M  sort by name, requests/s, queue,
 PgUp PgDn Home End                                 latency, memory; again: reversed
 

@@ -26,7 +26,7 @@ class TenantReadQueue:
         # The connections of each user of each tenant. Of users and of connections the next one is first.
         self._queues: dict[Tenant, dict[str, dict[ClientConnection, None]]] = {}
         # Where each connection waits. A reload may change its tenant or user meanwhile.
-        self._places: dict[ClientConnection, tuple[Tenant, str]] = {}
+        self._positions: dict[ClientConnection, tuple[Tenant, str]] = {}
         self._last_sender: tuple[Tenant, str] | None = None
         self._contended_until = -float("inf")
 
@@ -55,7 +55,7 @@ class TenantReadQueue:
             queue = self._queues[tenant] = {}
             self._clock.add_active(tenant)
         queue.setdefault(user, {})[connection] = None
-        self._places[connection] = tenant, user
+        self._positions[connection] = tenant, user
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -67,7 +67,7 @@ class TenantReadQueue:
         user = next(iter(queue))
         connections = queue.pop(user)
         connection = next(iter(connections))
-        del connections[connection], self._places[connection]
+        del connections[connection], self._positions[connection]
         if connections:
             queue[user] = connections
         return tenant, connection
@@ -83,9 +83,9 @@ class TenantReadQueue:
 
     def remove(self, connection: ClientConnection) -> None:
         """A connection has closed; it may be the one that was taken last, which does not wait."""
-        if connection not in self._places:
+        if connection not in self._positions:
             return
-        tenant, user = self._places.pop(connection)
+        tenant, user = self._positions.pop(connection)
         queue = self._queues[tenant]
         del queue[user][connection]
         if not queue[user]:

@@ -19,7 +19,7 @@ _AGE_FACTOR = 100
 _SLICE_S = 0.0005
 
 # Between looks at the clock.
-_PIECES_PER_CLOCK_CHECK = 32
+_SECTIONS_PER_CLOCK_CHECK = 32
 
 OnText = Callable[[bytes], object]
 
@@ -46,8 +46,8 @@ class MetricsPage:
         self._expires_at = -float("inf")
         self._max_age_s = MAX_AGE_S
         self._callbacks: list[OnText] = []
-        self._pieces: list[str] = []
-        self._remaining_pieces: Iterator[str] = iter(())
+        self._sections: list[str] = []
+        self._remaining_sections: Iterator[str] = iter(())
 
     def request_text(self, on_text: OnText) -> None:
         """Have `on_text` called with the text, at once or soon."""
@@ -57,18 +57,18 @@ class MetricsPage:
             return
         self._callbacks.append(on_text)
         if len(self._callbacks) == 1:
-            self._pieces, self._remaining_pieces = [], iterate_text(self._collect_metrics())
+            self._sections, self._remaining_sections = [], iterate_text(self._collect_metrics())
             self._max_age_s = max(MAX_AGE_S, _AGE_FACTOR * (self._clock() - now))
             self._call_soon(self._continue)
 
     def _continue(self) -> None:
         slice_end = self._clock() + _SLICE_S
-        for number, section in enumerate(self._remaining_pieces, 1):
-            self._pieces.append(section)
-            if number % _PIECES_PER_CLOCK_CHECK == 0 and self._clock() >= slice_end:
+        for number, section in enumerate(self._remaining_sections, 1):
+            self._sections.append(section)
+            if number % _SECTIONS_PER_CLOCK_CHECK == 0 and self._clock() >= slice_end:
                 self._call_soon(self._continue)
                 return
-        self._text, self._pieces = "".join(self._pieces).encode(), []
+        self._text, self._sections = "".join(self._sections).encode(), []
         self._expires_at = self._clock() + self._max_age_s
         callbacks, self._callbacks = self._callbacks, []
         for on_text in callbacks:

@@ -108,7 +108,7 @@ def _read_tail(log: _Log, lines: int, max_bytes: int) -> LogTail | None:
     except OSError:
         return None
     name = log.path.name.removesuffix(_SUFFIX)
-    text = _last_lines(content, lines, max_bytes, is_cut=start > 0)
+    text = _last_lines(content, lines, max_bytes, is_truncated=start > 0)
     return LogTail(name, log.generation, status.st_size, max(0.0, status.st_mtime), text)
 
 

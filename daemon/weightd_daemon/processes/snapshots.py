@@ -35,7 +35,7 @@ def snapshot_directory_name(model: str, number: int) -> str:
     return f"{model}.v{number}.snapshot"
 
 
-class _Order(NamedTuple):
+class _PendingSnapshot(NamedTuple):
     """A snapshot that is being taken."""
 
     model: str
@@ -108,7 +108,7 @@ class SnapshotService:
             for path, copy in _extra_files_to_copy(config, source, files)
         ]
         on_result = functools.partial(
-            self._on_result, event_handler, _Order(model, config, source, files, expected_sha256)
+            self._on_result, event_handler, _PendingSnapshot(model, config, source, files, expected_sha256)
         )
         try:
             files.create()
@@ -147,7 +147,7 @@ class SnapshotService:
         return SnapshotFiles(self._directory / snapshot_directory_name(model, source.number))
 
     def _on_result(
-        self, event_handler: ProcessEventHandler, order: _Order, reply: OneshotResult, exit_cause: ExitCause
+        self, event_handler: ProcessEventHandler, order: _PendingSnapshot, reply: OneshotResult, exit_cause: ExitCause
     ) -> None:
         _, config, source, files, expected_sha256 = order
         models = _models_to_copy(config, source, files)

@@ -301,10 +301,10 @@ class SlotPool:
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
         """End what seats have of these requests, without a look at others; return them as `end_matching` does."""
 
-        def gone(batch: Batch) -> list[BatchItem]:
+        def items_to_end(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
 
-        return self._end_items(ended)
+        return self._end_items(items_to_end)
 
     def recall_split(self, split: SplitRequest) -> None:
         """Take the parts of a request back from the seats that have not begun with them."""

@@ -131,7 +131,7 @@ class RpcDispatcher:
     def __init__(
         self,
         authenticator: Callable[[], Authenticator],
-        seats: AdmissionControl,
+        admission: AdmissionControl,
         most_bytes: int,
         receive_timeout_s: float,
         connections: Connections,
@@ -143,8 +143,8 @@ class RpcDispatcher:
         self._error_log = RateLimitedLog(_LOG_INTERVAL_S)
         self._probe_admission = AdmissionControl(MAX_PROBES, MAX_PROBES * most_bytes)
         self._unsent_probe_limit = FairLimit(MAX_PROBES)
-        self._unsent_limit = FairLimit(seats.max_requests + MAX_UNSENT_CALLS)
-        self.admission = seats
+        self._unsent_limit = FairLimit(admission.max_requests + MAX_UNSENT_CALLS)
+        self.admission = admission
 
     def unary_handler(
         self,

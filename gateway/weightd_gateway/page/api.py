@@ -24,7 +24,7 @@ def status_json(overview: Overview | None, age_s: float = 0.0, error: str = "") 
         age_s: how old it is.
         error: why there is no newer one, if there is none.
     """
-    daemon = {"age_s": round(age_s, 1), "trouble": error}
+    daemon = {"age_s": round(age_s, 1), "error": error}
     content = {"daemon": daemon, "overview": None if overview is None else _overview_json(overview)}
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 

@@ -133,7 +133,7 @@ const piece = (kind, bytes, label = "", joined = false) => ({ kind, bytes, label
 
 function withWeightd(models) {
   const copies = models.map(({ name, memory }) => piece("copy", memory.copy_bytes, name));
-  const beside = models.flatMap(({ memory }) => split("beside", memory.workers, memory.beside_bytes));
+  const beside = models.flatMap(({ memory }) => split("beside", memory.workers, memory.private_bytes));
   return [...copies, ...beside];
 }
 
@@ -199,12 +199,12 @@ function drawMemory(overview) {
   byId("memory").hidden = memory === null;
   if (memory === null) return;
   const models = overview.models.filter((model) => model.memory !== null);
-  const scale = Math.max(memory.now_bytes, memory.plain_bytes);
+  const scale = Math.max(memory.total_bytes, memory.plain_bytes);
   const shares = memory.workers > 0;
   const label = shares
     ? `With weightd: one copy of the weights of each model, ${plural(memory.workers, "worker")}`
     : "With weightd: nothing is shared yet";
-  const measures = [["with", label, memory.now_bytes, [...withWeightd(models), piece("other", rest(memory, models))], scale]];
+  const measures = [["with", label, memory.total_bytes, [...withWeightd(models), piece("other", rest(memory, models))], scale]];
   if (shares) {
     const plain = `As ${plural(memory.processes, "plain process")}: each with a copy of its own`;
     measures.push(["plain", plain, memory.plain_bytes, asPlain(models), scale]);
@@ -213,8 +213,8 @@ function drawMemory(overview) {
 }
 
 function rest(memory, models) {
-  const drawn = models.reduce((sum, each) => sum + each.memory.copy_bytes + each.memory.beside_bytes, 0);
-  return Math.max(0, memory.now_bytes - drawn);
+  const drawn = models.reduce((sum, each) => sum + each.memory.copy_bytes + each.memory.private_bytes, 0);
+  return Math.max(0, memory.total_bytes - drawn);
 }
 
 // --- requests and latency ---
@@ -239,15 +239,15 @@ function drawTile(element, [, label, value, unit, values]) {
   drawSpark(element.lastChild, values);
 }
 
-function drawPace(overview) {
-  const pace = overview.pace;
+function drawThroughput(overview) {
+  const throughput = overview.throughput;
   const refused = overview.tenants.reduce((sum, tenant) => sum + (tenant.refused_rate || 0), 0);
   const tiles = [
-    ["rate", "Requests", rate(pace.rate), ` a second${refused ? `, ${rate(refused)} refused` : ""}`, pace.rates],
-    ["latency", "99 % answered within", time(pace.p99_s), ` half within ${time(pace.p50_s)}`, pace.p99s_s],
+    ["rate", "Requests", rate(throughput.rate), ` a second${refused ? `, ${rate(refused)} refused` : ""}`, throughput.rates],
+    ["latency", "99 % answered within", time(throughput.p99_s), ` half within ${time(throughput.p50_s)}`, throughput.p99s_s],
     ["queue", "Waiting", whole(overview.queued), ` ${whole(overview.running)} at work`, null],
   ];
-  keyed(byId("pace"), tiles, (each) => each[0], tile, drawTile);
+  keyed(byId("throughput"), tiles, (each) => each[0], tile, drawTile);
 }
 
 // --- tables ---
@@ -304,17 +304,17 @@ function drawState(cell, model) {
 function drawRate(cell, model) {
   if (!cell.firstChild) cell.append(spark(), make("span", "figure"), make("small", "warn"));
   const [curve, figure, below] = cell.children;
-  drawSpark(curve, model.pace.rates);
-  write(figure, rate(model.pace.rate));
+  drawSpark(curve, model.throughput.rates);
+  write(figure, rate(model.throughput.rate));
   write(below, model.refused_rate ? `${rate(model.refused_rate)} refused` : "");
 }
 
 function drawWorkers(cell, model) {
   if (!cell.firstChild) cell.append(make("span"), make("small"));
   const [figure, below] = cell.children;
-  mark(figure, model.workers < model.wanted ? "warn" : "well");
-  write(figure, model.wanted ? `${whole(model.workers)} of ${whole(model.wanted)}` : NONE);
-  write(below, model.deaths ? `${whole(model.deaths)} lost so far` : "");
+  mark(figure, model.ready_workers < model.desired_workers ? "warn" : "well");
+  write(figure, model.desired_workers ? `${whole(model.ready_workers)} of ${whole(model.desired_workers)}` : NONE);
+  write(below, model.unexpected_exits ? `${whole(model.unexpected_exits)} lost so far` : "");
 }
 
 function drawModelMemory(cell, model) {
@@ -329,10 +329,10 @@ function drawModelMemory(cell, model) {
   const [pair, sizes] = cell.children;
   const memory = model.memory;
   pair.hidden = memory === null;
-  write(sizes.firstChild, memory === null ? (model.group ? `in ${model.group}` : NONE) : size(memory.now_bytes));
+  write(sizes.firstChild, memory === null ? (model.group ? `in ${model.group}` : NONE) : size(memory.total_bytes));
   write(sizes.lastChild, memory !== null && memory.workers ? `plain ${size(memory.plain_bytes)}` : "");
   if (memory === null) return;
-  const { copy_bytes: copy, beside_bytes: beside, other_bytes: other } = memory;
+  const { copy_bytes: copy, private_bytes: beside, other_bytes: other } = memory;
   drawBar(pair.firstChild, [piece("copy", copy), piece("beside", beside), piece("other", other)], model.scale);
   drawBar(pair.lastChild, memory.workers ? [piece("again", memory.plain_bytes)] : [], model.scale);
 }
@@ -343,8 +343,8 @@ const MODELS = [
   ["Workers", drawWorkers, ""],
   ["Requests/s", drawRate, "rate"],
   ["Waiting", text((model) => whole(model.queued)), ""],
-  ["Half within", text((model) => time(model.pace.p50_s)), ""],
-  ["99 % within", text((model) => time(model.pace.p99_s)), ""],
+  ["Half within", text((model) => time(model.throughput.p50_s)), ""],
+  ["99 % within", text((model) => time(model.throughput.p99_s)), ""],
   ["Memory", drawModelMemory, "memory"],
 ];
 
@@ -357,7 +357,7 @@ const PROCESSES = [
   ["At work", text((process) => whole(process.in_flight)), ""],
   ["99 % within", text((process) => time(process.p99_s)), ""],
   ["Memory", text((process) => size(process.pss_bytes)), ""],
-  ["Its own", text((process) => size(process.own_bytes)), ""],
+  ["Its own", text((process) => size(process.private_bytes)), ""],
 ];
 
 const TENANTS = [
@@ -386,7 +386,7 @@ function drawModels(overview) {
   const parent = byId("models");
   if (!parent.firstChild) parent.append(table(MODELS));
   const scale = Math.max(1, ...overview.models.map(({ memory }) =>
-    memory === null ? 0 : Math.max(memory.now_bytes, memory.plain_bytes)));
+    memory === null ? 0 : Math.max(memory.total_bytes, memory.plain_bytes)));
   const rows = [];
   for (const model of overview.models) {
     rows.push({ key: `m${model.name}`, model: { ...model, scale } });
@@ -443,9 +443,9 @@ function draw(overview) {
   shown = overview;
   byId("picture").hidden = false;
   write(byId("service"), `${overview.version}, up ${duration(overview.uptime_s)}`);
-  byId("own").hidden = overview.whole;
+  byId("own").hidden = overview.is_complete;
   drawMemory(overview);
-  drawPace(overview);
+  drawThroughput(overview);
   drawModels(overview);
   drawTenants(overview);
 }
@@ -453,7 +453,7 @@ function draw(overview) {
 function drawHealth() {
   const old = shown === null ? 0 : Math.max(0, performance.now() - heard + age);
   const lost = why !== "" || (shown !== null && old > FRESH_MS);
-  byId("trouble").hidden = !lost;
+  byId("error").hidden = !lost;
   byId("picture").classList.toggle("stale", lost && shown !== null);
   if (lost) {
     write(byId("why"), why || "No answer comes.");
@@ -476,7 +476,7 @@ function drawHealth() {
 
 function take(told) {
   byId("access").hidden = true;
-  why = told.daemon.trouble;
+  why = told.daemon.error;
   if (told.overview !== null) {
     heard = performance.now();
     age = 1000 * told.daemon.age_s;

@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import numpy as np
 import pytest
 
-from weightctl.predict.images import Layout, Pixels, WrongImage, is_image, load, parse_layout
+from weightctl.predict.images import ImageLayout, Pixels, WrongImage, is_image, load, parse_layout
 from weightd_protocol.messages.inference import TensorSignature
 
 # Red above blue, two pixels wide.
@@ -23,14 +23,14 @@ def signature(*shape: int, datatype: str = "FP32") -> TensorSignature:
 @pytest.mark.parametrize(
     ("shape", "form"),
     [
-        ((1, 3, 8, 9), Layout(3, (9, 8), is_channels_last=False, has_batch=True)),
-        ((-1, 3, -1, -1), Layout(3, (None, None), is_channels_last=False, has_batch=True)),
-        ((-1, 8, 9, 3), Layout(3, (9, 8), is_channels_last=True, has_batch=True)),
-        ((1, 28, 28, 1), Layout(1, (28, 28), is_channels_last=True, has_batch=True)),
-        ((4, 8, 9), Layout(4, (9, 8), is_channels_last=False, has_batch=False)),
+        ((1, 3, 8, 9), ImageLayout(3, (9, 8), is_channels_last=False, has_batch=True)),
+        ((-1, 3, -1, -1), ImageLayout(3, (None, None), is_channels_last=False, has_batch=True)),
+        ((-1, 8, 9, 3), ImageLayout(3, (9, 8), is_channels_last=True, has_batch=True)),
+        ((1, 28, 28, 1), ImageLayout(1, (28, 28), is_channels_last=True, has_batch=True)),
+        ((4, 8, 9), ImageLayout(4, (9, 8), is_channels_last=False, has_batch=False)),
     ],
 )
-def test_the_shape_tells_how_pictures_are_laid_out(shape: Tuple[int, ...], form: Layout) -> None:
+def test_the_shape_tells_how_pictures_are_laid_out(shape: Tuple[int, ...], form: ImageLayout) -> None:
     assert parse_layout(signature(*shape)) == form
 
 

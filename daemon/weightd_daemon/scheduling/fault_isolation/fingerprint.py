@@ -17,8 +17,8 @@ from weightd_daemon.scheduling.tensor_location import TensorLocation, iterate_te
 SMALL_BYTES = 4096
 
 # How much of a large content its mark depends on.
-_SAMPLE_PIECE_BYTES = 256
-_SAMPLE_PIECES = 16
+_SAMPLE_CHUNK_BYTES = 256
+_SAMPLE_CHUNKS = 16
 
 # A slice takes a third of a millisecond.
 SLICE_BYTES = 256 * 1024
@@ -38,10 +38,10 @@ def _sample_digest(request: Request) -> bytes:
     state = hashlib.blake2b(digest_size=16)
     for header, frame in _iterate_headers(request):
         state.update(header)
-        last = len(frame) - _SAMPLE_PIECE_BYTES
-        for index in range(_SAMPLE_PIECES if last > 0 else 1):
-            begin = max(0, last * index // (_SAMPLE_PIECES - 1))
-            state.update(frame[begin : begin + _SAMPLE_PIECE_BYTES])
+        last = len(frame) - _SAMPLE_CHUNK_BYTES
+        for index in range(_SAMPLE_CHUNKS if last > 0 else 1):
+            begin = max(0, last * index // (_SAMPLE_CHUNKS - 1))
+            state.update(frame[begin : begin + _SAMPLE_CHUNK_BYTES])
     return state.digest()
 
 
@@ -64,7 +64,7 @@ class FingerprintTask:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._hash = hashlib.blake2b(digest_size=16)
-        self._pieces = _iterate_pieces(request)
+        self._chunks = _iterate_chunks(request)
         if not is_small(request):
             compute_sample_digest(request)
 
@@ -72,7 +72,7 @@ class FingerprintTask:
         """Read a slice; return whether the digest is known."""
         remaining_bytes = 0 if self.request.digest else SLICE_BYTES
         while remaining_bytes > 0:
-            chunk = next(self._pieces, None)
+            chunk = next(self._chunks, None)
             if chunk is None:
                 self.request.digest = self._hash.digest()
                 break
@@ -81,7 +81,7 @@ class FingerprintTask:
         return bool(self.request.digest)
 
 
-def _iterate_pieces(request: Request) -> Iterator[Any]:
+def _iterate_chunks(request: Request) -> Iterator[Any]:
     for header, frame in _iterate_headers(request):
         yield header
         for begin in range(0, len(frame), SLICE_BYTES):

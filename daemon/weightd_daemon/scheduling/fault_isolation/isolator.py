@@ -184,7 +184,7 @@ class FaultIsolator:
         _record_times(batches, now)
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
         requests = batches if exit_cause.may_be_own_fault else []
-        origins = self._isolate_suspects(requests)
+        origins = self._isolate_requests(requests)
         record_death(requests)
         self._record_offense(origins, now - slot.busy_since, now)
         self._record_tenant_loss(requests, now)
@@ -278,7 +278,7 @@ class FaultIsolator:
     def _is_untrusted(self, request: Request) -> bool:
         return request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
 
-    def _isolate_suspects(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
+    def _isolate_requests(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
         for batch in batches:
             batch.isolate_requests()
