@@ -89,7 +89,7 @@ mutants: $(VENV)/.made-mutants  ## mutation tests of the modules that decide; no
 	$(BIN)/python -m pytest -q tests/mutation
 	$(BIN)/python -m tests.mutation --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(ONLY)
 
-check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
+check: $(VENV)/.made-lint  ## lint, format, types, import contracts, names
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-pyright check-mypy check-rest
 
 check-pyright: ; $(BIN)/pyright
@@ -103,6 +103,7 @@ check-rest:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.names
 
 bench: $(VENV)/.made  ## memory, latency, large tensors, throughput, engine, start-up, each against the bare engine or transport
 	$(BIN)/python -m benchmarks all

@@ -132,14 +132,14 @@ def run(setup: Setup) -> Batching:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LoadFigures:
+class _LoadResult:
     """Requests per second, by side and round; and rows of a job."""
 
     rps: Mapping[str, list[float]]
     rows_per_batch: float
 
 
-def _measure_load(setup: Setup) -> _LoadFigures:
+def _measure_load(setup: Setup) -> _LoadResult:
     path, inputs, reference = _material(MLP, (MLP_WIDTH,))
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(_service(path, setup.workers))
@@ -157,9 +157,9 @@ def _measure_load(setup: Setup) -> _LoadFigures:
                 before = _served(service)
                 rps[who].append(flight.requests_per_second(fly, SECONDS, reference))
                 if who == _ON:
-                    requests, jobs = (now - then for now, then in zip(_served(service), before, strict=True))
-                    rows.append(requests / jobs)
-    return _LoadFigures(rps, statistics.median(rows))
+                    requests, batches = (now - then for now, then in zip(_served(service), before, strict=True))
+                    rows.append(requests / batches)
+    return _LoadResult(rps, statistics.median(rows))
 
 
 def _lone(setup: Setup) -> Mapping[str, list[float]]:

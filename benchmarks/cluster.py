@@ -50,7 +50,7 @@ _REST_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClusterFigures(Result):
+class ClusterResult(Result):
     """Of requests, medians over the rounds; of memory, MB of 1,000,000 bytes.
 
     Attributes:
@@ -86,7 +86,7 @@ class ClusterFigures(Result):
         ]
 
 
-def run(setup: Setup) -> ClusterFigures:
+def run(setup: Setup) -> ClusterResult:
     """Measure one, then the other."""
     try:
         from testkit.raynodes import nodes
@@ -101,7 +101,7 @@ def run(setup: Setup) -> ClusterFigures:
         with nodes(NODES) as several:
             pss = _memory(several, setup.workers)
     ratios = {name: ratio(rates["weightd"], rates[name]) for name in ("empty", "silent")}
-    return ClusterFigures(
+    return ClusterResult(
         engine=setup.engine,
         workers=setup.workers,
         n=len(rates["empty"]),

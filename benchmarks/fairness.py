@@ -273,9 +273,9 @@ class _ConnectedService:
     a: User
     b: User
 
-    def measure(self, question: _RequestSample, seconds: float, min_count: int = 3) -> LoadResult:
+    def measure(self, sample: _RequestSample, seconds: float, min_count: int = 3) -> LoadResult:
         """Have B ask for so long."""
-        return _checked(self.b.do(loads.ask, question.model, question.inputs, question.answers, seconds, min_count))
+        return _checked(self.b.do(loads.ask, sample.model, sample.inputs, sample.answers, seconds, min_count))
 
 
 Found = dict[str, Any]
@@ -308,43 +308,43 @@ def run(setup: Setup) -> Fairness:
 
 def _in_flight(key: str, count: int) -> Part:
     def part(plan: _Plan) -> Found:
-        question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
+        sample = _make_sample(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
         # 1,000 in flight are to be that many.
         with _stage(plan, {TRANSFORMER: {"max_queue": 2000}}) as stage:
-            a = (loads.keep, TRANSFORMER, question.inputs, count)
-            found, timings = _compared(plan, stage, question, a, f"{count} in flight")
+            a = (loads.keep, TRANSFORMER, sample.inputs, count)
+            found, timings = _compared(plan, stage, sample, a, f"{count} in flight")
         return {**timings, key: found}
 
     return part
 
 
 def _full(plan: _Plan) -> Found:
-    question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
+    sample = _make_sample(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     with _stage(plan, {TRANSFORMER: {"max_queue": QUEUE}}) as stage:
-        stage.a.begin(loads.keep, TRANSFORMER, question.inputs, 4 * QUEUE)
+        stage.a.begin(loads.keep, TRANSFORMER, sample.inputs, 4 * QUEUE)
         stage.a.wait_for_report()
-        result = stage.measure(question, 0.0, REQUESTS_WHILE_FULL)
+        result = stage.measure(sample, 0.0, REQUESTS_WHILE_FULL)
         stage.a.end()
     return {"refused": _failed(result), "asked": REQUESTS_WHILE_FULL, "n": REQUESTS_WHILE_FULL}
 
 
 def _large(plan: _Plan) -> Found:
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     inputs = material.inputs(LARGE_BYTES // 4, count=2)
     with _stage(plan, {TINY: {}, LARGEST: {}}) as stage:
-        found, timings = _compared(plan, stage, question, (loads.keep, LARGEST, inputs, 8), "large")
+        found, timings = _compared(plan, stage, sample, (loads.keep, LARGEST, inputs, 8), "large")
     return {**timings, "large_ratio": found}
 
 
 def _long_batches(plan: _Plan) -> Found:
-    question = _question(MLP, plan, MLP_WIDTH)
+    sample = _make_sample(MLP, plan, MLP_WIDTH)
     rows = MAX_ROWS if plan.setup.tenants else LONG_ROWS
     tenants = plan.tenants()
     if tenants:
         tenants["a"]["max_rows"] = MAX_ROWS
     long, short = (material.inputs(MLP_WIDTH, count=1, rows=each) for each in (LONG_ROWS, MAX_ROWS))
     with _stage(plan, {MLP: {}}, tenants) as stage:
-        alone = stage.measure(question, plan.rounds * plan.round_s / 2)
+        alone = stage.measure(sample, plan.rounds * plan.round_s / 2)
         batch_s = statistics.median(stage.b.do(loads.time_of, MLP, short[0], 5))
         if tenants:
             with contextlib.suppress(RequestError):
@@ -352,7 +352,7 @@ def _long_batches(plan: _Plan) -> Found:
                 raise DifferenceError(f"a request of {LONG_ROWS} rows is taken where max_rows is {MAX_ROWS}")
         stage.a.begin(loads.keep, MLP, short if tenants else long, 4)
         stage.a.wait_for_report()
-        beside = stage.measure(question, plan.rounds * plan.round_s, 10)
+        beside = stage.measure(sample, plan.rounds * plan.round_s, 10)
         stage.a.end()
     p99 = percentile(beside.seconds, 99)
     progress(
@@ -368,12 +368,12 @@ def _long_batches(plan: _Plan) -> Found:
 def _poison(plan: _Plan) -> Found:
     path = _poisoned()
     inputs = [{"a": np.arange(1, 7, dtype=np.int64) + number} for number in range(4)]
-    question = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
+    sample = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
     seconds = QUICK_POISON_S if plan.setup.quick else POISON_S
     with _stage(plan, {POISONED: {"path": path, "workers": POISON_WORKERS}}) as stage, _Watch(stage.service) as watch:
         stage.a.begin(loads.poison, POISONED, [{"a": np.array([-(2**63)], np.int64)}], 8)
         stage.a.wait_for_report()
-        result = stage.measure(question, seconds)
+        result = stage.measure(sample, seconds)
         outcomes = stage.a.end().outcomes
     progress(f"A's poison ended in {outcomes}, B's requests in {result.outcomes}")
     return {
@@ -384,25 +384,25 @@ def _poison(plan: _Plan) -> Found:
 
 
 def _storms(plan: _Plan) -> Found:
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     found: Found = {"n": 0, "seconds": {}, "spreads": {}}
     ratios: dict[str, float] = {}
     with _stage(plan, {TINY: {}}) as stage:
         for kind in loads.STORMS:
             storm = (loads.storm, f"{stage.service.address}.unix", kind, TINY)
-            ratios[kind], told = _compared(plan, stage, question, storm, f"{kind} storm")
-            found["n"] += told["n"]
-            found["seconds"].update(told["seconds"])
-            found["spreads"].update(told["spreads"])
+            ratios[kind], timings = _compared(plan, stage, sample, storm, f"{kind} storm")
+            found["n"] += timings["n"]
+            found["seconds"].update(timings["seconds"])
+            found["spreads"].update(timings["spreads"])
     return {**found, "storm_ratios": ratios, "storms": max(ratios.values())}
 
 
 def _connections(plan: _Plan) -> Found:
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
-        stage.measure(question, 0.1)
+        stage.measure(sample, 0.1)
         addresses = [f"{stage.service.address}.unix", stage.service.address]
-        stage.b.begin(loads.ask_until_stopped, TINY, question.inputs, question.answers)
+        stage.b.begin(loads.ask_until_stopped, TINY, sample.inputs, sample.answers)
         stage.b.wait_for_report()
         stage.a.begin(loads.hold_connections, addresses, CONNECTIONS)
         stage.a.wait_for_report()
@@ -411,7 +411,7 @@ def _connections(plan: _Plan) -> Found:
         for address in ("unix://", "ipc://"):
             try:
                 stage.b.connect(address + stage.service.address, timeout=5.0)
-                bad += _failed(stage.measure(question, 0.0, 10))
+                bad += _failed(stage.measure(sample, 0.0, 10))
             except RequestError:
                 bad += 1
         progress(f"A has {stage.a.end()}, B {result.outcomes}")
@@ -420,7 +420,7 @@ def _connections(plan: _Plan) -> Found:
 
 def _computing(plan: _Plan) -> Found:
     """A keeps one core busy and sends nothing. Attacks are compared to this control."""
-    tiny, mlp = _question(TINY, plan, TINY_WIDTH), _question(MLP, plan, MLP_WIDTH)
+    tiny, mlp = _make_sample(TINY, plan, TINY_WIDTH), _make_sample(MLP, plan, MLP_WIDTH)
     attacks: dict[str, Attack] = {}
     with (
         _stage(plan, {TINY: {}, MLP: {"workers": 2}}) as stage,
@@ -432,8 +432,8 @@ def _computing(plan: _Plan) -> Found:
         attacks[f"{COMPUTING}, Unix"] = _attack(plan, stage, tiny, load)
         attacks[f"{COMPUTING}, Unix, a large model"] = _attack(plan, stage, mlp, load)
         for protocol in ("http", "grpc"):
-            asked = _gateway_question(protocol, gateway.port(protocol), tiny)
-            ask = functools.partial(b.do, loads.ask_gateway, asked)
+            sent = _gateway_sample(protocol, gateway.port(protocol), tiny)
+            ask = functools.partial(b.do, loads.ask_gateway, sent)
             attacks[f"{COMPUTING}, B over {protocol}"] = _attack_on(plan, stage, ask, load)
         stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
         attacks[f"{COMPUTING}, ZeroMQ"] = _attack(plan, stage, tiny, load)
@@ -442,20 +442,20 @@ def _computing(plan: _Plan) -> Found:
 
 def _connection_storm(plan: _Plan) -> Found:
     """A opens and closes connections to the Unix socket and to the ZeroMQ listener as fast as it can."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}}) as stage, contextlib.ExitStack() as stack:
         unix, zeromq = f"{stage.service.address}.unix", stage.service.address
-        attacks["connection storm, Unix"] = _attack(plan, stage, question, (loads.reconnect, unix))
+        attacks["connection storm, Unix"] = _attack(plan, stage, sample, (loads.reconnect, unix))
         others = [stack.enter_context(User(uid)) for uid in (users.ALICE, users.CAROL, users.CAROL)]
         attacks["connection storm, Unix, 4 processes of 2 users"] = _attack(
-            plan, stage, question, (loads.reconnect, unix), others=others
+            plan, stage, sample, (loads.reconnect, unix), others=others
         )
         stack.close()
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
-        attacks["connection storm, ZeroMQ"] = _attack(plan, stage, question, (loads.reconnect, zeromq))
+        attacks["connection storm, ZeroMQ"] = _attack(plan, stage, sample, (loads.reconnect, zeromq))
         load = (loads.reconnect, zeromq, loads.ZMTP_GREETING)
-        attacks["connection storm with greetings, ZeroMQ"] = _attack(plan, stage, question, load)
+        attacks["connection storm with greetings, ZeroMQ"] = _attack(plan, stage, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
@@ -468,7 +468,7 @@ class _FewDescriptors(Service):
 
 def _many_users(plan: _Plan) -> Found:
     """Many users of no tenant take all places for connections, each with one, and B asks over one and over another."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}}, service=_FewDescriptors) as stage, User(0) as root, User(users.BOB) as other:
         other.connect(f"unix://{stage.service.address}", timeout=60.0)
@@ -476,13 +476,13 @@ def _many_users(plan: _Plan) -> Found:
         for name, scheme, suffix in (("Unix", "unix", ".unix"), ("ZeroMQ", "ipc", "")):
             stage.b.connect(f"{scheme}://{stage.service.address}", timeout=60.0)
             load = (loads.connect_as_many_users, [f"{stage.service.address}{suffix}"], MANY_USERS)
-            attacks[f"many users, {name}"] = _attack(plan, outside, question, load)
+            attacks[f"many users, {name}"] = _attack(plan, outside, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _gateway(plan: _Plan) -> Found:
     """A floods the gateway over gRPC and HTTP, without a token but for the JSON; B asks it over both."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     memory: dict[str, tuple[float, float, float]] = {}
     with (
@@ -494,8 +494,8 @@ def _gateway(plan: _Plan) -> Found:
         ports = {protocol: gateway.port(protocol) for protocol in ("http", "grpc")}
         for name, load in _floods(ports).items():
             for protocol, port in ports.items():
-                asked = _gateway_question(protocol, port, question)
-                ask = functools.partial(b.do, loads.ask_gateway, asked)
+                result = _gateway_sample(protocol, port, sample)
+                ask = functools.partial(b.do, loads.ask_gateway, result)
                 sizes: list[float] = []
                 found = _attack_on(plan, stage, ask, load, at=functools.partial(_look, sizes, gateway.pid))
                 attacks[f"{name}, B over {protocol}"] = found
@@ -505,7 +505,7 @@ def _gateway(plan: _Plan) -> Found:
 
 def _gateway_helper(plan: _Plan) -> Found:
     """A sends requests whose parsing takes long; B sends JSON that the gateway parses beside its event loop, too."""
-    question = _question(TINY, plan, TINY_WIDTH, rows=JSON_ROWS)
+    sample = _make_sample(TINY, plan, TINY_WIDTH, rows=JSON_ROWS)
     imports = ("encodings.idna", "encodings.raw_unicode_escape", "grpc")
     attacks: dict[str, Attack] = {}
     memory: dict[str, tuple[float, float, float]] = {}
@@ -525,7 +525,7 @@ def _gateway_helper(plan: _Plan) -> Found:
         }
         for count in (1_000_000, 10_000):
             loads_of_a[f"JSON of {count:,} values"] = (loads.pour, ports["http"], b"", _json_post(count))
-        ask = functools.partial(b.do, loads.ask_gateway, _gateway_question("json", ports["http"], question))
+        ask = functools.partial(b.do, loads.ask_gateway, _gateway_sample("json", ports["http"], sample))
         for name, load in loads_of_a.items():
             sizes: list[float] = []
             look = functools.partial(_look, sizes, gateway.pid)
@@ -580,15 +580,15 @@ def _json_post(count: int) -> bytes:
     return "\r\n".join((*lines, "\r\n")).encode() + body
 
 
-def _gateway_question(protocol: str, port: int, question: _RequestSample) -> loads.GatewayRequest:
-    """Return a question to the gateway over "grpc" or "http" with binary tensors, or "json" over HTTP."""
+def _gateway_sample(protocol: str, port: int, sample: _RequestSample) -> loads.GatewayRequest:
+    """Return a sample to the gateway over "grpc" or "http" with binary tensors, or "json" over HTTP."""
     bearer = {"authorization": "Bearer b"}
     requests: list[bytes] = []
-    ends = [next(iter(answer.values())).tobytes() for answer in question.answers]
-    for inputs in question.inputs:
+    ends = [next(iter(answer.values())).tobytes() for answer in sample.answers]
+    for inputs in sample.inputs:
         ((name, array),) = inputs.items()
         if protocol == "grpc":
-            message = INFERENCE["ModelInferRequest"](model_name=question.model)
+            message = INFERENCE["ModelInferRequest"](model_name=sample.model)
             message.inputs.add(name=name, datatype="FP32", shape=array.shape)
             message.raw_input_contents.append(array.tobytes())
             requests.append(message.SerializeToString())
@@ -601,7 +601,7 @@ def _gateway_question(protocol: str, port: int, question: _RequestSample) -> loa
             header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
             bearer["Inference-Header-Content-Length"] = str(len(header))
             requests.append(header + array.tobytes())
-    path = f"/{GRPC_SERVICE}/ModelInfer" if protocol == "grpc" else f"/v2/models/{question.model}/infer"
+    path = f"/{GRPC_SERVICE}/ModelInfer" if protocol == "grpc" else f"/v2/models/{sample.model}/infer"
     return loads.GatewayRequest("grpc" if protocol == "grpc" else "http", port, path, bearer, requests, ends)
 
 
@@ -615,23 +615,23 @@ def _look(sizes: list[float], pid: int, moment: str) -> None:
 
 def _descriptors(plan: _Plan) -> Found:
     """A sends descriptors whose close waits; B's arrays go through shared memory, whose descriptors B sends."""
-    question = _question(LARGEST, plan, SHARED_BYTES // 4)
+    sample = _make_sample(LARGEST, plan, SHARED_BYTES // 4)
     with _stage(plan, {LARGEST: {}}) as stage:
-        attack = _attack(plan, stage, question, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
+        attack = _attack(plan, stage, sample, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
     return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.request_count}
 
 
 def _kernel_buffers(plan: _Plan) -> Found:
     """A asks over thousands of connections and reads nothing: the kernel keeps the answers."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
-        attack = _attack(plan, stage, question, (loads.hoard, f"{stage.service.address}.unix", TINY))
+        attack = _attack(plan, stage, sample, (loads.hoard, f"{stage.service.address}.unix", TINY))
     return {"attacks": {"answers that nobody reads": attack}, "n": attack.request_count}
 
 
 def _log_flood(plan: _Plan) -> Found:
     """A has each of its connections hung up for what it has sent, which the daemon logs."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     lines = 0
     with _stage(plan, {TINY: {}}) as stage, stage.service.client() as watcher:
@@ -642,7 +642,7 @@ def _log_flood(plan: _Plan) -> Found:
             raise UnavailableError("fairness: no event tells of what B did")
         for name, load in {"Unix": (loads.garbage, unix), "ZeroMQ": (loads.overlong, zeromq)}.items():
             count = stage.service.log.count("\n")
-            attacks[f"log flood, {name}"] = _attack(plan, stage, question, load)
+            attacks[f"log flood, {name}"] = _attack(plan, stage, sample, load)
             more = stage.service.log.count("\n") - count
             lines += more
             progress(f"{more} lines of the log")
@@ -668,25 +668,25 @@ def _events(client: Client) -> list[str]:
 
 def _long_predicts(plan: _Plan) -> Found:
     """A keeps requests in flight that take seconds each, to a model with two workers whose requests are never split."""
-    question = _question(MLP, plan, MLP_WIDTH)
+    sample = _make_sample(MLP, plan, MLP_WIDTH)
     long = material.inputs(MLP_WIDTH, count=1, rows=LONG_PREDICT_ROWS)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {MLP: {"workers": 2}}) as stage:
         load = (loads.keep, MLP, long, 4, 0)
-        attacks["long predicts, Unix"] = _attack(plan, stage, question, load)
+        attacks["long predicts, Unix"] = _attack(plan, stage, sample, load)
         stage.a.connect(f"ipc://{stage.service.address}", timeout=60.0)
-        attacks["long predicts, ZeroMQ"] = _attack(plan, stage, question, load)
+        attacks["long predicts, ZeroMQ"] = _attack(plan, stage, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _sparse(plan: _Plan) -> Found:
     """A has workers read and write memory of A that has no pages, and keeps it after it is unregistered."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}, LARGEST: {}, RELU: {}}) as stage:
         path = f"{stage.service.address}.unix"
         attacks = {
             f"sparse memory, {name}": _attack(
-                plan, stage, question, (loads.share_holes, path, model, SPARSE_BYTES, SPARSE_OPEN_FDS)
+                plan, stage, sample, (loads.share_holes, path, model, SPARSE_BYTES, SPARSE_OPEN_FDS)
             )
             for name, model in (("inputs", LARGEST), ("inputs and outputs", RELU))
         }
@@ -700,17 +700,17 @@ def _sparse(plan: _Plan) -> Found:
 def _framed(plan: _Plan) -> Found:
     """A kills workers by contents in its shared memory, and replaces them by B's before the daemon has read them."""
     inputs = [{"a": np.arange(1, FRAMED_LENGTH + 1, dtype=np.int64) + number} for number in range(4)]
-    question = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
+    sample = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
     with _stage(plan, {POISONED: {"path": _poisoned(), "workers": POISON_WORKERS}}) as stage:
         path = f"{stage.service.address}.unix"
         load = (loads.frame_innocent, path, POISONED, [each["a"] for each in inputs])
-        attack = _attack(plan, stage, question, load)
+        attack = _attack(plan, stage, sample, load)
     return {"attacks": {"quarantine of innocent content": attack}, "n": attack.request_count}
 
 
 def _memory_limit(plan: _Plan) -> Found:
     """The service has a limit of memory, and A tries to make it use more than that."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     large = material.inputs(LARGE_BYTES // 4, count=2)
     attacks: dict[str, Attack] = {}
     with contextlib.ExitStack() as stack:
@@ -733,7 +733,7 @@ def _memory_limit(plan: _Plan) -> Found:
         for name, load in loads_of_a.items():
             progress(name)
             before = group.kills
-            attacks[f"{name}, memory limit"] = _attack(plan, stage, question, load)
+            attacks[f"{name}, memory limit"] = _attack(plan, stage, sample, load)
             kills[name] = group.kills - before
             progress(f"killed by the kernel: {kills[name]}; peak so far {group.peak >> 20} MiB")
         if stage.service.status().pid != daemon:
@@ -747,16 +747,16 @@ def _memory_limit(plan: _Plan) -> Found:
 
 def _slow_headers(plan: _Plan) -> Found:
     """A, or a user of no tenant, sends headers that are costly to unpack, on the Unix socket and over ZeroMQ."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}}) as stage, User(users.DAVE) as stranger:
         for scheme, name in (("unix", "Unix"), ("ipc", "ZeroMQ")):
             address = f"{scheme}://{stage.service.address}" + (".unix" if scheme == "unix" else "")
             stage.b.connect(f"{scheme}://{stage.service.address}", timeout=60.0)
             load = (loads.slow_headers, address, TINY)
-            attacks[f"slow headers, {name}"] = _attack(plan, stage, question, load)
+            attacks[f"slow headers, {name}"] = _attack(plan, stage, sample, load)
             outside = dataclasses.replace(stage, a=stranger)
-            attacks[f"slow headers of no tenant, {name}"] = _attack(plan, outside, question, load)
+            attacks[f"slow headers of no tenant, {name}"] = _attack(plan, outside, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
@@ -764,7 +764,7 @@ def _special_values(plan: _Plan) -> Found:
     """A sends rows of signalling NaNs to a model whose answers to them depend on the batch."""
     path = _written(FLOORED, functools.partial(models.floored, width=TINY_WIDTH))
     inputs = material.inputs(TINY_WIDTH)
-    question = _RequestSample(FLOORED, inputs, [{"y": np.floor(each["x"])} for each in inputs])
+    sample = _RequestSample(FLOORED, inputs, [{"y": np.floor(each["x"])} for each in inputs])
     special = [{"x": np.full((1, TINY_WIDTH), 0x7F800001, np.uint32).view(np.float32)}]
     with _stage(plan, {FLOORED: {"path": path, "batching": {"max_rows": MAX_ROWS}}}) as stage:
 
@@ -784,7 +784,7 @@ def _special_values(plan: _Plan) -> Found:
             return rate()
 
         before = beside(inputs)
-        attack = _attack(plan, stage, question, (loads.keep, FLOORED, special, BACKLOG))
+        attack = _attack(plan, stage, sample, (loads.keep, FLOORED, special, BACKLOG))
         after = beside(special)
     progress(f"B has {before:.0f} requests/s after ordinary values of A, {after:.0f} after special ones")
     return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.request_count}
@@ -792,44 +792,44 @@ def _special_values(plan: _Plan) -> Found:
 
 def _empty_frames(plan: _Plan) -> Found:
     """A sends messages of 20 million empty frames to the ZeroMQ listener."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
         stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
-        attack = _attack(plan, stage, question, (loads.send_millions_of_frames, stage.service.address))
+        attack = _attack(plan, stage, sample, (loads.send_millions_of_frames, stage.service.address))
     return {"attacks": {"empty frames, ZeroMQ": attack}, "n": attack.request_count}
 
 
 def _cancellations(plan: _Plan) -> Found:
     """A sends requests, each with its cancellation, to the Unix socket and to the ZeroMQ listener as fast as it can."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}}) as stage:
         unix, zeromq = f"{stage.service.address}.unix", stage.service.address
-        load = (loads.request_and_cancel, unix, TINY, question.inputs[0])
-        attacks["requests and cancellations, Unix"] = _attack(plan, stage, question, load)
+        load = (loads.request_and_cancel, unix, TINY, sample.inputs[0])
+        attacks["requests and cancellations, Unix"] = _attack(plan, stage, sample, load)
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
-        load = (loads.request_and_cancel, zeromq, TINY, question.inputs[0])
-        attacks["requests and cancellations, ZeroMQ"] = _attack(plan, stage, question, load)
+        load = (loads.request_and_cancel, zeromq, TINY, sample.inputs[0])
+        attacks["requests and cancellations, ZeroMQ"] = _attack(plan, stage, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _costly_replies(plan: _Plan) -> Found:
     """A asks for what is costly to answer, over the Unix socket and over ZeroMQ, of a service with many models."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     others = {f"other{number}": {"workers": 1, **_path(TINY, plan)} for number in range(20)}
     with _stage(plan, {TINY: {}, **others}, {}) as stage:
         unix, zeromq = f"{stage.service.address}.unix", stage.service.address
         for kind in ("status", "metrics", "events"):
-            attacks[f"{kind}, Unix"] = _attack(plan, stage, question, (loads.ask_for, unix, kind))
+            attacks[f"{kind}, Unix"] = _attack(plan, stage, sample, (loads.ask_for, unix, kind))
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
-        attacks["metrics, ZeroMQ"] = _attack(plan, stage, question, (loads.ask_for, zeromq, "metrics"))
+        attacks["metrics, ZeroMQ"] = _attack(plan, stage, sample, (loads.ask_for, zeromq, "metrics"))
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _endings(plan: _Plan) -> Found:
     """A queues requests for a slow model and has all of them end at one moment, or has many reach their deadlines."""
-    question = _question(TINY, plan, TINY_WIDTH)
+    sample = _make_sample(TINY, plan, TINY_WIDTH)
     (inputs,) = material.inputs(MLP_WIDTH, count=1)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}, MLP: {"max_queue": 2 * ENDINGS}}) as stage:
@@ -840,19 +840,19 @@ def _endings(plan: _Plan) -> Found:
             ("expire", "one by one at their deadlines behind as many others"),
         ):
             load = (loads.end_many, f"{stage.service.address}.unix", MLP, inputs, ENDINGS, way)
-            attacks[f"{ENDINGS} requests end, {name}"] = _attack(plan, stage, question, load)
+            attacks[f"{ENDINGS} requests end, {name}"] = _attack(plan, stage, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _shares(plan: _Plan) -> Found:
-    question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
+    sample = _make_sample(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
     count = 0
     seconds = QUICK_SHARES_S if plan.setup.quick else SHARES_S
     combined_rate = alone = 0.0
     for weight in WEIGHTS:
         with _stage(plan, {TRANSFORMER: {}}, plan.tenants(a=1.0, b=float(weight))) as stage:
-            load = (loads.keep, TRANSFORMER, question.inputs, BACKLOG, BACKLOG)
+            load = (loads.keep, TRANSFORMER, sample.inputs, BACKLOG, BACKLOG)
             if not alone:
                 stage.a.begin(*load)
                 stage.a.wait_for_report()
@@ -932,7 +932,7 @@ def _slot_seconds(service: Service) -> dict[str, float]:
     return {each.name: sum(account.slot_seconds for account in each.accounts) for each in tenants}
 
 
-def _question(model: str, plan: _Plan, *shape: int, rows: int = 1) -> _RequestSample:
+def _make_sample(model: str, plan: _Plan, *shape: int, rows: int = 1) -> _RequestSample:
     inputs = material.inputs(*shape, rows=rows)
     with PlainProcess(material.model(model, plan.setup.engine), plan.setup.engine) as bare:
         return _RequestSample(model, inputs, [bare.infer(each) for each in inputs])
@@ -978,24 +978,24 @@ def _written(name: str, write: Callable[[Path], Path]) -> Path:
 
 
 def _compared(
-    plan: _Plan, stage: _ConnectedService, question: _RequestSample, load: Sequence[Any], name: str
+    plan: _Plan, stage: _ConnectedService, sample: _RequestSample, load: Sequence[Any], name: str
 ) -> tuple[float, Found]:
     """Measure B alone and beside A in turn; return the ratio, and what is told of it."""
     alone: list[float] = []
     beside: list[float] = []
     count = 0
-    stage.measure(question, 0.2)
+    stage.measure(sample, 0.2)
     for _ in range(plan.rounds):
-        asked = stage.measure(question, plan.round_s)
+        result = stage.measure(sample, plan.round_s)
         stage.a.begin(*load)
         stage.a.wait_for_report()
-        pressed = stage.measure(question, plan.round_s)
+        pressed = stage.measure(sample, plan.round_s)
         stage.a.end()
-        if not (asked.seconds and pressed.seconds):
+        if not (result.seconds and pressed.seconds):
             raise UnavailableError(f"fairness: {name}: B is not answered: {pressed.outcomes}")
-        alone.append(_p50(asked))
+        alone.append(_p50(result))
         beside.append(_p50(pressed))
-        count += len(asked.seconds) + len(pressed.seconds)
+        count += len(result.seconds) + len(pressed.seconds)
     found = ratio(beside, alone)
     progress(f"{name}: {found.median:.2f} times ({found.spread[0]:.2f} to {found.spread[1]:.2f})")
     p50 = statistics.median(alone), statistics.median(beside)
@@ -1015,7 +1015,7 @@ class Attack:
 def _attack(
     plan: _Plan,
     stage: _ConnectedService,
-    question: _RequestSample,
+    sample: _RequestSample,
     load: Sequence[Any],
     *,
     renew: bool = False,
@@ -1030,7 +1030,7 @@ def _attack(
         if renew and moment == "begun":
             stage.b.connect(f"unix://{stage.service.address}", timeout=60.0)
 
-    return _attack_on(plan, stage, lambda seconds: stage.measure(question, seconds), load, at=at, others=others)
+    return _attack_on(plan, stage, lambda seconds: stage.measure(sample, seconds), load, at=at, others=others)
 
 
 def _attack_on(

@@ -144,8 +144,8 @@ def run(setup: Setup) -> Gateway:
                         order = Round(way, address, size.model, size.model, size.requests)
                         p50.setdefault(f"{name} {way}{suffix}", []).append(percentile(triton_client.seconds(order), 50))
                 check = references[size.model].check
-                for name, asks in ((OURS, raws), (MOSEC, mosecs)):
-                    seconds = seconds_of(asks[size.model], size.inputs, size.requests, check)
+                for name, senders in ((OURS, raws), (MOSEC, mosecs)):
+                    seconds = seconds_of(senders[size.model], size.inputs, size.requests, check)
                     p50.setdefault(f"{name} raw{suffix}", []).append(percentile(seconds, 50))
     return _result(setup, rounds, p50)
 

@@ -97,11 +97,11 @@ def run(setup: Setup) -> Overload:
                 reference.check(index, answer)
             calm = _CALM / (time.perf_counter() - begin)
         progress(f"{_SETTLE_S:g} s, then {SECONDS:g} s of overload")
-        with _OverloadClients(service, inputs, reference) as crowd:
+        with _OverloadClients(service, inputs, reference) as clients:
             time.sleep(_SETTLE_S)
-            sent, answered, before = crowd.sent, crowd.answered, pss(service.pid)
+            sent, answered, before = clients.sent, clients.answered, pss(service.pid)
             time.sleep(SECONDS)
-            sent, answered, after = crowd.sent - sent, crowd.answered - answered, pss(service.pid)
+            sent, answered, after = clients.sent - sent, clients.answered - answered, pss(service.pid)
     return Overload(
         engine=engine,
         workers=workers,

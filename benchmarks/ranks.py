@@ -96,16 +96,16 @@ def run(setup: Setup) -> Ranks:
     if ranks.interpreter() is None:
         raise UnavailableError(ranks.HOW_TO_GET_IT)
     with tempfile.TemporaryDirectory(prefix="weightd-") as directory:
-        question = ranks.inputs(ROWS)
-        memory, bare_memory = _memory(setup, ranks.export(Path(directory, "large"), hidden=HIDDEN_LARGE), question)
+        sample = ranks.inputs(ROWS)
+        memory, bare_memory = _memory(setup, ranks.export(Path(directory, "large"), hidden=HIDDEN_LARGE), sample)
         slices = ranks.export(Path(directory, "small"), hidden=HIDDEN)
-        right = _answer_of(slices, question)
+        right = _answer_of(slices, sample)
         progress("weightd")
         with Service({MODEL: _table(slices)}) as service, setup.client(service, _LIMIT_S) as client:
-            _ask(client, question, right)
+            _ask(client, sample, right)
             first = time.perf_counter() - service.begin
-            predicts, requests = _latency(client, slices, question, right)
-            starts, agains = _starts(service, client, slices, question, right)
+            predicts, requests = _latency(client, slices, sample, right)
+            starts, agains = _starts(service, client, slices, sample, right)
     return Ranks(
         engine="mindspore",
         workers=setup.workers,
@@ -123,38 +123,38 @@ def run(setup: Setup) -> Ranks:
     )
 
 
-def _memory(setup: Setup, slices: Slices, question: Arrays) -> tuple[int, int]:
+def _memory(setup: Setup, slices: Slices, sample: Arrays) -> tuple[int, int]:
     """Return the bytes of weightd with these, and of the bare group, which is gone by then."""
     progress("memory of the bare group")
     with Group(slices.paths, plain=True) as bare:
-        right = bare.ask("predict", question)[-1]
+        right = bare.ask("predict", sample)[-1]
         bare_memory = pss_total(each.pid for each in (bare.scheduler, *bare.ranks))
     progress("memory of weightd")
     with Service({MODEL: _table(slices)}) as service, setup.client(service, _LIMIT_S) as client:
-        _ask(client, question, right)
+        _ask(client, sample, right)
         return sum(service.pss_at_rest().values()), bare_memory
 
 
-def _answer_of(slices: Slices, question: Arrays) -> Arrays:
+def _answer_of(slices: Slices, sample: Arrays) -> Arrays:
     with Group(slices.paths, plain=True) as bare:
-        return bare.ask("predict", question)[-1]
+        return bare.ask("predict", sample)[-1]
 
 
-def _latency(client: Client, slices: Slices, question: Arrays, right: Arrays) -> tuple[list[float], list[float]]:
+def _latency(client: Client, slices: Slices, sample: Arrays, right: Arrays) -> tuple[list[float], list[float]]:
     """Return the medians of each round, of the bare group's predicts and of requests."""
     predicts: list[float] = []
     requests: list[float] = []
-    times = {**question, "times": np.array(REQUESTS)}
+    times = {**sample, "times": np.array(REQUESTS)}
     with Group(slices.paths, plain=True) as bare:
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS}")
             predicts.append(float(np.median(bare.ask("measure", times)[-1]["seconds"])))
-            requests.append(statistics.median(_ask(client, question, right) for _ in range(REQUESTS)))
+            requests.append(statistics.median(_ask(client, sample, right) for _ in range(REQUESTS)))
     return predicts, requests
 
 
 def _starts(
-    service: Service, client: Client, slices: Slices, question: Arrays, right: Arrays
+    service: Service, client: Client, slices: Slices, sample: Arrays, right: Arrays
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of each start of a bare group, and until an answer after each blow."""
     starts: list[float] = []
@@ -166,15 +166,15 @@ def _starts(
         victim = next(each.pid for each in service.processes() if each.role == "rank")
         begun = time.perf_counter()
         os.kill(victim, signal.SIGKILL)
-        _ask(client, question, right)
+        _ask(client, sample, right)
         agains.append(time.perf_counter() - begun)
     return starts, agains
 
 
-def _ask(client: Client, question: Arrays, right: Arrays) -> float:
+def _ask(client: Client, sample: Arrays, right: Arrays) -> float:
     """Return the seconds of a request, whose answer is the bare group's to the last bit."""
     started_at = time.perf_counter()
-    answer = client.infer(MODEL, question)
+    answer = client.infer(MODEL, sample)
     took = time.perf_counter() - started_at
     for name, array in right.items():
         if answer[name].tobytes() != array.tobytes():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 _LIMIT_S = 120
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
-_PIECE = 2**16
+_CHUNK = 2**16
 
 
 class Reply(NamedTuple):
@@ -40,7 +40,7 @@ class RawHttp:
 
     def answer(self) -> Reply:
         """Wait for the answer to what was sent."""
-        data = self._connection.recv(_PIECE)
+        data = self._connection.recv(_CHUNK)
         end = data.find(b"\r\n\r\n") + 4
         found = _LENGTH.search(data, 0, end)
         if not data.startswith(b"HTTP/1.1 200 ") or found is None:

@@ -49,9 +49,9 @@ class Result(abc.ABC):
 
 def as_json(result: Result) -> dict[str, Any]:
     """Return the figures by their keys, and whether they reach their targets."""
-    figures: dict[str, Any] = {"benchmark": result.benchmark}
-    figures.update(json.loads(json.dumps(vars(result)), parse_float=_short))
-    figures["targets"] = [
+    values: dict[str, Any] = {"benchmark": result.benchmark}
+    values.update(json.loads(json.dumps(vars(result)), parse_float=_short))
+    values["targets"] = [
         {
             "key": target.key,
             "at_least" if target.at_least else "at_most": _short(target.bound),
@@ -59,7 +59,7 @@ def as_json(result: Result) -> dict[str, Any]:
         }
         for target in result.targets()
     ]
-    return figures
+    return values
 
 
 def as_table(result: Result) -> str:

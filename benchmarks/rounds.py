@@ -32,9 +32,9 @@ def seconds_of(
     seconds: list[float] = []
     more = count // 10 + 1
     for index in range(more + count):
-        asked = inputs[index % len(inputs)]
+        inputs_of_request = inputs[index % len(inputs)]
         begin = time.perf_counter()
-        answer = ask(asked)
+        answer = ask(inputs_of_request)
         seconds.append(time.perf_counter() - begin)
         if check is not None:
             check(index, answer)

@@ -42,9 +42,9 @@ class Startup(Result):
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         rows = [("one bare build", f"{self.bare_build_s:6.2f} s")]
-        for workers, figures in self.by_workers.items():
-            rows.append((f"weightd with {workers}: first answer", f"{figures['first_answer_s']:6.2f} s"))
-            rows.append((f"weightd with {workers}: all READY", f"{figures['all_ready_s']:6.2f} s"))
+        for workers, values in self.by_workers.items():
+            rows.append((f"weightd with {workers}: first answer", f"{values['first_answer_s']:6.2f} s"))
+            rows.append((f"weightd with {workers}: all READY", f"{values['all_ready_s']:6.2f} s"))
         return rows
 
 

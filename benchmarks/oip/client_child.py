@@ -46,9 +46,9 @@ def _round(library: Any, client: Any, order: dict[str, Any], arrays: Any) -> dic
     for index in range(more + count):
         x, y = pairs[index % len(pairs)]
         begin = time.perf_counter()
-        asked = library.InferInput("x", list(x.shape), "FP32")
-        asked.set_data_from_numpy(x)
-        answer = client.infer(model, [asked]).as_numpy("y")
+        inputs = library.InferInput("x", list(x.shape), "FP32")
+        inputs.set_data_from_numpy(x)
+        answer = client.infer(model, [inputs]).as_numpy("y")
         seconds.append(time.perf_counter() - begin)
         if (answer.dtype, answer.shape) != (y.dtype, y.shape) or answer.tobytes() != y.tobytes():
             return {"wrong": index}
