@@ -1,8 +1,8 @@
 """Rejects names that weightd has replaced by standard terms: `python -m tests.names`, part of `make check`.
 
-Reads every identifier of the product and of the benchmarks, and every string that is one: configuration keys, fields and
-tags of messages, names and labels of metrics, keys of JSON, command-line options, column headings. Each is split into
-words. The naming rule is in CONTRIBUTING.md, the terms are in the glossary of docs/design.md.
+Reads every identifier of the product and of the benchmarks, and every string that is one: configuration keys, fields
+and tags of messages, names and labels of metrics, keys of JSON, command-line options, column headings. Each is split
+into words. The naming rule is in CONTRIBUTING.md, the terms are in the glossary of docs/design.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ WORDS = {
     "canary": "self-test", "company": "isolation level", "coroner": "exit classifier", "crew": "process events",
     "crowd": "clients", "desk": "dispatcher", "desks": "dispatcher", "doorkeeper": "connection limiter",
     "doorman": "connection limiter", "fleet": "model registry", "footing": "memory footprint", "gate": "ZeroMQ proxy",
-    "gates": "ZeroMQ proxy", "guest": "connection", "guests": "connection", "heard": "on_message", "heir": "fork target",
+    "gates": "ZeroMQ proxy", "guest": "connection", "guests": "connection", "heard": "on_message",
+    "heir": "fork target",
     "heirs": "fork target", "herald": "notifier", "household": "shared process", "households": "shared process",
     "job": "batch", "jobs": "batch", "keeper": "shim", "lane": "channel", "lanes": "channel", "ledger": "counter store",
     "mishap": "counter", "mishaps": "counter", "nursery": "fork coordinator", "outlook": "retry hint",
@@ -36,7 +37,8 @@ WORDS = {
 # Not allowed as a whole name of a module, class, function, attribute, key or column. Part of a longer name, they are
 # plain English.
 NAMES = {
-    "accord", "asked", "asks", "claim", "cut", "cuts", "evidence", "figures", "happened", "house", "knock", "life", "looks",
+    "accord", "asked", "asks", "claim", "cut", "cuts", "evidence", "figures", "happened", "house", "knock", "life",
+    "looks",
     "mates", "meeting", "nowhere", "piece", "pieces", "pinning", "places", "presence", "proof", "questions", "room",
     "rooms", "said", "somebody", "standing", "survey", "symptoms", "totals", "trial", "trials", "tries",
 }  # fmt: skip
@@ -60,8 +62,14 @@ def words(name: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(name)}
 
 
+# Methods of the standard library.
+_ALLOWED = {"tell"}
+
+
 def hint(name: str) -> str:
     """Return the standard term for a replaced one in a name; "" if there is none."""
+    if name in _ALLOWED:
+        return ""
     for word in sorted(words(name)):
         if word in WORDS:
             return f"use {WORDS[word]!r}, not {word!r}"

@@ -27,8 +27,8 @@ import sys
 from weightd_protocol.version import VERSION
 import weightd_worker.session
 from weightd_worker.engines import ENGINES
-from weightd_worker.engines.engine import Settings
-ENGINES[sys.argv[1]](Settings(1, sys.argv[2], sys.argv[3] == "on"))
+from weightd_worker.engines.engine import BuildSettings
+ENGINES[sys.argv[1]](BuildSettings(1, sys.argv[2], sys.argv[3] == "on"))
 print(VERSION)
 """
 _RANK_ENGINE_PROBE = """
@@ -36,8 +36,8 @@ import sys
 from weightd_protocol.version import VERSION
 import weightd_worker.session
 from weightd_worker.engines import RANK_ENGINES
-from weightd_worker.engines.ranks import Meeting
-RANK_ENGINES[sys.argv[1]](Meeting(0, 2, sys.argv[2]))
+from weightd_worker.engines.ranks import RankRendezvous
+RANK_ENGINES[sys.argv[1]](RankRendezvous(0, 2, sys.argv[2]))
 print(VERSION)
 """
 _MODEL_GROUP_PROBE = """
@@ -93,7 +93,7 @@ def _other_problems(
     inputs_path = selftest_config.inputs_path(model.selftest)
     problem = check_ranks.unreadable_reason(inputs_path) if inputs_path else ""
     if problem:
-        yield f"canary: {inputs_path}: {problem}"
+        yield f"selftest: {inputs_path}: {problem}"
     yield from (str(error.at(f".{model.engine}")) for error in model.engine_options.file_problems())
     if not runs_interpreters:
         if shutil.which(model.python) is None:

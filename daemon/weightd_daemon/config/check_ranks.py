@@ -1,4 +1,4 @@
-"""What `weightd check` finds in the files of a model's ranks: slices, rank tables, and the canary's right answer."""
+"""What `weightd check` finds in the files of a model's ranks: slices, rank tables, and the right answer of the self-test."""
 
 from __future__ import annotations
 
@@ -148,13 +148,13 @@ def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
     except OSError:
         return  # it was looked for already
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        yield f"canary: {path}: expected an .npz of plain arrays: {error}"
+        yield f"selftest: {path}: expected an .npz of plain arrays: {error}"
         return
     inputs = [each.name for each in signature.inputs]
     outputs = [each.name for each in signature.outputs]
     if sorted(names) != sorted(inputs + outputs):
         expected = f"expected arrays {', '.join(inputs + outputs)}, the inputs and the right outputs"
-        yield f"canary: {path}: {expected}, got {', '.join(names)}"
+        yield f"selftest: {path}: {expected}, got {', '.join(names)}"
 
 
 def _check_group_info(ranks: RanksConfig) -> Iterator[str]:

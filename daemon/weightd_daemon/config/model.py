@@ -31,7 +31,7 @@ from weightd_protocol.schema import FieldError, boolean, integer, list_of, numbe
 _REQUEST_KEYS = ("batching", "split", "default_priority")
 
 # What tells which files and which interpreter a model is loaded with.
-LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "canary", "ranks", *ENGINES)
+LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "selftest", "ranks", *ENGINES)
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class ModelConfig:
     predict is not shared."""
 
     selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
-    """How far answers to the canary may be apart, as a share of the largest value of that output, for a model that does
+    """How far answers to the self-test may be apart, as a share of the largest value of that output, for a model that does
     not repeat itself to the last bit. Default: 0, not at all."""
 
     selftest_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
-    """Seconds after which each worker runs the canary again, and is replaced if its answer is wrong. 0: never."""
+    """Seconds after which each worker runs the self-test again, and is replaced if its answer is wrong. 0: never."""
 
     max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
     """Requests that may wait; further ones are answered RESOURCE_EXHAUSTED."""
@@ -360,10 +360,10 @@ def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
         return
     for key in ("selftest_tolerance", "selftest_interval"):
         if getattr(config, key):
-            yield FieldError('it has no effect with canary = "off"').at(f".{key}")
+            yield FieldError('it has no effect with selftest = "off"').at(f".{key}")
     if config.is_on_cards and config.sharing == "on":
         reason = "on a card nothing else shows that an attach has left the weights right"
-        yield FieldError(f'{reason}; set sharing = "off" too, or name an input').at(".canary")
+        yield FieldError(f'{reason}; set sharing = "off" too, or name an input').at(".selftest")
 
 
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]
@@ -378,5 +378,5 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("workers", "spares", "devices", "copies"), _check_process_count),
     (("priority_levels", "default_priority"), _check_priority),
     (("batching", "split", "devices"), _check_batching),
-    (("canary", "selftest_tolerance", "selftest_interval", "devices", "sharing"), _check_selftest),
+    (("selftest", "selftest_tolerance", "selftest_interval", "devices", "sharing"), _check_selftest),
 )

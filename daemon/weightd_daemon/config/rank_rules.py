@@ -135,10 +135,10 @@ def _check_selftest(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldEr
     if not selftest_config.inputs_path(config.selftest):
         reason = "ranks that have the same wrong slice agree on a wrong answer"
         yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
-            ".canary"
+            ".selftest"
         )
     if config.selftest_interval:
-        text = "ranks run the canary when they start: later all would have to run it at once, among the requests"
+        text = "ranks run the self-test when they start: later all would have to run it at once, among the requests"
         yield FieldError(text).at(".selftest_interval")
 
 
@@ -148,7 +148,7 @@ def _check_batching(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldEr
         yield FieldError(text).at(".batching.sizes")
     if ranks.reply_rank is None and config.max_batch_rows > 1:
         key = ".batching.max_rows" if config.batching.max_rows > 1 else ".split.part_rows"
-        yield FieldError('rows have no place of their own in outputs that are joined; reply is "concat"').at(key)
+        yield FieldError('joined outputs cannot be split by rows; reply is "concat"').at(key)
 
 
 def _check_reply(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
@@ -229,7 +229,7 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("workers", "spares", "start", "policy", "ranks"), _check_processes),
     (("sharing", "copies", "holder_loss"), _check_weights),
     (("mindspore_lite",), _check_engine_options),
-    (("canary", "selftest_interval"), _check_selftest),
+    (("selftest", "selftest_interval"), _check_selftest),
     (("batching", "split", "ranks"), _check_batching),
     (("ranks",), _check_reply),
     (("predict_timeout", "ranks"), _check_timeouts),

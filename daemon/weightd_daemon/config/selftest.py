@@ -1,4 +1,4 @@
-"""The key `canary` of a model: "auto", "off", a file of arrays, or the shape of each input by its name."""
+"""The key `selftest` of a model: "auto", "off", a file of arrays, or the shape of each input by its name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_text(text: str) -> SelfTestSetting:
     value: Any = text
     if text.lstrip().startswith("{"):
         try:
-            value = tomllib.loads(f"canary = {text}")["canary"]
+            value = tomllib.loads(f"selftest = {text}")["selftest"]
         except ValueError as error:
             raise FieldError(f"not TOML: {error}") from None
     setting = _check_value(value)

@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
     parser.add_argument(
-        "--canary",
+        "--selftest",
         type=_parse_selftest,
         default="auto",
         metavar="VALUE",
-        help="as the key canary of the model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
+        help="as the key selftest of the model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
     )
     parser.add_argument(
-        "--canary-tolerance",
+        "--selftest-tolerance",
         type=_parse_tolerance,
         default=0.0,
         metavar="SHARE",

@@ -159,12 +159,12 @@ def _test_sharing(
         "mindspore_lite",
         str(options.model.absolute()),
         f"ascend:{options.device}",
-        sample=selftest_config.inputs_path(options.canary),
+        sample=selftest_config.inputs_path(options.selftest),
         tolerance=options.selftest_tolerance,
         environment=environment,
     )
     with SelfTestProcesses(program, options.limit) as children:
-        selftest_report = share(children, SelfTestSpec.from_config(options.canary))
+        selftest_report = share(children, SelfTestSpec.from_config(options.selftest))
     return selftest_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + selftest_checks.check_survivors(
         children.survivors
     )

@@ -110,8 +110,8 @@ def _check_attach(attached: ChildError | None) -> Finding:
 def _check_answer(built: Built, attached: Attached) -> Finding:
     if not built.selftest_digest:
         # As `serve` says it.
-        found = f"no canary: {built.selftest_note}: nothing else shows that a worker computes on the right weights"
-        return failed(ANSWER, found, "name an input with the key canary, or set sharing to off")
+        found = f"no self-test: {built.selftest_note}: nothing else shows that a worker computes on the right weights"
+        return failed(ANSWER, found, "name an input with the key selftest, or set sharing to off")
     if built.selftest_digest != attached.selftest_digest:
         found = f"holder {built.selftest_digest[:12]}, worker {attached.selftest_digest[:12]}"
         return failed(ANSWER, found, "do not share this model: the worker computes something else")

@@ -182,7 +182,7 @@ def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: S
             tried = describe_cases(search.current_cases)
             if not search.on_holder_lost(has_timed_out=isinstance(error, ChildTimedOut), is_external=from_outside):
                 if tried:
-                    raise type(error)(f"{error}; it ran the canary, {tried}") from None
+                    raise type(error)(f"{error}; it ran the self-test, {tried}") from None
                 raise
             _log.info("%s; it ran %s", error, tried)
         children.kill(HOLDER)
@@ -214,7 +214,7 @@ def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
     """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
     if built.selftest_digest:
         children.send_order(WORKER, Ping(run_selftest=True))
-        return (children.wait_for(WORKER, Pong, "run the canary")[0].selftest_digest.encode(),)
+        return (children.wait_for(WORKER, Pong, "run the self-test")[0].selftest_digest.encode(),)
     specs, frames = make_inputs(built)
     children.send_order(WORKER, Predict(0, RequestDescription("trial", specs)), frames)
     return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, Result, "predict")[1])
