@@ -2,7 +2,7 @@
 
 A replica may be killed at any moment, alone or with the raylet above it, and Ray kills the children of whoever exits.
 So this process is nobody's child, and knows by the end of a pipe that the replica is no more; the daemon is its child,
-and the kernel ends it with this one. What both leave then, the next replica on this host removes (`rooms`).
+and the kernel ends it with this one. What both leave then, the next replica on this host removes (`work_dirs`).
 
 On stdin comes one line, the order in JSON, and then nothing until the end of file: that is the replica's. On stdout go
 lines of JSON, the reports. stderr is the log of both.
@@ -96,7 +96,7 @@ class DaemonSupervisor:
     def run(self) -> None:
         """Have a daemon all the time."""
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             self._report({"starts": True})
             daemon = self._start()
             try:
@@ -109,9 +109,9 @@ class DaemonSupervisor:
             if status in _PERMANENT_FAILURES:
                 self._report({"failed": f"the daemon ends with status {status}; the log of the replica says why"})
                 return
-            pause = self._backoff.next_delay_s(time.monotonic() - began)
-            _log(f"the daemon has ended with status {status}: starts it again in {pause:g} s")
-            if select.select(self._stop_fds, [], [], pause)[0]:
+            delay_s = self._backoff.next_delay_s(time.monotonic() - started_at)
+            _log(f"the daemon has ended with status {status}: starts it again in {delay_s:g} s")
+            if select.select(self._stop_fds, [], [], delay_s)[0]:
                 return
 
     def _wait(self, daemon: subprocess.Popen[bytes]) -> bool:
@@ -137,10 +137,11 @@ def main() -> int:
     with _stop_signal_fd() as stop_fd:
         try:
             models = json.loads(line)["models"]
-            with work_dir(Path(sys.argv[1])) as found:
-                (found.path / "weightd.toml").write_text(daemon_config.config_text(found.path, models), "utf-8")
-                _send_report({"address": daemon_config.client_address(found.path), "pid": os.getpid()})
-                DaemonSupervisor(lambda: _start_daemon(found), [_ORDER_FD, stop_fd], _send_report).run()
+            with work_dir(Path(sys.argv[1])) as directory:
+                path = directory.path
+                (path / "weightd.toml").write_text(daemon_config.config_text(path, models), "utf-8")
+                _send_report({"address": daemon_config.client_address(path), "pid": os.getpid()})
+                DaemonSupervisor(lambda: _start_daemon(directory), [_ORDER_FD, stop_fd], _send_report).run()
         except WeightdError as error:
             _send_report({"failed": str(error)})
             return 1

@@ -3,10 +3,10 @@
 ::
 
     BASE/models/lock            held while a model is looked at, fetched, or removed
-    BASE/models/SHA256/first    the name of the model's own file
-    BASE/models/SHA256/here     locked, with others, by whoever uses it
+    BASE/models/SHA256/model    the name of the model's own file
+    BASE/models/SHA256/lock     locked, with others, by whoever uses it
     BASE/models/SHA256/files/   its files
-    BASE/models/new             one that is being fetched
+    BASE/models/staging         one that is being fetched
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ModelCache:
 
     def __init__(self, base: Path) -> None:
         self._models = base / "models"
-        self._staging = self._models / "new"
+        self._staging = self._models / "staging"
 
     def take(self, sha256: str, source: PublishedModel) -> CachedModel:
         """Return a model of this digest; it is fetched where there is none here, or where that is damaged.
@@ -117,10 +117,10 @@ class ModelCache:
                 shutil.rmtree(directory, ignore_errors=True)
                 self._fetch(sha256, source, directory)
             os.utime(directory)
-            held = os.open(directory / "here", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(held, fcntl.LOCK_SH)
+            lock_fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock_fd, fcntl.LOCK_SH)
             self._remove_unused(MAX_UNUSED)
-        return CachedModel(_model_file(directory), held)
+        return CachedModel(_model_file(directory), lock_fd)
 
     def _fetch(self, sha256: str, source: PublishedModel, directory: Path) -> None:
         files = source.files()
@@ -131,7 +131,7 @@ class ModelCache:
                 path = self._staging / "files" / file.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write(path, source.chunks(index), file.nbytes)
-            (self._staging / "first").write_text(files[0].name)
+            (self._staging / "model").write_text(files[0].name)
             found = _digest_of(self._staging)
             if found != sha256:
                 raise FailedPrecondition(f"expected a published model with sha256 {sha256}, got {found or 'none'}")
@@ -142,10 +142,10 @@ class ModelCache:
             shutil.rmtree(self._staging, ignore_errors=True)
 
     def _free_space(self, nbytes: int) -> None:
-        for most in range(MAX_UNUSED - 1, -1, -1):
+        for max_kept in range(MAX_UNUSED - 1, -1, -1):
             if shutil.disk_usage(self._models).free >= nbytes:
                 return
-            self._remove_unused(most)
+            self._remove_unused(max_kept)
 
     def _remove_unused(self, max_kept: int) -> None:
         """Remove what nobody uses, but for so many that were used last."""
@@ -187,12 +187,12 @@ def _digest_of(directory: Path) -> str:
 
 
 def _model_file(directory: Path) -> Path:
-    return directory / "files" / (directory / "first").read_text()
+    return directory / "files" / (directory / "model").read_text()
 
 
 def _is_used(directory: Path) -> bool:
     try:
-        lock_fd = os.open(directory / "here", os.O_RDWR | os.O_CLOEXEC)
+        lock_fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -79,7 +79,7 @@ def publish(path: str | os.PathLike[str]) -> str:
             for file in model.files:
                 _put_file(store, model, file)
             model.check_unchanged()
-            ray.get(store.end.remote())
+            ray.get(store.finish.remote())
         except BaseException as error:
             ray.kill(store)
             if isinstance(error, RayError):
@@ -128,11 +128,11 @@ class _Store:
 
 def _put_file(store: Any, model: OpenModel, file: ModelFile) -> None:
     """Put a file there piece by piece: the next is read when one has come."""
-    ray.get(store.begin.remote(file.name, file.nbytes))
+    ray.get(store.begin_file.remote(file.name, file.nbytes))
     with model.open(file) as content:
         while chunk := content.read(_CHUNK_BYTES):
             # An array, for that is not copied again where it arrives.
-            ray.get(store.add.remote(np.frombuffer(chunk, np.uint8)))
+            ray.get(store.add_chunk.remote(np.frombuffer(chunk, np.uint8)))
 
 
 def _get_content(sha256: str) -> Content:

@@ -153,11 +153,11 @@ def _parse_text(kind: FieldType, value: Any) -> Any:
         return kind.plain(kind.check(value))
     except FieldError:
         try:
-            read = tomllib.loads(f"value = {value}")
+            parsed = tomllib.loads(f"value = {value}")
         except (ValueError, RecursionError):
             return value
         # A text of several lines may have other keys in it.
-        return read["value"] if len(read) == 1 else value
+        return parsed["value"] if len(parsed) == 1 else value
 
 
 def _complete(arguments: Arguments, table: Mapping[str, Any], problems: ErrorCollector) -> Arguments:

@@ -2,9 +2,9 @@
 
 ::
 
-    BASE/lock            held while a directory is made, or looked for what is left
-    BASE/rooms/NAME/     that of a replica: configuration, sockets, and the cache of its daemon
-    BASE/rooms/NAME/here held as long as the replica, or its daemon, lives
+    BASE/lock           held while a directory is made, or looked for what is left
+    BASE/work/NAME/     that of a replica: configuration, sockets, and the cache of its daemon
+    BASE/work/NAME/lock held as long as the replica, or its daemon, lives
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def work_dir(base: Path) -> Generator[WorkDir, None, None]:
         ClaimError: `base` cannot be had, or others could exchange it.
         OSError: nothing can be made there.
     """
-    parent = base / "rooms"
+    parent = base / "work"
     make_directory(base, _MODE)
     make_directory(parent, _MODE)
     with file_lock(base / "lock"):
         _remove_abandoned(parent)
         path = Path(tempfile.mkdtemp(prefix="", dir=parent))
-        held = _open_lock(path / "here")
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock_fd = _open_lock(path / "lock")
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
     try:
-        yield WorkDir(path, held)
+        yield WorkDir(path, lock_fd)
     finally:
         # Held to the end: nobody else removes it at the same time.
         shutil.rmtree(path, ignore_errors=True)
-        os.close(held)
+        os.close(lock_fd)
 
 
 @contextlib.contextmanager
@@ -82,15 +82,15 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove the directories of which nobody holds the lock: who makes one holds that of all."""
     for each in parent.iterdir():
         try:
-            held = _open_lock(each / "here")
+            lock_fd = _open_lock(each / "lock")
         except OSError:
             # Not one of these; or one that was removed, but for itself.
             shutil.rmtree(each, ignore_errors=True)
             continue
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(each, ignore_errors=True)
         except BlockingIOError:
             pass
         finally:
-            os.close(held)
+            os.close(lock_fd)

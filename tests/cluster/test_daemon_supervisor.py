@@ -105,4 +105,4 @@ def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:
         check=False,
     )
     assert json.loads(guarded.stdout) == {"failed": f"{directory}: File too large"}
-    assert not list((directory / "rooms").iterdir())
+    assert not list((directory / "work").iterdir())

@@ -24,8 +24,8 @@ def test_each_argument_is_there_and_no_other() -> None:
 
 
 def test_bounds_are_those_of_the_code() -> None:
-    room = len("/rooms/") + 8
-    assert f"has at most {daemon_config.MAX_DIRECTORY_BYTES - room} bytes" in PAGE
+    own_bytes = len("/work/") + 8
+    assert f"has at most {daemon_config.MAX_DIRECTORY_BYTES - own_bytes} bytes" in PAGE
     assert model_cache.MAX_UNUSED == 4
     assert "the last four are kept" in PAGE
 

@@ -13,8 +13,8 @@ DIGEST = "ab" * 32
 
 
 def test_a_command_line_has_texts_and_a_yaml_has_values() -> None:
-    told = parse_arguments({"model": "/m/a.onnx", "workers": "4", "canary": "off", "batching": "{max_rows = 8}"})
-    assert told == parse_arguments({"model": "/m/a.onnx", "workers": 4, "canary": "off", "batching": {"max_rows": 8}})
+    told = parse_arguments({"model": "/m/a.onnx", "workers": "4", "selftest": "off", "batching": "{max_rows = 8}"})
+    assert told == parse_arguments({"model": "/m/a.onnx", "workers": 4, "selftest": "off", "batching": {"max_rows": 8}})
     assert (told.model, told.name, told.model_table["workers"]) == ("/m/a.onnx", "a", 4)
 
 
@@ -53,7 +53,7 @@ def test_a_published_model_has_its_digest_in_its_name() -> None:
         ({"model": "a.onnx", "workers": "many"}, "workers: expected integer, 1 to 1024, got str 'many'"),
         ({"model": "a.onnx", "name": "/"}, "name: expected a model name"),
         ({"model": "a.onnx", "python": "venv/bin/python"}, "python: expected an absolute path"),
-        ({"model": "a.onnx", "canary": "sample.npz"}, "canary: expected an absolute path"),
+        ({"model": "a.onnx", "selftest": "sample.npz"}, "selftest: expected an absolute path"),
         ({"model": "a.onnx", "directory": "w"}, "directory: expected an absolute path, got str 'w'"),
         ({"model": "a.txt"}, "model: expected a file that ends in .onnx or .mindir, got"),
         ({"model": "a.onnx", "sha256": "12"}, "sha256: expected a sha256 of 64 hexadecimal digits, got str '12'"),

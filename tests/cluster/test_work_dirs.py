@@ -13,7 +13,7 @@ from weightd_ray.work_dirs import work_dir
 
 
 def there(base: Path) -> list[str]:
-    return sorted(each.name for each in (base / "rooms").iterdir())
+    return sorted(each.name for each in (base / "work").iterdir())
 
 
 def test_several_are_side_by_side_and_leave_nothing(tmp_path: Path) -> None:
@@ -26,14 +26,14 @@ def test_several_are_side_by_side_and_leave_nothing(tmp_path: Path) -> None:
 PROGRAM = """
 import os
 from pathlib import Path
-from weightd_ray.work_dirs import room
-with room(Path({base!r})) as mine:
+from weightd_ray.work_dirs import work_dir
+with work_dir(Path({base!r})) as mine:
 """
 
 
 @contextlib.contextmanager
 def another(base: Path, code: str) -> Generator[None]:
-    """Have a room in another process, which does this in it; wait for its end."""
+    """Have a directory in another process, which does this in it; wait for its end."""
     program = PROGRAM.format(base=str(base)) + indent(code, "  ")
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
         process.wait()

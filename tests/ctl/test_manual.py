@@ -23,7 +23,7 @@ def declared() -> Iterator[Tuple[str, Argument]]:
 
 @pytest.mark.parametrize("command", WEIGHTCTL.commands, ids=lambda command: command.name)
 def test_each_verb_has_its_part(command: object) -> None:
-    name = getattr(command, "region_id", "")
+    name = getattr(command, "name", "")
     part = PAGE.partition(f'.SS "{name}"\n')[2].partition("\n.S")[0]
     assert f"\\fBweightctl {name}\\fR" in part.replace("\\fR \\fB", " ").replace("\\ ", " ")
 

@@ -61,7 +61,7 @@ def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: Fa
     daemon.handle = updates("/models/m.onnx")
     assert ctl("update", "m", "--rollback") == (exit_codes.OK, "m: generation 3 took over, /models/m.onnx\n", "")
     told = {"model_name": "m", "generations": [3], "weights": ""}
-    told.update(path="/models/m.onnx", configured="/models/m.onnx")
+    told.update(path="/models/m.onnx", configured_path="/models/m.onnx")
     assert json.loads(ctl("--json", "update", "m", "--rollback").out) == told
     np.savez(str(tmp_path / "w.npz"), w=X)
     daemon.handle = updates("/models/m.onnx", "/w.npz")

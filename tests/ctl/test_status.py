@@ -188,7 +188,7 @@ def account(model: str, **changes: Any) -> AccountStatus:
 
 
 def test_tenants_have_a_row_for_each_model_that_they_have_asked() -> None:
-    research = TenantStatus("research", 2.0, (account("digits"), account("", served=0, deaths=1)), 0.75, 3)
+    research = TenantStatus("research", 2.0, (account("digits"), account("", served=0, unexpected_exits=1)), 0.75, 3)
     tenants = (research, TenantStatus("web", 1.0, (account("large"),)), TenantStatus("default", 1.0, ()))
     assert render(replace(response(DIGITS), tenants=tenants), 0).splitlines()[-8:-1] == [
         "TENANT    MODEL    REQUESTS  SERVED  REFUSED  NOW  QUEUED   ROWS  SEAT s  WAIT ms  IN MB  OUT MB",
@@ -229,10 +229,10 @@ def test_tenants_are_in_the_json() -> None:
 
 def test_notes_stand_below_the_table() -> None:
     worker = replace(WORKERS[0], shared_bytes=0, note="private memory: the page store is on tmpfs")
-    shown = lines(of_digits(processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no canary"))
+    shown = lines(of_digits(processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no self-test"))
     assert shown[8:11] == [
         "    w1: private memory: the page store is on tmpfs",
-        "    note: no canary",
+        "    note: no self-test",
         "    saves nothing: no worker shares its weights",
     ]
 
@@ -260,7 +260,7 @@ def test_it_fits_into_100_columns_with_large_numbers() -> None:
         WORKERS[0], name="digits.3.w1024", pid=4_194_304, served=9_999_999, p50_us=12345.6, p99_us=99999.9,
         pss_bytes=99_999 * MB, private_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
     )  # fmt: skip
-    assert max(map(len, lines(of_digits(processes=(busy,), cause="and " * 200)))) <= WIDTH
+    assert max(map(len, lines(of_digits(processes=(busy,), reason="and " * 200)))) <= WIDTH
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_json_holds_the_whole_answer_and_the_sum() -> None:
     assert read["pss_total_bytes"] == 275 * MB
     assert read["models"][0]["generations"][0]["processes"][1]["p99_us"] == 1220.0
     assert read["models"][0]["generations"][0]["processes"][0]["p50_us"] is None
-    assert read["models"][1]["generations"][0]["cause"].endswith("no graph")
+    assert read["models"][1]["generations"][0]["reason"].endswith("no graph")
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,11 @@ def test_a_job_that_takes_too_long_fails_alone(
         end = made._kill_child
 
         def end_and_allow_more() -> None:
-            monkeypatch.setattr(helper, "JOB_TIMEOUT_S", 30.0)
+            monkeypatch.setattr(helper, "PARSE_TIMEOUT_S", 30.0)
             end()
 
-        monkeypatch.setattr(made, "_end", end_and_allow_more)
-        monkeypatch.setattr(helper, "JOB_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(made, "_kill_child", end_and_allow_more)
+        monkeypatch.setattr(helper, "PARSE_TIMEOUT_S", 0.1)
         hung = asyncio.create_task(made.run(A, signal.pause))
         await asyncio.sleep(0)
         other = asyncio.create_task(made.run(B, os.getpid))

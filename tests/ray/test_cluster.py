@@ -39,7 +39,7 @@ def test_each_request_is_answered_once_and_right_whatever_happens_to_nodes(
         three.kill(killed)
         # Its guard and its daemon are nobody's children there: they end by themselves, and leave nothing.
         until(lambda: len(three.pids("weightd_ray.daemon_supervisor")) == 2, "the guard of the killed node ends")
-        until(lambda: len(list((three.base / "rooms").glob("*"))) == 2, "its files are gone")
+        until(lambda: len(list((three.base / "work").glob("*"))) == 2, "its files are gone")
         crowd.wait(100)
 
         three.workers.append(three.add())

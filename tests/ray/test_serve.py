@@ -231,7 +231,7 @@ def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path
 
 def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: SampleRequests) -> None:
     (guard,) = app.supervisors("m")
-    room = room_of(app, guard)
+    room = work_dir_of(app, guard)
     (replica,) = app.replicas("m")
     os.kill(replica, signal.SIGKILL)
     until(lambda: not room.exists(), "its files are gone")
@@ -280,7 +280,7 @@ def daemon_of(guard: int) -> int:
     return int(pid)
 
 
-def room_of(nodes: Nodes, guard: int) -> Path:
+def work_dir_of(nodes: Nodes, guard: int) -> Path:
     command = Path(f"/proc/{daemon_of(guard)}/cmdline").read_bytes().decode()
-    (room,) = (each for each in (nodes.base / "rooms").iterdir() if str(each) in command)
-    return room
+    (work_dir,) = (each for each in (nodes.base / "work").iterdir() if str(each) in command)
+    return work_dir

@@ -66,8 +66,8 @@ class SplitConfig:
     """The most rows of one request; one with more is answered INVALID_ARGUMENT."""
 
     exact: bool = field(default=True, metadata=boolean())
-    """Whether requests are cut only where that was tested to leave every bit of their answers as it is: of the self-test's
-    dimensions."""
+    """Whether requests are cut only where that was tested to leave every bit of their answers as it is: of the
+    self-test's dimensions."""
 
     def problems(self, batching: BatchingConfig) -> Iterator[FieldError]:
         """Yield what does not go together, also with the other table, or would have no effect."""

@@ -130,8 +130,8 @@ def _describe_tenant(name: str, tenant: TenantConfig) -> str:
     accounts_by_kind = {"user": tenant.user_ids, "group": tenant.group_ids, "key": tenant.keys}
     parts = [f"{what} {', '.join(map(str, each))}" for what, each in accounts_by_kind.items() if each]
     if name == DEFAULT_TENANT_NAME:
-        parts.append("whoever is in no other")
-    return "; ".join(parts) or "whom others ask for"
+        parts.append("clients of no other tenant")
+    return "; ".join(parts) or "only named by a gateway"
 
 
 def _describe_ranks(ranks: RanksConfig) -> str:

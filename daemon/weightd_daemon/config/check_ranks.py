@@ -1,4 +1,4 @@
-"""What `weightd check` finds in the files of a model's ranks: slices, rank tables, and the right answer of the self-test."""
+"""What `weightd check` finds in the files of a model's ranks: slices, rank tables, the self-test's right answer."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ _TCP = "tcp://"
 _MAX_COUNT = 2**31
 
 _INSECURE_TCP_TEXT = (
-    "over TCP without CURVE whoever reaches the port may ask, and whoever is on the way may read and change what is "
-    "said"
+    "over TCP without CURVE any client that reaches the port can send requests, and whoever is on the way may read and "
+    "change what is said"
 )
 
 
@@ -128,9 +128,9 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
         if listener.insecure:
             yield FieldError('expected false with security = "curve"').at(".insecure")
         if not is_tcp:
-            yield FieldError('expected "none" for ipc://: the kernel tells who connects there').at(".security")
+            yield FieldError('expected "none" for ipc://: the kernel identifies its clients').at(".security")
         if allowed_keys(listener, tenants) == ():
-            text = "nobody could connect: no tenant that it is for has `keys`, and there is no [tenants.default]"
+            text = "no client could connect: no tenant that it is for has `keys`, and there is no [tenants.default]"
             yield FieldError(text).at(".security")
     else:
         if listener.key:
@@ -140,7 +140,7 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
                 f'missing: expected security = "curve" with a key, or insecure = true: {_INSECURE_TCP_TEXT}'
             ).at(".insecure")
         if listener.insecure and not is_tcp:
-            yield FieldError("expected false for ipc://: the kernel tells who connects there").at(".insecure")
+            yield FieldError("expected false for ipc://: the kernel identifies its clients").at(".insecure")
 
 
 def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:

@@ -106,8 +106,8 @@ class ModelConfig:
     predict is not shared."""
 
     selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
-    """How far answers to the self-test may be apart, as a share of the largest value of that output, for a model that does
-    not repeat itself to the last bit. Default: 0, not at all."""
+    """How far answers to the self-test may be apart, as a share of the largest value of that output, for a model that
+    does not repeat itself to the last bit. Default: 0, not at all."""
 
     selftest_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
     """Seconds after which each worker runs the self-test again, and is replaced if its answer is wrong. 0: never."""

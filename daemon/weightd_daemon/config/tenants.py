@@ -237,7 +237,8 @@ def find_warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) 
         if name != DEFAULT_TENANT_NAME and not (
             tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)
         ):
-            yield f"{where}: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it"
+            reason = "it has neither uids nor groups nor keys, and no tenant acts for it"
+            yield f"{where}: no client belongs to it: {reason}"
 
 
 def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:

@@ -73,7 +73,9 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
             yield from selftest_checks.not_run(checks.NO_ASCEND)
         return
     selftest_findings = _test_sharing(options, report, environment)
-    can_import = any(each.name == selftest_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings)
+    can_import = any(
+        each.name == selftest_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings
+    )
     device_nodes = nodes.read_device_nodes()
     yield access_checks.check_service(unit)
     yield access_checks.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
@@ -165,9 +167,9 @@ def _test_sharing(
     )
     with SelfTestProcesses(program, options.limit) as children:
         selftest_report = share(children, SelfTestSpec.from_config(options.selftest))
-    return selftest_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + selftest_checks.check_survivors(
-        children.survivors
-    )
+    return selftest_checks.evaluate(
+        selftest_report, report.value("memory", "free_bytes")
+    ) + selftest_checks.check_survivors(children.survivors)
 
 
 def _model_problem(model: Path) -> str:

@@ -30,7 +30,7 @@ def render_table(findings: Sequence[Finding]) -> str:
 def render_json(findings: Sequence[Finding]) -> str:
     """Return one object: version, exit status and findings, in their order."""
     rows = [
-        {"name": each.name, "verdict": each.result.value, "found": each.detail, "advice": each.advice}
+        {"name": each.name, "result": each.result.value, "detail": each.detail, "advice": each.advice}
         for each in findings
     ]
     return json.dumps({"weightd": VERSION, "exit_status": exit_status(findings), "findings": rows}, indent=2) + "\n"

@@ -101,7 +101,7 @@ def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemo
     ran = ctl("advise", "m", "--shape", "x=9,8", *QUICK, "--json")
     assert (ran.status, ran.err) == (exit_codes.OK, "")
     told = json.loads(ran.out)
-    assert told["way_us"] > 0
+    assert told["overhead_us"] > 0
     assert [size["rows"] for size in told["sizes"]] == [1, 2, 4]
     for size in told["sizes"]:
         assert size["bits_equal"]
@@ -292,6 +292,6 @@ def test_the_table() -> None:
 
 def test_the_configuration() -> None:
     with_sample = config_text("m", Recommendation(Verdict.MERGE, 4, (), "", "/a b.npz"))
-    assert with_sample == '[models.m]\ncanary = "/a b.npz"\n\n[models.m.batching]\nmax_rows = 4'
+    assert with_sample == '[models.m]\nselftest = "/a b.npz"\n\n[models.m.batching]\nmax_rows = 4'
     assert config_text("a.b", Recommendation(Verdict.MERGE, 4, (), "")) == '[models."a.b".batching]\nmax_rows = 4'
     assert config_text("m", Recommendation(Verdict.NO, 1, (), "")) == ""

@@ -152,7 +152,7 @@ def test_a_file_that_is_no_input_of_the_model(
     assert ran.err.startswith(f"INVALID_ARGUMENT: {said}")
 
 
-@pytest.mark.parametrize("bound", ["arrays._MOST_TOGETHER", "predict.sources._MOST_TEXT_BYTES"])
+@pytest.mark.parametrize("bound", ["arrays._MAX_TOTAL_BYTES", "predict.sources._MAX_TEXT_BYTES"])
 def test_files_are_bounded(ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(f"weightctl.{bound}", 4)
     ran = ctl("predict", "m", "--input", "ids=ids.json")

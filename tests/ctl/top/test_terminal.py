@@ -25,7 +25,7 @@ def test_who_types_ctrl_c_again_has_the_terminal_as_it_was(monkeypatch: pytest.M
             restored.append(True)
 
     monkeypatch.setattr(curses, "wrapper", wrapper)
-    monkeypatch.setattr(terminal, "Asking", lambda *_: contextlib.nullcontext(mock.Mock()))
+    monkeypatch.setattr(terminal, "PollThread", lambda *_: contextlib.nullcontext(mock.Mock()))
     monkeypatch.setattr(terminal.Screen, "run", mock.Mock(side_effect=KeyboardInterrupt))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

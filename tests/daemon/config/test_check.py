@@ -44,9 +44,9 @@ def test_each_model_is_looked_at(tmp_path: Path, model: ModelConfig) -> None:
         f"models.bad.path: {tmp_path}/missing.onnx: No such file or directory",
         "models.bad.python: /nonexistent/python: cannot be run: No such file or directory",
     ]
-    canary = dataclasses.replace(model, selftest=str(tmp_path / "missing.npz"))
-    [problem] = problems(good=model, bad=canary)
-    assert problem.startswith(f"models.bad.canary: {tmp_path}/missing.npz: ")
+    unreadable = dataclasses.replace(model, selftest=str(tmp_path / "missing.npz"))
+    [problem] = problems(good=model, bad=unreadable)
+    assert problem.startswith(f"models.bad.selftest: {tmp_path}/missing.npz: ")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_tenants_are_told_as_the_kernel_knows_them(model: ModelConfig) -> None:
     config = Config(DaemonConfig(), {"m": model}, tenants=tenants)
     assert list(check.describe_config(config))[1:] == [
         "tenant research: user 1001, 7; key a.pub; may infer; models m, bert-*",
-        "tenant default: whoever is in no other; may do nothing; all models",
-        "tenant site: whom others ask for; may infer, status; all models",
+        "tenant default: clients of no other tenant; may do nothing; all models",
+        "tenant site: only named by a gateway; may infer, status; all models",
     ]
 
 

@@ -57,17 +57,17 @@ class SliceFiles:
         self.directory = directory
         for rank in range(2):
             self.slice(rank).write_bytes(mindir(f"weights of {rank}"))
-        self.save_canary("x", "output_0")
+        self.save_selftest("x", "output_0")
 
     def slice(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.mindir"
 
-    def save_canary(self, *names: str) -> None:
+    def save_selftest(self, *names: str) -> None:
         arrays: dict[str, Any] = {name: np.zeros(1, np.float32) for name in names}
-        np.savez(self.directory / "canary.npz", **arrays)
+        np.savez(self.directory / "selftest.npz", **arrays)
 
     def model(self, ranks: dict[str, Any] | None = None, **keys: Any) -> ModelConfig:
-        given = {"path": "rank{rank}.mindir", "canary": "canary.npz", **keys}
+        given = {"path": "rank{rank}.mindir", "selftest": "selftest.npz", **keys}
         given["ranks"] = ranks or {"devices": ["ascend:0", "ascend:1"]}
         return parse({"models": {"big": given}}, self.directory).models["big"]
 
@@ -152,21 +152,21 @@ def test_a_slice_that_differs_in_its_last_byte_only(place: SliceFiles) -> None:
     assert place.problems() == []
 
 
-# --- the canary -------------------------------------------------------------------------------------------------------
+# --- the self-test ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [["x"], ["x", "output_0", "z"], ["output_0"], ["x", "output_1"]])
-def test_a_canary_without_the_right_answer(place: SliceFiles, names: list[str]) -> None:
-    place.save_canary(*names)
+def test_a_selftest_without_the_right_answer(place: SliceFiles, names: list[str]) -> None:
+    place.save_selftest(*names)
     [problem] = place.problems()
     expected = "expected arrays x, output_0, the inputs and the right outputs"
-    assert problem == f"canary: {place.directory}/canary.npz: {expected}, got {', '.join(names)}"
+    assert problem == f"selftest: {place.directory}/selftest.npz: {expected}, got {', '.join(names)}"
 
 
-def test_a_canary_that_is_no_npz(place: SliceFiles) -> None:
-    (place.directory / "canary.npz").write_bytes(b"x = 1")
+def test_a_selftest_that_is_no_npz(place: SliceFiles) -> None:
+    (place.directory / "selftest.npz").write_bytes(b"x = 1")
     [problem] = place.problems()
-    assert problem.startswith(f"canary: {place.directory}/canary.npz: expected an .npz of plain arrays: ")
+    assert problem.startswith(f"selftest: {place.directory}/selftest.npz: expected an .npz of plain arrays: ")
 
 
 # --- rank tables ------------------------------------------------------------------------------------------------------
@@ -268,10 +268,10 @@ def test_what_each_model_will_be(place: SliceFiles) -> None:
     ranks = {"devices": [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]}
     card = {"devices": ["ascend:4", "ascend:5"]}
     models = {
-        "big": {"path": "rank{rank}.mindir", "canary": "canary.npz", "ranks": ranks},
+        "big": {"path": "rank{rank}.mindir", "selftest": "selftest.npz", "ranks": ranks},
         "cut": {
             "path": "{rank}.mindir",
-            "canary": "c.npz",
+            "selftest": "c.npz",
             "engine": "mindspore",
             "ranks": {"size": 3},
         },

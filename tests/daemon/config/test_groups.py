@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> 
 
 def test_a_model_with_ranks_is_no_member() -> None:
     content = tables(GROUP)
-    ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "canary": "/c.npz"}
+    ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "selftest": "/c.npz"}
     content["models"]["two"] = ranks
     assert problems(content)[0] == "groups.g.models[1]: two: a model with ranks has groups of its own"
 

@@ -31,9 +31,9 @@ TABLES = {
 }
 # Tables that are keys of others: where those have another name, nobody knows what is within.
 INNER = {
-    CONFIG / "batching.py": ("Batching", "Split"),
+    CONFIG / "batching.py": ("BatchingConfig", "SplitConfig"),
     CONFIG / "groups.py": ("GroupConfig",),
-    CONFIG / "ranks.py": ("Ranks",),
+    CONFIG / "ranks.py": ("RanksConfig",),
     CONFIG / "tenants.py": ("TenantConfig",),
 }
 

@@ -51,8 +51,8 @@ def test_nobody_listens_over_tcp_without_having_said_what_that_means(listening: 
     assert (
         refusal({}, *listening, socket=socket)
         == 'listeners: expected a table [listeners.NAME] with address = "tcp://127.0.0.1:5555" that has security = '
-        '"curve", or insecure = true: over TCP without CURVE whoever reaches the port may ask, and whoever is on the '
-        "way may read and change what is said"
+        '"curve", or insecure = true: over TCP without CURVE any client that reaches the port can send requests, and '
+        "whoever is on the way may read and change what is said"
     )
 
 
@@ -181,9 +181,9 @@ def test_a_listener_has_its_secret_key_and_those_of_the_tenants_that_it_is_for(k
         ({"key": "ann.pub"}, {"ann": ANN}, "key: {}/ann.pub: expected mode 0600 or 0400, got 0644"),
         ({"insecure": True}, {"ann": ANN}, 'insecure: expected false with security = "curve"'),
         ({"address": "ipc:///run/a"}, {"ann": ANN}, 'security: expected "none" for ipc://'),
-        ({}, {"ben": {"uids": [1]}}, "security: nobody could connect: "),
-        ({}, {}, "security: nobody could connect: "),
-        ({"tenants": ["ben"]}, {"ann": ANN, "ben": {"uids": [1]}}, "security: nobody could connect: "),
+        ({}, {"ben": {"uids": [1]}}, "security: no client could connect: "),
+        ({}, {}, "security: no client could connect: "),
+        ({"tenants": ["ben"]}, {"ann": ANN, "ben": {"uids": [1]}}, "security: no client could connect: "),
         ({"tenants": ["ann", "eve"]}, {"ann": ANN}, "tenants[1]: expected a tenant that has a table, got str 'eve'"),
         ({"security": "none"}, {"ann": ANN}, 'key: expected none without security = "curve"'),
         ({"security": "none", "key": ""}, {"ann": ANN}, 'insecure: missing: expected security = "curve" with a key'),

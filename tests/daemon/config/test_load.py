@@ -183,7 +183,7 @@ def test_what_is_text_or_not(file: Path) -> None:
 # --- what is refused, and in which words: * stands for the rest ------------------------------------------------------
 
 CARD = '[models.m]\npath = "m.mindir"\n'
-NO_CANARY = 'canary = "off"\n'
+NO_SELFTEST = 'selftest = "off"\n'
 OPTIONS = "[models.m.mindspore_lite]\n"
 NO_TABLES = "models: expected at least one table [models.NAME]"
 NO_NUL, NO_HOME = "expected text without a NUL character*", "expected a path without ~, which is not expanded, got '~*"
@@ -283,11 +283,11 @@ REFUSED_OF_A_MODEL = [
     (f'{CARD}{OPTIONS}provider = "ge"', "mindspore_lite.provider: it has no effect on the cpu*"),
     (f'{CARD}devices = ["ascend:0"]\n{OPTIONS}provider = "ge"', "mindspore_lite.provider: weights cannot be shared*"),
     (f"{MODEL}{OPTIONS}inter_op_parallel = 2", "mindspore_lite: the model's engine is onnxruntime"),
-    (f"{MODEL}canary = {{x = 3}}", "canary.x: expected list, got int 3"),
-    (f"{MODEL}canary = {{x = [0]}}", "canary.x[0]: expected integer, 1 to 1099511627776, got int 0"),
-    (f'{MODEL}canary = {{"" = [1]}}', "canary.'': expected text, 1 to 256 bytes, got 0"),
-    (f"{MODEL}{NO_CANARY}selftest_interval = 3", 'selftest_interval: it has no effect with canary = "off"'),
-    (f"{MODEL}{NO_CANARY}selftest_tolerance = 0.1", 'selftest_tolerance: it has no effect with canary = "off"'),
+    (f"{MODEL}selftest = {{x = 3}}", "selftest.x: expected list, got int 3"),
+    (f"{MODEL}selftest = {{x = [0]}}", "selftest.x[0]: expected integer, 1 to 1099511627776, got int 0"),
+    (f'{MODEL}selftest = {{"" = [1]}}', "selftest.'': expected text, 1 to 256 bytes, got 0"),
+    (f"{MODEL}{NO_SELFTEST}selftest_interval = 3", 'selftest_interval: it has no effect with selftest = "off"'),
+    (f"{MODEL}{NO_SELFTEST}selftest_tolerance = 0.1", 'selftest_tolerance: it has no effect with selftest = "off"'),
 ]
 REFUSED_SOCKETS = [
     (
@@ -378,7 +378,7 @@ MODEL_KEYS = {
     "load_timeout": [*SECONDS, "0"],
     "predict_timeout": [*SECONDS, "0"],
     "watchdog": [*SECONDS, "0"],
-    "canary": ['""', '"on"', "true", "[]", "{}", '"a.npy"', '"\\u0000.npz"'],
+    "selftest": ['""', '"on"', "true", "[]", "{}", '"a.npy"', '"\\u0000.npz"'],
     "selftest_tolerance": [*SECONDS, "1.1"],
     "selftest_interval": SECONDS,
     "max_queue": [*COUNTS, "1_000_001"],
@@ -450,7 +450,7 @@ def test_bad_names(file: Path, name: str) -> None:
 def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.parent.joinpath("elsewhere").mkdir()
     monkeypatch.chdir(file.parent / "elsewhere")
-    paths = {"path": "~a.mindir", "python": "venv/bin/python", "canary": "a/s.npz"}
+    paths = {"path": "~a.mindir", "python": "venv/bin/python", "selftest": "a/s.npz"}
     text = toml("daemon", {"runtime_dir": "run", "cache_dir": "cache"}) + toml("models.m", paths)
     config = loaded(file, text + toml("models.m.mindspore_lite", {"config_file": "acl.ini"}))
     model, daemon = config.models["m"], config.daemon
@@ -702,11 +702,11 @@ def test_how_many_rows_are_tested(file: Path) -> None:
         ("{x = [1, 3, 48, 320], n = []}", {"x": (1, 3, 48, 320), "n": ()}),
     ],
 )
-def test_a_canary_is_a_word_a_file_or_shapes(file: Path, given: str, expected: object) -> None:
-    assert loaded(file, MODEL + f"canary = {given}\n").models["m"].selftest == expected
+def test_a_selftest_is_a_word_a_file_or_shapes(file: Path, given: str, expected: object) -> None:
+    assert loaded(file, MODEL + f"selftest = {given}\n").models["m"].selftest == expected
 
 
-def test_on_a_card_weights_are_shared_with_a_canary_alone(file: Path) -> None:
-    card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\ncanary = "off"\n'
-    assert refusal(file, card).startswith("models.m.canary: on a card nothing else shows ")
+def test_on_a_card_weights_are_shared_with_a_selftest_alone(file: Path) -> None:
+    card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\nselftest = "off"\n'
+    assert refusal(file, card).startswith("models.m.selftest: on a card nothing else shows ")
     assert loaded(file, card + 'sharing = "off"\n').models["m"].selftest == "off"

@@ -19,7 +19,7 @@ CARDS = ["ascend:0", "ascend:1"]
 
 
 def tables(ranks: object, devices: object = None, **keys: Any) -> dict[str, Any]:
-    model = {"path": SHARDS, "canary": "/srv/big/canary.npz", **keys, "ranks": ranks}
+    model = {"path": SHARDS, "selftest": "/srv/big/selftest.npz", **keys, "ranks": ranks}
     return {"models": {"big": model}, "devices": devices or {}}
 
 
@@ -153,13 +153,13 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         (ON_CARDS, {"start": "spawn"}, "start: it has no effect: each rank has an interpreter of its own anyway"),
         (ON_CARDS, {"holder_loss": "frozen"}, "holder_loss: it has no effect on ranks: no process holds weights for *"),
         (ON_CARDS, {"policy": "overlap"}, "policy: a card has one process of a group on each port: set two *"),
-        (ON_CARDS, {"canary": "auto"}, "canary: expected a path that ends in .npz, of inputs and *"),
-        (ON_CARDS, {"canary": {"x": [1]}}, "canary: expected a path that ends in .npz, of inputs and their right *"),
-        (ON_CARDS, {"canary": "off"}, "canary: expected a path that ends in .npz, of inputs and *"),
-        (ON_CARDS, {"selftest_interval": 60}, "selftest_interval: ranks run the canary when they start: later all would *"),
+        (ON_CARDS, {"selftest": "auto"}, "selftest: expected a path that ends in .npz, of inputs and *"),
+        (ON_CARDS, {"selftest": {"x": [1]}}, "selftest: expected a path that ends in .npz, of inputs and their *"),
+        (ON_CARDS, {"selftest": "off"}, "selftest: expected a path that ends in .npz, of inputs and *"),
+        (ON_CARDS, {"selftest_interval": 60}, "selftest_interval: ranks run the self-test when they start: later all *"),
         (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: only a model that was converted for a card has *"),
-        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: rows have no place of *"),
-        ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: rows have no place of *"),
+        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: joined outputs cannot be split *"),
+        ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: joined outputs cannot be split *"),
         ({**ON_CARDS, "reply": 2}, {}, "ranks.reply: expected a rank, 0 to 1, got 2"),
         ({**ON_CARDS, "connect_timeout": 119}, {}, "ranks.connect_timeout: expected at least 120 on cards, *, got 119"),
         ({**ON_CARDS, "exec_timeout": 67}, {}, "ranks.exec_timeout: expected at least 68 on cards, got 67"),

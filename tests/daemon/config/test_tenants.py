@@ -170,5 +170,5 @@ def test_what_is_probably_not_what_was_meant(tmp_path: Path) -> None:
         "tenants.a.models: there is no model 'n'",
         'tenants.a.model_dirs: it may not update models: "operate" is not in its `may`',
         "tenants.b.may: it may do nothing",
-        "tenants.d: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it",
+        "tenants.d: no client belongs to it: it has neither uids nor groups nor keys, and no tenant acts for it",
     ]

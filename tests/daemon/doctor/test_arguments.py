@@ -22,10 +22,10 @@ def parser() -> argparse.ArgumentParser:
         (["--ranks", "ascend:0,ascend:0"], "expected each device once, got 'ascend:0,ascend:0'"),
         (["--limit", "0"], "expected seconds"),
         (["--limit", "soon"], "expected seconds"),
-        (["--canary", "{x = 3}"], "x: expected list, got int 3"),
-        (["--canary", "{x"], "not TOML"),
-        (["--canary-tolerance", "nan"], "expected a number from 0 to 1"),
-        (["--canary-tolerance", "much"], "expected a number from 0 to 1"),
+        (["--selftest", "{x = 3}"], "x: expected list, got int 3"),
+        (["--selftest", "{x"], "not TOML"),
+        (["--selftest-tolerance", "nan"], "expected a number from 0 to 1"),
+        (["--selftest-tolerance", "much"], "expected a number from 0 to 1"),
     ],
 )
 def test_a_wrong_command_line(
@@ -37,7 +37,7 @@ def test_a_wrong_command_line(
 
 
 def test_what_is_given(parser: argparse.ArgumentParser) -> None:
-    options = parser.parse_args(["--device", "ascend:3", "--canary-tolerance", "1e-3", "--limit", "7"])
+    options = parser.parse_args(["--device", "ascend:3", "--selftest-tolerance", "1e-3", "--limit", "7"])
     assert (options.device, options.selftest_tolerance, options.limit) == (3, 1e-3, 7.0)
 
 

@@ -13,7 +13,7 @@ from weightd_common import toml_schema as config_tables
 from weightd_daemon.config import load as config
 from weightd_daemon.doctor.checks import host as checks
 from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks import selftest as selftest_checks
 from weightd_daemon.doctor.checks.finding import INTERPRETER, PROCESS_EXITS
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -64,7 +64,7 @@ def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
         INTERPRETER,
         PROCESS_EXITS,
         *checks.CHECK_NAMES,
-        *trial_checks.CHECK_NAMES,
+        *selftest_checks.CHECK_NAMES,
         *rank_checks.CHECK_NAMES,
         "clean-up",
     }

@@ -67,8 +67,8 @@ def test_json_has_everything_in_order() -> None:
         "weightd": VERSION,
         "exit_status": 1,
         "findings": [
-            {"name": "interpreter", "verdict": "pass", "found": "python3: Python 3.11", "advice": ""},
-            {"name": "driver", "verdict": "pass", "found": "24.1", "advice": ""},
-            {"name": "current_pid", "verdict": "fail", "found": "empty", "advice": "source set_env.sh"},
+            {"name": "interpreter", "result": "pass", "detail": "python3: Python 3.11", "advice": ""},
+            {"name": "driver", "result": "pass", "detail": "24.1", "advice": ""},
+            {"name": "current_pid", "result": "fail", "detail": "empty", "advice": "source set_env.sh"},
         ],
     }

@@ -73,7 +73,7 @@ class FakeService(DaemonClient):
         signature = (TensorSignature("x", "FP32", (-1, 2)),)
         return ModelMetadataResponse("1", model, "onnxruntime", signature, signature)
 
-    def room(self, caller: Caller, nbytes: int) -> Any:
+    def allocate(self, caller: Caller, nbytes: int) -> Any:
         return np.empty(nbytes, np.uint8)
 
 

@@ -30,7 +30,9 @@ class World:
     def comes(self, peer: Peer = A) -> HttpConnection:
         """Return a connection that has just been made, without a socket."""
         connection = HttpConnection.__new__(HttpConnection)
-        connection.__dict__.update(_crowd=self.crowd, peer=peer, phase=ConnectionPhase.IDLE, since=self.now, _body=None)
+        connection.__dict__.update(
+            _http_connections=self.crowd, peer=peer, phase=ConnectionPhase.IDLE, phase_started_at=self.now, _body=None
+        )
         connection.transport = mock.Mock()
         self.crowd.on_connect(connection)
         return connection

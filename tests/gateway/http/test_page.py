@@ -50,7 +50,7 @@ def test_each_file_is_there_and_not_sent_to_who_has_it(gateway: HttpGateway, pat
 
 def test_its_numbers_are_the_daemon_s(gateway: HttpGateway) -> None:
     status, told, headers = gateway.ask("GET", "/status.json")
-    assert (status, told["daemon"]) == (200, {"age_s": 0.0, "trouble": ""})
+    assert (status, told["daemon"]) == (200, {"age_s": 0.0, "error": ""})
     [model] = told["overview"]["models"]
     assert (model["name"], model["queued"], model["memory"]["plain_bytes"]) == ("m", 3, 200 * MB)
     assert STATUS_HEADERS.items() <= dict(headers).items()

@@ -22,7 +22,7 @@ def picture(workers: int = 2) -> Overview:
 
 def test_it_is_told_what_top_shows_but_no_path_and_no_pid() -> None:
     told = json.loads(status_json(picture()))
-    assert told["daemon"] == {"age_s": 0.0, "trouble": ""}
+    assert told["daemon"] == {"age_s": 0.0, "error": ""}
     assert [each["name"] for each in told["overview"]["models"]] == ["m"]
     assert [each["name"] for each in told["overview"]["processes"]] == ["m.1.holder", "m.1.w1", "m.1.w2"]
     assert told["overview"]["memory"]["copy_bytes"] == MB
@@ -35,7 +35,7 @@ def test_there_is_a_bound() -> None:
 
 
 def test_without_a_picture_it_is_told_why() -> None:
-    assert json.loads(status_json(None, 0.0, "gone")) == {"daemon": {"age_s": 0.0, "trouble": "gone"}, "overview": None}
+    assert json.loads(status_json(None, 0.0, "gone")) == {"daemon": {"age_s": 0.0, "error": "gone"}, "overview": None}
 
 
 def test_what_is_no_number_in_json_is_none_of_the_page() -> None:

@@ -68,14 +68,14 @@ def test_a_daemon_that_is_away_is_told_with_the_last_picture(error: RequestError
     daemon.error = error
     [lost] = told(page, ALL)
     assert lost["overview"] == good["overview"]
-    assert lost["daemon"]["trouble"].startswith("The daemon ")
-    assert "/run" not in lost["daemon"]["trouble"]
+    assert lost["daemon"]["error"].startswith("The daemon ")
+    assert "/run" not in lost["daemon"]["error"]
     assert lost["daemon"]["age_s"] >= 0
     daemon.error = None
     [back] = told(page, ALL)
-    assert back["daemon"] == {"age_s": 0.0, "trouble": ""}
+    assert back["daemon"] == {"age_s": 0.0, "error": ""}
     [never] = told(StatusPoller(Daemon()), ALL)
-    assert never["daemon"]["trouble"] == ""
+    assert never["daemon"]["error"] == ""
 
 
 def test_whoever_may_not_look_is_refused() -> None:

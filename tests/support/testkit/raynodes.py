@@ -166,7 +166,7 @@ class Nodes:
 
     def left(self) -> Sequence[str]:
         """Return what is left of replicas: processes, and files that are not to stay."""
-        files = [str(each) for each in (self.base / "rooms").glob("*")]
+        files = [str(each) for each in (self.base / "work").glob("*")]
         return [*(f"{pid}: {command}" for pid, command in _commands() if str(self.base) in command), *files]
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def check_port(counts: Mapping[str, int | OSError]) -> Finding:
         return untestable(PORT, f"the processes on {name} are unknown: {reason}", advice)
     if not counts:
         return untestable(PORT, _NO_CARD)
-    return passed(PORT, f"no process is on {', '.join(counts)}, so that nobody has port {_HCCL_PORT}")
+    return passed(PORT, f"no process is on {', '.join(counts)}, so no process uses port {_HCCL_PORT}")
 
 
 def check_rank_table(

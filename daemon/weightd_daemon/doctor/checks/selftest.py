@@ -14,8 +14,8 @@ ATTACH = "sharing: attach"
 ANSWER = "sharing: same answer"
 MEMORY = "sharing: memory once"
 LATER_WORKER = "sharing: later worker"
-UNLISTED_WORKER = "sharing: stranger"
-HOLDER_EXIT = "sharing: holder's death"
+UNLISTED_WORKER = "sharing: unlisted worker"
+HOLDER_EXIT = "sharing: holder exit"
 CHECK_NAMES = (BUILD, ATTACH, ANSWER, MEMORY, LATER_WORKER, UNLISTED_WORKER, HOLDER_EXIT)
 
 _SPARES_ADVICE = "weightd then replaces lost workers by spares and new generations: set spares for each device"
@@ -174,7 +174,7 @@ def _check_unlisted_worker(report: SelfTestReport) -> Finding:
     if unlisted_worker is None:
         return _not_reached(UNLISTED_WORKER, "the list")
     if _IMPORT_ERROR not in str(unlisted_worker):
-        return untestable(UNLISTED_WORKER, f"it failed, but not for its number: {unlisted_worker}", _LOG_ADVICE)
+        return untestable(UNLISTED_WORKER, f"it failed for another reason than its pid: {unlisted_worker}", _LOG_ADVICE)
     return passed(UNLISTED_WORKER, f"refused: {unlisted_worker}")
 
 

@@ -1,6 +1,6 @@
 """`weightd check --load`: each model is loaded in processes as the daemon's, one after another, and let go again.
 
-A holder builds, runs the canary and exports, as at a start. On a card, where a worker may fail at what a holder can
+A holder builds, runs the self-test and exports, as at a start. On a card, where a worker may fail at what a holder can
 do, a worker attaches, too. On the CPU it could only do the same again.
 """
 

@@ -1,4 +1,4 @@
-"""Real workers for a trial: started, ordered and heard one at a time, each wait with a limit; none is left."""
+"""Real workers for a self-test: started, ordered and heard one at a time, each wait with a limit; none is left."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class ChildError(Exception):
     """A child did not do what it was told. The text says which, in which step, and why.
 
     ChildError
-    ├── Refused     it said no, with a cause
-    ├── Died        it ended
-    ├── Hung        it did nothing within the limit
-    └── Confused    it said something else
+    ├── ChildRejected        it said no, with a cause
+    ├── ChildExited          it ended
+    ├── ChildTimedOut        it did nothing within the limit
+    └── ProtocolViolation    it said something else
     """
 
 
@@ -74,9 +74,9 @@ class ChildExited(ChildError):
         exit_cause: how it has ended.
     """
 
-    def __init__(self, text: str, end: ExitCause | None = None) -> None:
+    def __init__(self, text: str, exit_cause: ExitCause | None = None) -> None:
         super().__init__(text)
-        self.exit_cause = end or ExitCause(None)
+        self.exit_cause = exit_cause or ExitCause(None)
 
 
 class ChildTimedOut(ChildError):
@@ -95,7 +95,7 @@ class ChildReply(NamedTuple):
 
 
 class SelfTestProcesses:
-    """The children of one trial, by name; all are killed and waited for at the end of the block.
+    """The children of one self-test, by name; all are killed and waited for at the end of the block.
 
     Args:
         program: what each of them is.

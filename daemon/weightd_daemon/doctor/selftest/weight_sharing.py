@@ -1,10 +1,10 @@
 """The self-test: weights are shared among real workers, and what should be refused is tried.
 
 It drives `python -m weightd_worker` through its own protocol, with the messages that the daemon sends. A program made
-for the test would show what the library can do; this shows what weightd will do with it, its engine, its canary and
+for the test would show what the library can do; this shows what weightd will do with it, its engine, its self-test and
 its reading of the native log included. What the daemon adds (snapshot, restarts, queue) does not touch the card.
 
-This module acts and records; `verdicts` judge.
+This module acts and records; `checks` judge.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ HOLDER = "holder"
 WORKER = "worker"
 LATE_WORKER = "late worker"  # listed at the build, attaches after the holder's death
 NEW_WORKER = "new worker"  # starts after the build
-UNLISTED_WORKER = "stranger"  # is never listed
+UNLISTED_WORKER = "unlisted worker"  # is never listed
 PRIVATE_WORKER = "private worker"  # takes a copy of its own
 
 AnswerFrames = tuple[bytes, ...]
-"""The digest of the canary's, or the outputs of a predict: a frame each."""
+"""The digest of the self-test's, or the outputs of a predict: a frame each."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
 
 
 def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
-    """Build; a holder that is lost in its search for a canary is followed by another one, as in `serve`."""
+    """Build; a holder that is lost in its search for a self-test is followed by another one, as in `serve`."""
     search = SelfTestSearch(selftest)
     while True:
         children.send_order(HOLDER, search.build_message(pids))
@@ -211,12 +211,12 @@ def _allow_new_worker(children: SelfTestProcesses) -> Allowed:
 
 
 def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
-    """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
+    """Run the self-test, whose answer counts as the same within the tolerance; or ask what can be made up here."""
     if built.selftest_digest:
         children.send_order(WORKER, Ping(run_selftest=True))
         return (children.wait_for(WORKER, Pong, "run the self-test")[0].selftest_digest.encode(),)
     specs, frames = make_inputs(built)
-    children.send_order(WORKER, Predict(0, RequestDescription("trial", specs)), frames)
+    children.send_order(WORKER, Predict(0, RequestDescription("selftest", specs)), frames)
     return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, Result, "predict")[1])
 
 

@@ -71,7 +71,7 @@ def test_addresses_are_known_or_not(network: NetworkFacts, told: tuple[str, str]
     [
         (
             {"ascend:0": 0, "ascend:1": 0},
-            ("pass", f"no process is on {', '.join(TWO)}, so that nobody has port 16666"),
+            ("pass", f"no process is on {', '.join(TWO)}, so no process uses port 16666"),
         ),
         (
             {"ascend:0": 0, "ascend:1": 3},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks import selftest as selftest_checks
 from weightd_daemon.doctor.checks.finding import CheckResult, Finding
 from weightd_daemon.doctor.checks.selftest import (
     ANSWER,
@@ -25,23 +25,25 @@ from weightd_protocol.messages.worker import Allowed, Attached, Built
 from weightd_protocol.messages.worker_common import DeviceMemory
 
 MIB = 1024 * 1024
-CANARY = "c" * 64
+DIGEST = "c" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
 
-NO_IMPORT = ChildRejected("stranger: build with the handle: acl rt mem import from shareable handle failed! ret:507899")
-NO_PLACE = ChildRejected("stranger: build with the handle: Acl open device 0 failed. ret = 507899")
+NO_IMPORT = ChildRejected(
+    "unlisted worker: build with the handle: acl rt mem import from shareable handle failed! ret:507899"
+)
+NO_PLACE = ChildRejected("unlisted worker: build with the handle: Acl open device 0 failed. ret = 507899")
 
 
 def free(mib: int) -> DeviceMemory:
     return DeviceMemory(32_000 * MIB, mib * MIB)
 
 
-BUILT = Built("90", (X,), (X,), ({"x": (2,)},), CANARY, 1000 * MIB, "", free(30_000))
-ATTACHED = Attached(CANARY, 1000 * MIB, "", free(29_700))
+BUILT = Built("90", (X,), (X,), ({"x": (2,)},), DIGEST, 1000 * MIB, "", free(30_000))
+ATTACHED = Attached(DIGEST, 1000 * MIB, "", free(29_700))
 OTHER = replace(ATTACHED, selftest_digest="d" * 64)
 
 
-def trial(**changes: Any) -> SelfTestReport:
+def report(**changes: Any) -> SelfTestReport:
     """A self-test in which all went well on a driver that counts references, but for `changes`."""
     well = SelfTestReport(
         start_result={"holder": "1", "worker": "2", "late worker": "3"},
@@ -58,7 +60,7 @@ def trial(**changes: Any) -> SelfTestReport:
 
 
 def finding(name: str, **changes: Any) -> Finding:
-    findings = evaluate(trial(**changes), 31_000 * MIB)
+    findings = evaluate(report(**changes), 31_000 * MIB)
     assert [each.name for each in findings] == list(CHECK_NAMES)
     return findings[CHECK_NAMES.index(name)]
 
@@ -70,14 +72,14 @@ PASS, FAIL, OPEN = "pass", "fail", "not testable"
     ("changes", "verdicts"),
     [
         ({}, [PASS] * 7),
-        ({"start": ChildExited("cannot start"), "build": None}, [FAIL, *[OPEN] * 6]),
-        ({"build": ChildRejected("no")}, [FAIL, *[OPEN] * 6]),
-        ({"build": replace(BUILT, handle="")}, [FAIL, *[OPEN] * 6]),
-        ({"attach": NO_IMPORT}, [PASS, FAIL, *[OPEN] * 5]),
+        ({"start_result": ChildExited("cannot start"), "build_result": None}, [FAIL, *[OPEN] * 6]),
+        ({"build_result": ChildRejected("no")}, [FAIL, *[OPEN] * 6]),
+        ({"build_result": replace(BUILT, handle="")}, [FAIL, *[OPEN] * 6]),
+        ({"attach_result": NO_IMPORT}, [PASS, FAIL, *[OPEN] * 5]),
     ],
 )
 def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], verdicts: list[str]) -> None:
-    assert [each.result.value for each in evaluate(trial(**changes), None)] == verdicts
+    assert [each.result.value for each in evaluate(report(**changes), None)] == verdicts
 
 
 @pytest.mark.parametrize(
@@ -85,62 +87,87 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
     [
         (
             BUILD,
-            {"build": ChildRejected("aclrtMallocPhysical failed! ret:207001")},
+            {"build_result": ChildRejected("aclrtMallocPhysical failed! ret:207001")},
             FAIL,
             "207001 -> the device is out of",
         ),
-        (BUILD, {"build": ChildRejected("Acl open device 0 failed. ret = 507899")}, FAIL, "63"),
-        (BUILD, {"build": ChildRejected("Set pid to shareable_handle failed! ret:507899")}, FAIL, "cannot list pids"),
-        (BUILD, {"build": ChildRejected("what is that")}, FAIL, "native log"),
+        (BUILD, {"build_result": ChildRejected("Acl open device 0 failed. ret = 507899")}, FAIL, "63"),
         (
             BUILD,
-            {"build": ChildExited("killed by SIGSEGV")},
+            {"build_result": ChildRejected("Set pid to shareable_handle failed! ret:507899")},
+            FAIL,
+            "cannot list pids",
+        ),
+        (BUILD, {"build_result": ChildRejected("what is that")}, FAIL, "native log"),
+        (
+            BUILD,
+            {"build_result": ChildExited("killed by SIGSEGV")},
             FAIL,
             "killed by SIGSEGV -> the library or the driver crashed",
         ),
-        (BUILD, {"build": ChildTimedOut("no answer within 5 s")}, FAIL, "--limit"),
-        (BUILD, {"build": replace(BUILT, handle="", note="the library gave none")}, FAIL, "the library gave none"),
-        (ATTACH, {"attach": NO_IMPORT}, FAIL, "virtual instance"),
-        (ANSWER, {"attach": OTHER}, FAIL, "worker dddd"),
+        (BUILD, {"build_result": ChildTimedOut("no answer within 5 s")}, FAIL, "--limit"),
+        (
+            BUILD,
+            {"build_result": replace(BUILT, handle="", note="the library gave none")},
+            FAIL,
+            "the library gave none",
+        ),
+        (ATTACH, {"attach_result": NO_IMPORT}, FAIL, "virtual instance"),
+        (ANSWER, {"attach_result": OTHER}, FAIL, "worker dddd"),
         (
             ANSWER,
-            {"build": replace(BUILT, selftest_digest="", selftest_note="it dreams")},
+            {"build_result": replace(BUILT, selftest_digest="", selftest_note="it dreams")},
             FAIL,
-            "no canary: it dreams: nothing ",
+            "no self-test: it dreams: nothing ",
         ),
         (MEMORY, {}, PASS, "31,000 MiB before"),
         (MEMORY, {}, PASS, "30,000 MiB after the build"),
         (MEMORY, {}, PASS, "29,700 MiB after the attach"),
         (MEMORY, {}, PASS, "took 300 MiB"),
-        (MEMORY, {"attach": replace(ATTACHED, device=None)}, OPEN, "cannot be read"),
-        (MEMORY, {"build": replace(BUILT, device=None)}, OPEN, "cannot be read"),
+        (MEMORY, {"attach_result": replace(ATTACHED, device=None)}, OPEN, "cannot be read"),
+        (MEMORY, {"build_result": replace(BUILT, device=None)}, OPEN, "cannot be read"),
         # A comparison that found no room.
-        (MEMORY, {"attach": replace(ATTACHED, device=free(28_000)), "private": ChildRejected("207001")}, OPEN, ""),
-        (LATER_WORKER, {"allow": Allowed("no such call"), "new": None}, FAIL, "no such call"),
-        (LATER_WORKER, {"allow": Allowed("no such call"), "new": None}, FAIL, "spares"),
-        (LATER_WORKER, {"allow": ChildTimedOut("no answer")}, FAIL, "no answer"),
-        (LATER_WORKER, {"new": NO_IMPORT}, FAIL, "spares"),
-        (LATER_WORKER, {"new": NO_PLACE}, FAIL, "63"),
-        (LATER_WORKER, {"new": OTHER}, FAIL, ""),
-        (UNLISTED_WORKER, {"stranger": ATTACHED}, FAIL, ""),
-        (UNLISTED_WORKER, {"stranger": ChildExited("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
-        (UNLISTED_WORKER, {"stranger": ChildTimedOut("no answer")}, FAIL, "no answer"),
-        (UNLISTED_WORKER, {"stranger": NO_PLACE}, OPEN, ""),
-        (UNLISTED_WORKER, {"stranger": ProtocolViolation("expected Attached")}, OPEN, ""),
-        (UNLISTED_WORKER, {"stranger": None}, OPEN, ""),
+        (
+            MEMORY,
+            {"attach_result": replace(ATTACHED, device=free(28_000)), "private_copy_result": ChildRejected("207001")},
+            OPEN,
+            "",
+        ),
+        (LATER_WORKER, {"allow_result": Allowed("no such call"), "new_worker_result": None}, FAIL, "no such call"),
+        (LATER_WORKER, {"allow_result": Allowed("no such call"), "new_worker_result": None}, FAIL, "spares"),
+        (LATER_WORKER, {"allow_result": ChildTimedOut("no answer")}, FAIL, "no answer"),
+        (LATER_WORKER, {"new_worker_result": NO_IMPORT}, FAIL, "spares"),
+        (LATER_WORKER, {"new_worker_result": NO_PLACE}, FAIL, "63"),
+        (LATER_WORKER, {"new_worker_result": OTHER}, FAIL, ""),
+        (UNLISTED_WORKER, {"unlisted_result": ATTACHED}, FAIL, ""),
+        (UNLISTED_WORKER, {"unlisted_result": ChildExited("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
+        (UNLISTED_WORKER, {"unlisted_result": ChildTimedOut("no answer")}, FAIL, "no answer"),
+        (UNLISTED_WORKER, {"unlisted_result": NO_PLACE}, OPEN, ""),
+        (UNLISTED_WORKER, {"unlisted_result": ProtocolViolation("expected Attached")}, OPEN, ""),
+        (UNLISTED_WORKER, {"unlisted_result": None}, OPEN, ""),
         (HOLDER_EXIT, {}, PASS, "reference-counted: the worker goes on with the same answer"),
         (HOLDER_EXIT, {}, PASS, "could still attach"),
-        (HOLDER_EXIT, {"late": NO_IMPORT}, PASS, "could not attach any more"),
-        (HOLDER_EXIT, {"late": OTHER}, FAIL, ""),
+        (HOLDER_EXIT, {"late_worker_result": NO_IMPORT}, PASS, "could not attach any more"),
+        (HOLDER_EXIT, {"late_worker_result": OTHER}, FAIL, ""),
         (
             HOLDER_EXIT,
-            {"after": ChildRejected("no!")},
+            {"answer_after_exit": ChildRejected("no!")},
             PASS,
             'strict: the worker cannot go on, so holder_loss = "strict"',
         ),
-        (HOLDER_EXIT, {"after": ChildExited("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
-        (HOLDER_EXIT, {"after": (b"other",)}, PASS, "strict: the worker gave another answer, without an error"),
-        (HOLDER_EXIT, {"before": ChildRejected("predict failed!"), "after": None}, FAIL, "predict failed!"),
+        (HOLDER_EXIT, {"answer_after_exit": ChildExited("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
+        (
+            HOLDER_EXIT,
+            {"answer_after_exit": (b"other",)},
+            PASS,
+            "strict: the worker gave another answer, without an error",
+        ),
+        (
+            HOLDER_EXIT,
+            {"answer_before_exit": ChildRejected("predict failed!"), "answer_after_exit": None},
+            FAIL,
+            "predict failed!",
+        ),
     ],
 )
 def test_what_a_step_has_shown(name: str, changes: dict[str, Any], verdict: str, text: str) -> None:
@@ -162,17 +189,17 @@ def test_what_a_step_has_shown(name: str, changes: dict[str, Any], verdict: str,
 )
 def test_whether_memory_is_taken_once(after_attach: int, after_private: int | None, verdict: str) -> None:
     attach = replace(ATTACHED, device=free(after_attach))
-    private = None if after_private is None else Attached(CANARY, 0, "", free(after_private))
+    private = None if after_private is None else Attached(DIGEST, 0, "", free(after_private))
     assert is_sharing_doubtful(BUILT, attach) is (after_attach <= 29_000)
-    assert finding(MEMORY, attach=attach, private=private).result.value == verdict
+    assert finding(MEMORY, attach_result=attach, private_copy_result=private).result.value == verdict
 
 
 def test_memory_that_nobody_can_read() -> None:
     assert not is_sharing_doubtful(replace(BUILT, device=None), ATTACHED)
-    assert "free unknown before" in evaluate(trial(), None)[CHECK_NAMES.index(MEMORY)].detail
+    assert "free unknown before" in evaluate(report(), None)[CHECK_NAMES.index(MEMORY)].detail
 
 
 def test_whoever_survives_is_told() -> None:
-    assert trial_checks.check_survivors([]) == []
-    (left,) = trial_checks.check_survivors([7, 8])
+    assert selftest_checks.check_survivors([]) == []
+    (left,) = selftest_checks.check_survivors([7, 8])
     assert (left.result, "7, 8" in left.detail) == (CheckResult.FAIL, True)

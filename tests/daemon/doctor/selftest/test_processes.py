@@ -123,7 +123,10 @@ def test_one_that_does_not_do_what_is_due(
 
 
 def test_one_that_cannot_be_started(program: WorkerProgram) -> None:
-    with SelfTestProcesses(program, LIMIT_S) as children, pytest.raises(ChildExited, match=r"cannot start .*No such file"):
+    with (
+        SelfTestProcesses(program, LIMIT_S) as children,
+        pytest.raises(ChildExited, match=r"cannot start .*No such file"),
+    ):
         children.start("holder")
 
 

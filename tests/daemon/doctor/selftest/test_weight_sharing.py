@@ -48,7 +48,7 @@ ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
 
 
 class Scripted(SelfTestProcesses):
-    """Answers each kind of question with what was given for it, and notes what happens.
+    """Answers each type of question with what was given for it, and notes what happens.
 
     Args:
         deaths: of holders, each while it tries `TRIED`.
@@ -65,34 +65,38 @@ class Scripted(SelfTestProcesses):
             "Allowed": Allowed(),
             "Pong": Pong("c"),
             "Result": Result(0, ResponseDescription("m", ())),
-            "stranger Attached": ChildRejected("no"),
+            "unlisted worker Attached": ChildRejected("no"),
             **answers,
         }
 
     def start(self, name: str) -> None:
         self.happened.append(f"start {name}")
 
-    def order(self, name: str, order: ChildOrder, frames: Sequence[Any] = ()) -> None:
-        self.happened.append(f"{type(order).__name__} {name}")
-        self.orders.append((name, order))
+    def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
+        self.happened.append(f"{type(message).__name__} {name}")
+        self.orders.append((name, message))
 
-    def hear(
-        self, name: str, kind: type[M], step: str, told: Callable[[TryingSelfTest], None] | None = None
+    def wait_for(
+        self,
+        name: str,
+        message_type: type[M],
+        step: str,
+        on_trying_selftest: Callable[[TryingSelfTest], None] | None = None,
     ) -> tuple[M, Sequence[Any]]:
-        if kind is Hello:
+        if message_type is Hello:
             traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
             sha256 = self._answers.get(f"{name} sha256", "5" * 64)
             return cast("M", Hello(f"1{len(self.happened)}", sha256, {}, traits)), ()
-        if self._deaths and told is not None:
-            told(TryingSelfTest((TRIED,), cast("Build", self.orders[-1][1]).unfit_cases))
+        if self._deaths and on_trying_selftest is not None:
+            on_trying_selftest(TryingSelfTest((TRIED,), cast("Build", self.orders[-1][1]).unfit_cases))
             raise self._deaths.pop(0)
-        answer = self._answers.get(f"{name} {kind.__name__}", self._answers[kind.__name__])
+        answer = self._answers.get(f"{name} {message_type.__name__}", self._answers[message_type.__name__])
         if isinstance(answer, ChildError):
             raise answer
         return answer, (b"answer",)
 
-    def end(self, name: str) -> None:
-        self.happened.append(f"end {name}")
+    def kill(self, name: str) -> None:
+        self.happened.append(f"kill {name}")
 
 
 def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
@@ -100,9 +104,9 @@ def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
     result = weight_sharing.run_selftest(children, SelfTestSpec())
     assert children.happened == [
         *("start holder", "start worker", "start late worker", "Build holder", "Attach worker"),
-        *("start new worker", "Allow holder", "Attach new worker", "end new worker"),
-        *("start stranger", "Attach stranger", "end stranger"),
-        *("Ping worker", "end holder", "Ping worker", "Attach late worker"),
+        *("start new worker", "Allow holder", "Attach new worker", "kill new worker"),
+        *("start unlisted worker", "Attach unlisted worker", "kill unlisted worker"),
+        *("Ping worker", "kill holder", "Ping worker", "Attach late worker"),
     ]
     assert isinstance(result.unlisted_result, ChildRejected)
     assert result.answer_before_exit == result.answer_after_exit == (b"c",)
@@ -121,7 +125,7 @@ def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
     assert weight_sharing.run_selftest(children, SelfTestSpec()).private_copy_result == small
     attaches = [(name, order.handle) for name, order in children.orders if isinstance(order, Attach)]
     assert attaches[:2] == [("worker", "90"), ("private worker", "")]
-    assert children.happened.index("end private worker") < children.happened.index("Allow holder")
+    assert children.happened.index("kill private worker") < children.happened.index("Allow holder")
 
 
 def test_a_model_file_that_changes_meanwhile() -> None:
@@ -169,9 +173,9 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
     assert built == BUILT
     builds = [order for _, order in children.orders if isinstance(order, Build)]
     assert [each.unfit_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
-    assert children.happened.count("start holder") == children.happened.count("end holder") + 1 == len(builds)
+    assert children.happened.count("start holder") == children.happened.count("kill holder") + 1 == len(builds)
     children = Scripted(deaths=[ChildExited("killed by SIGSEGV")])
-    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
+    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it ran the self-test, x \[1, 4\]$"):
         weight_sharing.load_model(children, SelfTestSpec(should_search=False, cases=(TRIED,)), should_attach=False)
 
 
