@@ -28,7 +28,7 @@ Logs may tell of inputs. Only the daemon's own user and root, and tenants that m
 shown them, over its unix socket: not over ipc:// or tcp://.
 
 --json prints one object, {{"logs": [{{"process", "generation", "size", "changed", "text"}}],
-"left_out"}}.
+"omitted"}}.
 
 Exit status: 0 good, 1 there is no such model or process, 77 this user may not connect."""
 
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         if options.process and not answer.logs:
             raise _no_log(options.process, client.logs(options.model, lines=1))
     if options.json:
-        print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "left_out": answer.omitted}))
+        print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "omitted": answer.omitted}))
     else:
         print("\n".join(_lines_of(answer)))
     return exit_codes.OK

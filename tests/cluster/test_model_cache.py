@@ -122,7 +122,7 @@ def test_only_so_many_that_nobody_uses_are_kept_and_the_last_used_ones(tmp_path:
 
 
 def test_what_a_killed_fetch_has_left_goes(tmp_path: Path) -> None:
-    left = tmp_path / "models" / "new" / "files"
+    left = tmp_path / "models" / "staging" / "files"
     left.mkdir(parents=True, mode=0o700)
     (left / "m.mindir").write_bytes(b"half")
     sha256, source = model()

@@ -183,7 +183,7 @@ def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("", "required: VERB"),
+        ("", "required: COMMAND"),
         ("bogus", "invalid choice: 'bogus'"),
         ("predict", "required: MODEL"),
         ("status --timeout 0", "more than 0 and at most 3600 seconds, got '0'"),

@@ -103,7 +103,7 @@ def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> Non
     assert isinstance(asked, Logs)
     assert (asked.model_name, asked.process, asked.lines) == ("m", "p", 7)
     told = json.loads(ctl("logs", "m", "--json").out)
-    assert (told["logs"][1]["text"], told["left_out"]) == (LOG.text, 2)
+    assert (told["logs"][1]["text"], told["omitted"]) == (LOG.text, 2)
     daemon.handle = lambda message, _: [encode(LogsResponse(message.id, ()))]
     assert ctl("logs", "m").out == "no process has a log\n"
 

@@ -73,13 +73,13 @@ def response(*models: ModelStatus) -> StatusResponse:
 
 
 def test_each_listener_has_a_line() -> None:
-    gates = (
+    proxies = (
         ProxyStatus("default", "ipc:///run/weightd/weightd.sock", 100, 1, 0),
         ProxyStatus("lan", "tcp://*:5555", 0, 0, 3),
     )
-    assert render(replace(response(), zmq_proxies=gates), 15 * MB).splitlines()[2:4] == [
-        "listener default: ipc:///run/weightd/weightd.sock, gate 100, 1 client",
-        "listener lan: tcp://*:5555, its gate is starting, 0 clients, restarted 3 times",
+    assert render(replace(response(), zmq_proxies=proxies), 15 * MB).splitlines()[2:4] == [
+        "listener default: ipc:///run/weightd/weightd.sock, proxy 100, 1 client",
+        "listener lan: tcp://*:5555, its proxy is starting, 0 clients, restarted 3 times",
     ]
 
 
@@ -191,7 +191,7 @@ def test_tenants_have_a_row_for_each_model_that_they_have_asked() -> None:
     research = TenantStatus("research", 2.0, (account("digits"), account("", served=0, unexpected_exits=1)), 0.75, 3)
     tenants = (research, TenantStatus("web", 1.0, (account("large"),)), TenantStatus("default", 1.0, ()))
     assert render(replace(response(DIGITS), tenants=tenants), 0).splitlines()[-8:-1] == [
-        "TENANT    MODEL    REQUESTS  SERVED  REFUSED  NOW  QUEUED   ROWS  SEAT s  WAIT ms  IN MB  OUT MB",
+        "TENANT    MODEL    REQUESTS  SERVED  REFUSED  NOW  QUEUED   ROWS  SLOT s  WAIT ms  IN MB  OUT MB",
         "research  digits      1,200   1,000      200    2       1  4,000    12.3      0.5    7.0     3.0",
         "          (other)     1,200       0      200    2       1  4,000    12.3        -    7.0     3.0",
         "research: weight 2; 75% of the seconds of the last minute; refused: max_rate 400; 1 worker lost to",

@@ -22,7 +22,7 @@ _OVERFLOW_UID_HINT = (
     "or with a key"
 )
 
-RIGHT_REVOKED = "a reload has taken the right to ask for this away"
+RIGHT_REVOKED = "a reload has revoked the right to request this"
 
 
 class Authorizer:
@@ -208,7 +208,9 @@ def _unknown_client_text(identity: ClientIdentity) -> str:
     if credential.uid == _OVERFLOW_UID:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
     client = f"key {credential.key}" if credential.key else identity.origin.party
-    remedy = "its public key to `keys`" if credential.uid is None else "its user to `uids`, or a group of it to `groups`,"
+    remedy = (
+        "its public key to `keys`" if credential.uid is None else "its user to `uids`, or a group of it to `groups`,"
+    )
     return (
         f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have"
         " [tenants.default]"

@@ -120,7 +120,7 @@ class ClientConnection:
         self.connected_at = since
         self.limit_account = owner or identity.origin.party
         self.tenant: Tenant | None = None
-        self.rejection: RequestError = Unauthenticated("nobody knows who this is")
+        self.rejection: RequestError = Unauthenticated("unidentified client")
         self.origin = identity.origin
         self.has_sent_message = False
         self.pending_requests = 0

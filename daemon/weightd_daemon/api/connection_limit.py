@@ -1,6 +1,7 @@
 """How many clients may be connected, and who has to go when it is more.
 
-Children, logs and stores need descriptors, too. So when too many are connected some are hung up, see `Crowd`.
+Children, logs and stores need descriptors, too. So when too many are connected some are hung up, see
+`ClientConnectionLimiter`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ClientConnectionLimiter:
         limit = max_client_descriptors()
         if connection_count > limit and not self._is_full:
             self._is_full = True
-            text = "expected at most %d connections of clients (LimitNOFILE), got %d: some of them are hung up"
+            text = "expected at most %d connections of clients (LimitNOFILE), got %d: disconnecting some"
             self._log.log(_log, logging.ERROR, "", text, limit, connection_count)
         return self._limiter.evict_excess(limit, "LimitNOFILE")
 
@@ -59,5 +60,5 @@ class ClientConnectionLimiter:
         if self._is_full and connection_count < REOPEN_FRACTION * max_client_descriptors():
             self._is_full = False
             self._log.log(
-                _log, logging.WARNING, "", "%d clients are connected: others are let in again", connection_count
+                _log, logging.WARNING, "", "%d clients are connected: accepting connections again", connection_count
             )

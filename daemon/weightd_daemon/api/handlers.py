@@ -73,7 +73,9 @@ _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 # A guess: how long it takes until some of what is kept has been computed, or read.
 _RETRY_AFTER_S = 0.1
 
-_MEMORY_FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
+_MEMORY_FULL = (
+    "the daemon's memory budget for clients is used up (max_memory_bytes), and this one, or its user, has most of it"
+)
 
 _UNIX_SOCKET_ONLY = "memory can be shared on the unix socket alone"
 
@@ -128,7 +130,7 @@ class RequestRouter:
     Args:
         loop: calls when there is something to do.
         model_registry: the models.
-        max_memory_bytes: that are kept for clients, see `Room`.
+        max_memory_bytes: that are kept for clients, see `MemoryBudget`.
         max_shm_bytes: of the regions of one user.
         user_limits: of the connections of one user to the Unix socket.
         daemon: is asked what no model knows.
@@ -643,9 +645,9 @@ class RequestRouter:
             header = encode(message, max_bytes=max_bytes)
         except LocalProtocolError as error:
             # What an engine or a path says may not fit into a header: that is an answer too.
-            header, frames = encode(Error(message.id, Internal.code, clip(f"the answer cannot be sent: {error}"))), ()
+            header, frames = encode(Error(message.id, Internal.code, clip(f"the response cannot be sent: {error}"))), ()
         if not self._connections.send(client, [*header, *frames]):
-            dropped_error = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
+            dropped_error = ResourceExhausted("the response is dropped: the client has not read earlier ones")
             self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
 
 

@@ -22,10 +22,12 @@ class MemoryBudget:
         used_bytes: bytes now.
     """
 
-    def __init__(self, most: int, user: Callable[[bytes], str], on_large: Callable[[], object] = lambda: None) -> None:
-        self.max_bytes = most
+    def __init__(
+        self, max_bytes: int, user_of: Callable[[bytes], str], on_large: Callable[[], object] = lambda: None
+    ) -> None:
+        self.max_bytes = max_bytes
         self.used_bytes = 0
-        self.user_of = user
+        self.user_of = user_of
         self._on_large_reservation = on_large
         self._bytes_by_client: dict[bytes, int] = {}
 

@@ -116,7 +116,7 @@ class ClientConnections:
     ) -> None:
         self.log = log or ClientLog()
         self.fd_closer = DescriptorCloser(log_resource_error)
-        # With another `Closing`: a close of a connection can always be interrupted.
+        # With another `DescriptorCloser`: a close of a connection can always be interrupted.
         self._unread_connections = UnreadConnections(loop, DescriptorCloser(log_resource_error).close_socket)
         self.dropped_messages = 0
         self._loop = loop
@@ -199,7 +199,7 @@ class ClientConnections:
         if not connection.is_closing:
             self._discard_pending(connection)
             near = connection.origin.peer
-            self.log.log(_log, logging.WARNING, connection.user, "a connection of %s is hung up: %s", near, reason)
+            self.log.log(_log, logging.WARNING, connection.user, "disconnecting a client of %s: %s", near, reason)
             connection.shut_down()
             self._connection_limiter.remove_connection(connection)
             # It is told of its end, and of nothing that it has said.

@@ -15,7 +15,7 @@ from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, FairClock
 from weightd_daemon.tenants.tenant import Tenant
 
 # Those whose messages are all refused are one, and no tenant has less weight.
-_NO_TENANT_QUEUE = Tenant("(nobody)", TenantConfig(weight=MIN_WEIGHT))
+_NO_TENANT_QUEUE = Tenant("(no tenant)", TenantConfig(weight=MIN_WEIGHT))
 
 
 class TenantReadQueue:
@@ -31,7 +31,7 @@ class TenantReadQueue:
         self._contended_until = -float("inf")
 
     def is_contended(self, connection: ClientConnection) -> bool:
-        """A user speaks: return whether another one has within `SEVERAL_S`.
+        """A user speaks: return whether another one has within `MULTI_TENANT_HOLD_S`.
 
         While one alone does, this costs no look at a clock.
         """

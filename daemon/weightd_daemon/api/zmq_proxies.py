@@ -92,7 +92,7 @@ class _Listener:
 
 
 class ListenerAuth(NamedTuple):
-    """Who is let in at a listener: see `Terms`."""
+    """Who is let in at a listener: see `ProxyConfig`."""
 
     secret: str = ""
     keys: Sequence[str] | None = None
@@ -199,7 +199,7 @@ class ZmqProxies:
         try:
             daemon_end, proxy_end = socket.socketpair()
         except OSError as error:
-            _log.error("listener %s: no gate can be started: %s", listener.proxy.name, error.strerror)
+            _log.error("listener %s: no ZeroMQ proxy can be started: %s", listener.proxy.name, error.strerror)
             listener.restart_at = now + _MAX_BACKOFF_S
             return
         number = next(self._proxy_numbers)
@@ -213,7 +213,7 @@ class ZmqProxies:
                 )
             except OSError as error:
                 # It has just died: the end of the link is heard in a moment.
-                _log.debug("the gate of listener %s cannot be asked for: %s", listener.proxy.name, error.strerror)
+                _log.debug("cannot request the proxy of listener %s: %s", listener.proxy.name, error.strerror)
                 del self._proxy_by_number[number]
             else:
                 self._flush_if_unsent(is_all, zygote.stream)
@@ -287,7 +287,7 @@ class ZmqProxies:
         try:
             self._attach_zygote(_launch_zygote())
         except OSError as error:
-            _log.error("no gate: %s", with_limit_hint(f"the zygote cannot be started: {error.strerror}"))
+            _log.error("no ZeroMQ proxy: %s", with_limit_hint(f"the zygote cannot be started: {error.strerror}"))
             self._zygote_timer.set(now + _MAX_BACKOFF_S)
 
     def _on_zygote_readable(self, zygote: Zygote) -> None:
@@ -295,7 +295,7 @@ class ZmqProxies:
         try:
             messages = zygote.stream.receive()
         except ConnectionError:
-            _log.warning("the zygote, process %d, has died, and with it all gates: it is replaced", zygote.pid)
+            _log.warning("the zygote, process %d, exited, and with it all ZeroMQ proxies: restarting it", zygote.pid)
             self._loop.remove(zygote.stream.fileno())
             zygote.stop()
             self._zygote = None
@@ -309,7 +309,7 @@ class ZmqProxies:
             proxy = self._proxy_by_number[news.number]
             if news.status is None:
                 proxy.pid = news.pid
-                _log.info("listener %s: %s, gate %d", proxy.name, proxy.address, news.pid)
+                _log.info("listener %s: %s, proxy %d", proxy.name, proxy.address, news.pid)
                 continue
             del self._proxy_by_number[news.number]
             how = (
@@ -317,7 +317,7 @@ class ZmqProxies:
                 if news.pid
                 else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
             )
-            _log.warning("listener %s: gate %d %s: the connections of its clients end", proxy.name, news.pid, how)
+            _log.warning("listener %s: proxy %d %s: its client connections are closed", proxy.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:
         """The zygote should have made a gate by now, unless it has since, or died."""
@@ -326,7 +326,9 @@ class ZmqProxies:
             self._fork_timer.set(until)
         elif self._zygote is not None:
             _log.error(
-                "the zygote, process %d, has not made a gate in %g s: it is killed", self._zygote.pid, _FORK_TIMEOUT_S
+                "the zygote, process %d, has not forked a proxy within %g s: killing it",
+                self._zygote.pid,
+                _FORK_TIMEOUT_S,
             )
             self._fork_deadlines.clear()
             self._zygote.kill()

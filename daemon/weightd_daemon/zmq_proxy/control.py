@@ -1,9 +1,9 @@
 """What daemon, zygote and gates say to each other: messages of JSON, over `Stream`.
 
-daemon to zygote   Terms.frames, with the gate's end of its link and its listening socket: make a gate
-zygote to daemon   News: a gate's pid, and once it has ended how
+daemon to zygote   ProxyConfig.to_frames, with the gate's end of its link and its listening socket: make a gate
+zygote to daemon   ProxyEvent: a gate's pid, and once it has ended how
 daemon to gate     the keys of CURVE that are let in from now on, and who belongs to which tenant
-gate to daemon     Met, with the end of a pair of sockets: somebody new, who speaks over that;
+gate to daemon     PeerConnected, with the end of a pair of sockets: somebody new, who speaks over that;
 how many are left, once somebody has gone; Said, for the log
 """
 
@@ -120,7 +120,7 @@ def new_control_stream(connection: socket.socket, *, accepts_descriptors: bool =
 
 
 def parse_fork_request(frames: Sequence[Any]) -> tuple[int, ProxyConfig]:
-    """Return what `Terms.frames` has written."""
+    """Return what `ProxyConfig.to_frames` has written."""
     number, *fields, tenants = json.loads(frames[0])
     values: list[Any] = [*fields, _parse_members(tenants), bytes(frames[1])]
     return number, ProxyConfig(*values)
@@ -153,7 +153,7 @@ def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[Memb
 
 
 def parse_proxy_event(frame: Any) -> ProxyEvent:
-    """Return what `News.frame` has written."""
+    """Return what `ProxyEvent.to_frame` has written."""
     return ProxyEvent(*json.loads(bytes(frame)))
 
 

@@ -25,7 +25,7 @@ _ADDRESS_SPACE_MARGIN_BYTES = 256 * 1024 * 1024
 
 def run(control_socket: socket.socket, listener: socket.socket, config: ProxyConfig) -> None:
     """Serve until the daemon's end of the link is closed."""
-    sandbox.set_process_name(f"gate {config.name}")
+    sandbox.set_process_name(f"zmq-proxy {config.name}")
     raise_descriptor_limit()
     raise_oom_score()
     initial_bytes = mapped_bytes()

@@ -333,7 +333,7 @@ class ZmqProxy:
     # --- clients to daemon --------------------------------------------------------------------------------------
 
     def _read_client(self, client: ProxyClient) -> bool:
-        """Read from a client; see `Side`."""
+        """Read from a client; see `ClientSocket`."""
         try:
             messages = client.receive()
         except MemoryError:
@@ -454,7 +454,7 @@ class ZmqProxy:
     # --- daemon to clients --------------------------------------------------------------------------------------
 
     def _read_daemon(self, client: ProxyClient) -> bool:
-        """Read from the daemon; see `Side`."""
+        """Read from the daemon; see `ClientSocket`."""
         stream = client.daemon_stream
         if stream is None:
             return True
@@ -647,13 +647,13 @@ class ZmqProxy:
     # --- the daemon ---------------------------------------------------------------------------------------------
 
     def _log_disconnect(self, client: ProxyClient, reason: str) -> None:
-        self._log_rate_limited(self._disconnect_log, client.user, f"a connection of {client.user} is hung up: {reason}")
+        self._log_rate_limited(self._disconnect_log, client.user, f"disconnecting a client of {client.user}: {reason}")
 
     def _log_rate_limited(self, rate_limited_log: RateLimitedLog, user: str, text: str) -> None:
         """Log what a user can bring about as often as it likes."""
         suppressed_count = rate_limited_log.record(user, clock.now())
         if suppressed_count is not None:
-            suffix = f" ({suppressed_count} more of {user} since the last such line)" if suppressed_count else ""
+            suffix = f" ({suppressed_count} more of {user} suppressed)" if suppressed_count else ""
             self._log(WARNING, text + suffix)
 
     def _log(self, level: int, text: str) -> None:

@@ -58,7 +58,7 @@ class Hall:
 
 @pytest.fixture
 def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
-    monkeypatch.setattr(crowd, "for_clients", lambda: 10)
+    monkeypatch.setattr(crowd, "max_client_descriptors", lambda: 10)
     made = Hall()
     yield made
     for each in made.sockets:

@@ -56,14 +56,14 @@ class World:
     """A frontend with a model that only keeps what it is asked."""
 
     name = "m"
-    config = SimpleNamespace(timeout=30.0, level=1, priority_levels=2)
+    config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
 
     def __init__(self) -> None:
         self.loop = EventLoop()
         self.waiting: list[Request] = []
-        fleet = SimpleNamespace(models={"m": self}, everyone=lambda: [self])
+        fleet = SimpleNamespace(models={"m": self}, all_models=lambda: [self])
         self.unmapped: list[int] = []
-        daemon = SimpleNamespace(stopping=False, unmap=self.unmapped.extend)
+        daemon = SimpleNamespace(is_stopping=False, unmap=self.unmapped.extend)
         access = Authorizer(TenantResolver({}), UsageTable(), {})
         self.frontend = RequestRouter(
             self.loop,
@@ -79,7 +79,7 @@ class World:
     def infer(self, request: Request, now: float) -> None:
         self.waiting.append(request)
 
-    def vanished(self, client: bytes, now: float) -> None:
+    def on_disconnect(self, client: bytes, now: float) -> None:
         for request in [each for each in self.waiting if each.client == client]:
             self.waiting.remove(request)
             self.frontend.reply_request_error(request, Cancelled("gone"))
@@ -279,7 +279,7 @@ def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
 
 
 def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightd_daemon.platform.fd_closer.Closing.is_behind", lambda self, user: True)
+    monkeypatch.setattr("weightd_daemon.platform.fd_closer.DescriptorCloser.is_backlogged", lambda self, user: True)
     client = world.client()
     client.send(encode(Register("1")), [0])
     assert "64 descriptors that this user has sent are not closed yet" in world.refusal(client)

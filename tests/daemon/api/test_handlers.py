@@ -53,8 +53,8 @@ class FakeModel:
     """Has requests waiting; `frontend` is set before the first."""
 
     name = "m"
-    config = SimpleNamespace(timeout=30.0, level=1, priority_levels=2)
-    desk = SimpleNamespace(signature=Signature())
+    config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
+    dispatcher = SimpleNamespace(signature=Signature())
 
     def __init__(self) -> None:
         self.frontend: RequestRouter
@@ -71,18 +71,18 @@ class FakeModel:
         self.grant = grant
         raise Unavailable("it loads")
 
-    def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        for request in [each for each in self.waiting if unfit(each)]:
+    def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
+        for request in [each for each in self.waiting if should_reject(each)]:
             self.waiting.remove(request)
             self.frontend.reply_request_error(request, error)
 
-    def metadata(self, waiter: MetadataRequest) -> None:
+    def request_metadata(self, waiter: MetadataRequest) -> None:
         self.waiters.append(waiter)
 
-    def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
-        self.turned_away = [each.request_id for each in self.waiters if unfit(each.client)]
+    def reject_metadata_requests(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
+        self.turned_away = [each.request_id for each in self.waiters if should_reject(each.client)]
 
-    def vanished(self, client: bytes, now: float) -> None:
+    def on_disconnect(self, client: bytes, now: float) -> None:
         self.shed(lambda each: each.client == client, InvalidArgument("it is gone"), now)
 
     @property
@@ -115,9 +115,9 @@ class World:
         self.loop = EventLoop()
         self._peers: list[Peer] = []
         self.models = {"m": self.model}
-        fleet = SimpleNamespace(models=self.models, everyone=lambda: [self.model])
+        fleet = SimpleNamespace(models=self.models, all_models=lambda: [self.model])
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).buffered_bytes
-        self.daemon = SimpleNamespace(stopping=False)
+        self.daemon = SimpleNamespace(is_stopping=False)
         self.accounts = UsageTable()
         self.tenants = TenantResolver(tenants)
         self.frontend = RequestRouter(
@@ -169,7 +169,7 @@ class World:
 
 
 def test_every_message_of_a_client_is_answered_somewhere(world: World) -> None:
-    assert {*vars(world.frontend)["_verbs"]} == {*FROM_CLIENT.values()}
+    assert {*vars(world.frontend)["_handlers"]} == {*FROM_CLIENT.values()}
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_who_is_told_what_has_happened_and_what_processes_say(
         raise Unavailable("it was asked")
 
     world = World({"default": TenantConfig(may=rights, models=("m", "other"))})
-    world.daemon.ask_events = world.daemon.ask_logs = asked
+    world.daemon.report_events = world.daemon.report_logs = asked
     world.models["hidden"] = world.model
     client = world.client(may_operate=may_operate, is_near=is_near)
     client.stream.send(encode(message))
@@ -428,8 +428,8 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
     world.models["hidden"] = world.model
     input_, output = TensorSignature("x", "UINT8", (-1,)), TensorSignature("y", "UINT8", (-1,))
     built = Built("", (input_,), (output,), (), "", 0)
-    monkeypatch.setattr(FakeModel.desk, "signature", Signature())
-    FakeModel.desk.signature.learn(built)
+    monkeypatch.setattr(FakeModel.dispatcher, "signature", Signature())
+    FakeModel.dispatcher.signature.on_built(built)
     error = refusal("m")
     assert (error.id, error.code) == ("m", "INVALID_ARGUMENT")
     expected = f"infer: description: expected at most {max_request_items(1, 1)} items, got at least "
@@ -440,7 +440,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
         assert (error.id, error.code) == (name, "NOT_FOUND")
         assert error.error == f"no model '{name}'; there are: m"
     assert world.accounts.usage_of("default", "").refused["NOT_FOUND"] == 2
-    FakeModel.desk.signature = Signature()
+    FakeModel.dispatcher.signature = Signature()
     asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
     client.stream.send([*encode(Infer("while it loads", asked)), b"x"])
     world.until(lambda: world.model.ids == ["while it loads"])

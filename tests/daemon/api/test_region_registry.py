@@ -137,7 +137,7 @@ def test_a_connection_and_a_user_have_bounds(
 def test_all_clients_together_leave_descriptors_to_others(
     registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.region_registry.max_regions", lambda: 2)
+    monkeypatch.setattr("weightd_daemon.api.region_registry.max_total_regions", lambda: 2)
     registry.register(b"a1", deque([memfd.create(1)]))
     second = registry.register(b"b1", deque([memfd.create(1)]))
     with pytest.raises(ResourceExhausted, match="together have 2 regions"):

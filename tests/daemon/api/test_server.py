@@ -143,7 +143,7 @@ def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.M
             hall.connections.disconnect(connection, "for a test")
 
     count: list[int] = []
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, on_message=hang_up))
+    monkeypatch.setattr(hall.connections, "_callbacks", dataclasses.replace(hall.calls, on_message=hang_up))
     client.send(message(b"x") * 1000)
     other.send(message(b"end"))
     hall.until(lambda: hall.gone)
@@ -285,7 +285,7 @@ def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
         hall.messages.append((connection, message))
         hall.connections.disconnect(connection, "as a test")
 
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, on_message=refuse))
+    monkeypatch.setattr(hall.connections, "_callbacks", dataclasses.replace(hall.calls, on_message=refuse))
     client.send(message(b"bad") + message(b"worse"))
     hall.until(lambda: hall.gone)
     assert hall.frames == [[b"bad"]]
@@ -304,7 +304,7 @@ def test_the_last_answers_are_read_before_all_are_let_go(hall: Hall, monkeypatch
         read.extend(client.receive())
         wait(0.0)
 
-    monkeypatch.setattr(hall.loop, "wait", reading)
+    monkeypatch.setattr(hall.loop, "run_once", reading)
     hall.connections.close()
     with contextlib.suppress(ConnectionError):
         while True:
@@ -485,7 +485,7 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     def introduce(connection: ClientConnection) -> None:
         introduced.append(connection)
 
-    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, assign_tenant=introduce))
+    monkeypatch.setattr(hall.connections, "_callbacks", dataclasses.replace(hall.calls, assign_tenant=introduce))
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     excess = [unix() for _ in range(20)]
@@ -519,7 +519,7 @@ def test_the_limits_of_a_user_hold_for_all_users_of_one_owner(
     monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
     owners = ["one", "other"]
     monkeypatch.setattr(
-        hall.connections, "_calls", dataclasses.replace(hall.calls, limit_account_of=lambda identity: owners[-1])
+        hall.connections, "_callbacks", dataclasses.replace(hall.calls, limit_account_of=lambda identity: owners[-1])
     )
     for _ in range(3):
         unix()
@@ -558,7 +558,7 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
         reports[connection.key] += 1
         receive(connection)
 
-    monkeypatch.setattr(hall.connections, "_receive", counted)
+    monkeypatch.setattr(hall.connections, "_on_readable", counted)
     for _ in range(count):
         hall.come(tenants[0]).close()
     hall.until(lambda: len(hall.gone) == 2 * count)

@@ -57,7 +57,7 @@ def test_nobody_has_more_time_than_a_tenant(stream: Stream) -> None:
     for each in (light, nobody):
         lanes.put(each)
     had = turns(lanes, dict.fromkeys((light, nobody), 1e-4), 100)
-    assert had["light"] == pytest.approx(had["(nobody)"])
+    assert had["light"] == pytest.approx(had["(no tenant)"])
 
 
 def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> None:

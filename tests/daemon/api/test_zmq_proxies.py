@@ -417,22 +417,23 @@ def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
 
 _DAEMON = """
 import sys
-from weightd_daemon.api.zmq_proxies import Bounds, Gates, Lock
+from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_daemon.zmq_proxy import zygote
-from weightd_daemon.platform.connection_admission import Limits
+from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.listen import listening
-from weightd_daemon.platform.event_loop import Loop
+from weightd_daemon.platform.event_loop import EventLoop
 forked = zygote.fork()
-loop = Loop()
+loop = EventLoop()
 with listening(sys.argv[1]) as listener:
-    bounds = Bounds(1 << 28, Limits(0, 0.0))
-    gates = Gates({"default": (listener, Lock())}, loop, lambda *_: None, bounds, ClientLog(), forked)
+    limits = ProxyLimits(1 << 28, UserConnectionLimits(0, 0.0))
+    listeners = {"default": (listener, ListenerAuth())}
+    gates = ZmqProxies(listeners, loop, lambda *_: None, limits, ClientLog(), forked)
     while len(gates.pids) < 2:
-        loop.wait()
+        loop.run_once()
     print(*gates.pids, flush=True)
     while True:
-        loop.wait()
+        loop.run_once()
 """
 
 
@@ -441,7 +442,7 @@ def test_what_a_daemon_has_forked_dies_with_it(address: str) -> None:
     with subprocess.Popen([sys.executable, "-c", _DAEMON, address], stdout=subprocess.PIPE, env=environment) as daemon:
         assert daemon.stdout is not None
         pids = [int(each) for each in daemon.stdout.readline().split()]
-        for pid, name in zip(pids, ["weightd-zygote\n", "gate default\n"], strict=True):
+        for pid, name in zip(pids, ["weightd-zygote\n", "zmq-proxy defau\n"], strict=True):
             until(lambda: Path(f"/proc/{pid}/comm").read_text("ascii") == name, name)  # noqa: B023
         daemon.kill()
     until(lambda: not any(_lives(pid) for pid in pids), "they have died")

@@ -86,7 +86,7 @@ def test_each_variable_that_is_read_is_there() -> None:
         name
         for path in files
         for name in re.findall(
-            r"(?:environ(?:ment)?(?:\.get\(|\.pop\(|\[)|_from_systemd\(|xdg_dir\()\"([A-Z_]+)\"",
+            r"(?:environ(?:ment)?(?:\.get\(|\.pop\(|\[)|_systemd_dir\(|xdg_dir\()\"([A-Z_]+)\"",
             path.read_text("utf-8"),
         )
     }

@@ -263,8 +263,8 @@ def passes(peer: Peer, lane: Stream) -> bool:
 def uid(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The user id that the kernel names for the next connections, in a list."""
     current = [1]
-    monkeypatch.setattr(clients, "credentials", lambda _: Credentials(1, current[0], current[0]))
-    monkeypatch.setattr(clients, "groups", lambda _: ())
+    monkeypatch.setattr(clients, "peer_credentials", lambda _: Credentials(1, current[0], current[0]))
+    monkeypatch.setattr(clients, "peer_groups", lambda _: ())
     return current
 
 
@@ -618,7 +618,9 @@ def test_a_client_for_whom_the_link_has_no_descriptor_is_hung_up_alone(refusing:
     late.send(message([b"x"]))
     assert late.rest() == b""
     connection.error = 0
-    assert scene.daemon.told("is hung up: no stream to the daemon: Too many open files")
+    assert scene.daemon.told(
+        f"disconnecting a client of uid {os.getuid()}: no stream to the daemon: Too many open files"
+    )
     assert passes(*early)
     scene.met()
 

@@ -13,11 +13,11 @@ from weightd_daemon.zmq_proxy import sandbox
 
 _PROGRAM = """
 import os, socket, sys
-from weightd_daemon.zmq_proxy import confinement
+from weightd_daemon.zmq_proxy import sandbox
 status, file = open("/proc/self/status"), open(sys.argv[1], "w")
 read, write = os.pipe()
-confinement.give_up_rights()
-confinement.give_up_growth(1 << 32)
+sandbox.drop_privileges()
+sandbox.limit_growth(1 << 32)
 
 def attempt(what, *arguments):
     try:
