@@ -61,7 +61,7 @@ MIN_DATA_BYTES = 256
 SHORT_BYTES = 64 * 1024
 """Bytes of messages that each call under way may send without an answer while it has no place for a long message."""
 
-MOST_UNANSWERED_BYTES = 512 * 1024
+MAX_UNANSWERED_BYTES = 512 * 1024
 """Further such bytes of all calls of a connection: a client sends as many before it is known who that is."""
 
 
@@ -151,7 +151,7 @@ class FrameCounter:
     @property
     def is_full(self) -> bool:
         """Whether the calls under way have sent more than short messages, and have not been answered."""
-        return self._unanswered_bytes > MOST_UNANSWERED_BYTES + SHORT_BYTES * len(self._calls)
+        return self._unanswered_bytes > MAX_UNANSWERED_BYTES + SHORT_BYTES * len(self._calls)
 
     def forget(self) -> None:
         """Count no bytes of messages that have come until now."""

@@ -48,7 +48,7 @@ def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_
         head, contents = _encode_placed(infer_request, result, is_final=is_final)
     else:
         shapes = tuple([(name, tensors.datatype_of(array), array.shape) for name, array in result.items()])
-        head, contents = _encode_head(request.model, shapes, final=is_final), [*map(frame_of, result.values())]
+        head, contents = _encode_head(request.model, shapes, is_final=is_final), [*map(frame_of, result.values())]
     parts: list[bytes | memoryview] = [head]
     if request.id:
         request_id = request.id.encode()

@@ -13,7 +13,7 @@ from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.grpc import http2_filter as relay
 from weightd_gateway.grpc import http2_frames
 from weightd_gateway.grpc.http2_filter import CALLS_BURST, CALLS_PER_S, Http2Filter
-from weightd_gateway.grpc.http2_frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
+from weightd_gateway.grpc.http2_frames import MAX_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, FrameHeads
 from weightd_gateway.tls_handshakes import Handshakes
 
 END_HEADERS = 4
@@ -150,7 +150,7 @@ def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> No
         sent = calls(1, 3) + data(1) * 100 + data(3) * 100
         connected.client.data_received(sent)
         passed_on = len(connected.far.written)
-        limit = MOST_UNANSWERED_BYTES + 2 * SHORT_BYTES
+        limit = MAX_UNANSWERED_BYTES + 2 * SHORT_BYTES
         assert limit < passed_on < limit + 100_000
         assert connected.near.is_paused
         assert connected.client.is_full

@@ -417,7 +417,7 @@ def test_a_long_message_to_a_method_of_short_ones_is_refused_before_it_has_come(
 def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who_have_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("MOST_WATCHING", "MOST_REFLECTING"):
+    for name in ("MAX_WATCH_STREAMS", "MAX_REFLECTION_STREAMS"):
         monkeypatch.setattr(front, name, 1)
     with served() as server, connected(server.target) as channel:
         ended = threading.Event()
