@@ -187,7 +187,7 @@ def _table(slices: Slices) -> dict[str, object]:
         "engine": "mindspore",
         "path": slices.pattern,
         "python": ranks.interpreter(),
-        "canary": slices.selftest_path,
+        "selftest": slices.selftest_path,
         "selftest_tolerance": 1e-5,
         "timeout": _LIMIT_S,
         "ranks": {"size": len(slices.paths)},

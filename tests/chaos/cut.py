@@ -53,9 +53,9 @@ def _simulated(directory: Path, count: int, rng: np.random.Generator) -> Sharded
     slices = simulated.mlp(directory / NAME, RANKS)
     asked = [{"x": _whole_numbers(rng, 1 + index % _MOST_ROWS)} for index in range(count)]
     answered = [{"output_0": slices.answers(each["x"])[-1]} for each in asked]
-    canary = directory / "canary.npz"
-    np.savez(canary, allow_pickle=False, **asked[0], **answered[0])
-    table = {"canary": canary, "ranks.devices": [f"ascend:{card}" for card in range(RANKS)]}
+    selftest = directory / "selftest.npz"
+    np.savez(selftest, allow_pickle=False, **asked[0], **answered[0])
+    table = {"selftest": selftest, "ranks.devices": [f"ascend:{card}" for card in range(RANKS)]}
     python = _interpreter(directory / "python", ascendsim.environment(host))
     path = slices.paths[0].with_name("rank{rank}.mindir")
     return ShardedModel(path, "mindspore_lite", python, table, list(zip(asked, answered, strict=True)))
@@ -69,7 +69,7 @@ def _real(directory: Path, count: int) -> ShardedModel:
     asked = [real.inputs(1 + index % _MOST_ROWS, index) for index in range(count)]
     with real.Group(slices.paths, plain=True) as group:
         answered = [group.ask("predict", each)[-1] for each in asked]
-    table = {"canary": slices.selftest_path, "selftest_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
+    table = {"selftest": slices.selftest_path, "selftest_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
     return ShardedModel(Path(slices.pattern), "mindspore", python, table, list(zip(asked, answered, strict=True)))
 
 

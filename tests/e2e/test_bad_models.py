@@ -165,7 +165,7 @@ def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_
     image = np.random.default_rng(1).standard_normal((1, 3, 192, 256), dtype=np.float32)
     tables: dict[str, dict[str, object]] = {
         "auto": {"path": path},
-        "deadly": {"path": path, "canary": {"x": [1, 3, 64, 64]}},
+        "deadly": {"path": path, "selftest": {"x": [1, 3, 64, 64]}},
     }
     with Service(tables) as service, service.client() as client:
         cause = cause_of_failure(service, "deadly")
@@ -184,8 +184,8 @@ def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path
     models.declared_for_one(plain)
     models.declared_for_one(random, "RandomNormalLike")
     tables: dict[str, dict[str, object]] = {
-        "off": {"path": plain, "canary": "off"},
-        "random": {"path": random, "canary": {"x": [1, 2, 3]}},
+        "off": {"path": plain, "selftest": "off"},
+        "random": {"path": random, "selftest": {"x": [1, 2, 3]}},
     }
     with Service(tables) as service, service.client() as client:
         for batch in (1, 4, 2, 4):

@@ -72,7 +72,7 @@ def test_a_model_whose_float_inputs_are_indices_is_batched(
     np.savez(tmp_path / "sample.npz", x=rows[0]["x"])
     asked = bare.questions(path, rows)
     tables = {"made_up": {"path": path, **BATCHING}, "sampled": {"path": path, **BATCHING}}
-    tables["sampled"]["canary"] = tmp_path / "sample.npz"
+    tables["sampled"]["selftest"] = tmp_path / "sample.npz"
     with Service(tables) as service:
         service.ready()
         with service.client() as client:

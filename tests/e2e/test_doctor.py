@@ -124,7 +124,7 @@ def test_the_oldest_interpreter_and_answers_that_differ_within_the_models_keys(
     if python is None:
         pytest.skip(mindir.HOW_TO_GET_IT)
     host.switch(noise=1e-4, lifetime="strict")
-    keys = ("--canary", "{x = [3, 64]}", "--canary-tolerance", "1e-3")
+    keys = ("--selftest", "{x = [3, 64]}", "--selftest-tolerance", "1e-3")
     done = doctor(variables, "--model", model, "--limit", LIMIT_S, "--python", python, *keys)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
     assert "Python 3.7" in done.text("interpreter")

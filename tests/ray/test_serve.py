@@ -127,7 +127,7 @@ def test_large_arrays_come_through_unchanged(one: Nodes, tmp_path: Path) -> None
 def slow(one: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A model at /slow that takes a second or more for SLOW, with one worker."""
     model = models.mlp(tmp_path_factory.mktemp("slow") / "slow.onnx", layers=4, width=1024)
-    one.run(one.application("slow", {"model": str(model), "canary": "off"}))
+    one.run(one.application("slow", {"model": str(model), "selftest": "off"}))
     yield one
     one.delete("slow")
 

@@ -14,7 +14,7 @@ def to_json_values(overview: Overview) -> Dict[str, Any]:
     return {
         **_field_values(overview),
         "uptime_s": round(overview.uptime_s, 1),
-        "pace": _throughput_values(overview.throughput),
+        "throughput": _throughput_values(overview.throughput),
         "memory": _memory_values(overview.memory),
         "models": [_model_values(each) for each in overview.models],
         "processes": [_field_values(each) for each in overview.processes],
@@ -23,7 +23,7 @@ def to_json_values(overview: Overview) -> Dict[str, Any]:
 
 
 def _model_values(row: ModelRow) -> Dict[str, Any]:
-    return {**_field_values(row), "pace": _throughput_values(row.throughput), "memory": _memory_values(row.memory)}
+    return {**_field_values(row), "throughput": _throughput_values(row.throughput), "memory": _memory_values(row.memory)}
 
 
 def _throughput_values(throughput: Throughput) -> Dict[str, Any]:
@@ -38,7 +38,7 @@ def _throughput_values(throughput: Throughput) -> Dict[str, Any]:
 
 
 def _memory_values(memory: Optional[MemoryUsage]) -> Optional[Dict[str, int]]:
-    return None if memory is None else {**_field_values(memory), "now_bytes": memory.total_bytes}
+    return None if memory is None else {**_field_values(memory), "total_bytes": memory.total_bytes}
 
 
 def _field_values(row: Any) -> Dict[str, Any]:

@@ -64,7 +64,7 @@ class Zygote:
         self.stream = Stream(connection)
 
     def request_fork(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
-        """Have a gate made: see `ProxyConfig.to_frames`; it gets these descriptors, of its link and of its listening socket.
+        """Have a gate made: see `ProxyConfig.to_frames`; it gets descriptors of its link and its listening socket.
 
         Return whether all was sent; what is left goes with the stream's `flush`.
 

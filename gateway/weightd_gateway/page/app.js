@@ -1,18 +1,18 @@
 // Takes status.json each second and draws it. Names and texts are foreign: they become text nodes, never markup.
 "use strict";
 
-const EVERY_MS = 1000;
+const POLL_INTERVAL_MS = 1000;
 // An answer that takes longer is none.
-const PATIENCE_MS = 5000;
+const TIMEOUT_MS = 5000;
 // Older than that, a picture is told to be old.
 const FRESH_MS = 3500;
-// A bar of more pieces than that would be lines alone.
-const MOST_PIECES = 48;
+// A bar of more segments than that would be lines alone.
+const MAX_SEGMENTS = 48;
 // Of a model; a browser does not become slow for a table that nobody reads to its end.
-const MOST_PROCESSES = 64;
-const MOMENTS = 60;
-// Of a bar: a narrower piece has no room for a name.
-const LEAST_LABELLED_PX = 64;
+const MAX_PROCESSES = 64;
+const RATE_POINTS = 60;
+// Of a bar: a narrower segment has no room for a name.
+const MIN_LABELLED_PX = 64;
 
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
@@ -69,19 +69,19 @@ function mark(element, className) {
 }
 
 function keyed(parent, items, key, create, update) {
-  const there = parent.children_ || (parent.children_ = new Map());
-  const wanted = new Set(items.map(key));
-  for (const [name, element] of there) {
-    if (!wanted.has(name)) {
+  const existing = parent.children_ || (parent.children_ = new Map());
+  const keys = new Set(items.map(key));
+  for (const [name, element] of existing) {
+    if (!keys.has(name)) {
       element.remove();
-      there.delete(name);
+      existing.delete(name);
     }
   }
   let last = null;
   for (const item of items) {
     const name = key(item);
-    if (!there.has(name)) there.set(name, create(item));
-    const element = there.get(name);
+    if (!existing.has(name)) existing.set(name, create(item));
+    const element = existing.get(name);
     const after = last === null ? parent.firstChild : last.nextSibling;
     if (element !== after) parent.insertBefore(element, after);
     update(element, item);
@@ -92,7 +92,7 @@ function keyed(parent, items, key, create, update) {
 function spark() {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("class", "spark");
-  svg.setAttribute("viewBox", `0 0 ${MOMENTS - 1} 24`);
+  svg.setAttribute("viewBox", `0 0 ${RATE_POINTS - 1} 24`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("aria-hidden", "true");
   for (const part of ["area", "curve"]) {
@@ -105,7 +105,7 @@ function spark() {
 
 function drawSpark(svg, values) {
   const most = Math.max(...values.map((value) => value || 0)) || 1;
-  const begin = MOMENTS - values.length;
+  const begin = RATE_POINTS - values.length;
   let curve = "";
   let area = "";
   let from = null;
@@ -128,11 +128,11 @@ function drawSpark(svg, values) {
 
 // --- memory ---
 
-// Pieces of a bar: what, bytes, and what is written on it; `joined` to the next one.
-const piece = (kind, bytes, label = "", joined = false) => ({ kind, bytes, label, joined });
+// Segments of a bar: what, bytes, and what is written on it; `joined` to the next one.
+const segment = (kind, bytes, label = "", joined = false) => ({ kind, bytes, label, joined });
 
 function withWeightd(models) {
-  const copies = models.map(({ name, memory }) => piece("copy", memory.copy_bytes, name));
+  const copies = models.map(({ name, memory }) => segment("copy", memory.copy_bytes, name));
   const beside = models.flatMap(({ memory }) => split("beside", memory.workers, memory.private_bytes));
   return [...copies, ...beside];
 }
@@ -141,38 +141,38 @@ function withWeightd(models) {
 function asPlain(models) {
   return models.flatMap(({ name, memory }) => {
     const { workers, processes, plain_bytes: plain } = memory;
-    if (!workers) return [piece("other", plain)];
+    if (!workers) return [segment("other", plain)];
     const weights = Math.min(memory.copy_bytes, plain / processes);
     // Processes that share no weights have none to repeat.
     const beside = (plain - weights * workers) / workers;
-    if (workers > MOST_PIECES) {
-      const again = piece("again", weights * (workers - 1));
-      return [piece("copy", weights, name), again, piece("beside", beside * workers)];
+    if (workers > MAX_SEGMENTS) {
+      const again = segment("again", weights * (workers - 1));
+      return [segment("copy", weights, name), again, segment("beside", beside * workers)];
     }
     return Array.from({ length: workers }, (_, index) => [
-      index ? piece("again", weights, "", true) : piece("copy", weights, name, true),
-      piece("beside", beside),
+      index ? segment("again", weights, "", true) : segment("copy", weights, name, true),
+      segment("beside", beside),
     ]).flat();
   });
 }
 
 function split(kind, count, bytes) {
   if (!count) return [];
-  if (count > MOST_PIECES) return [piece(kind, bytes)];
-  return Array.from({ length: count }, () => piece(kind, bytes / count));
+  if (count > MAX_SEGMENTS) return [segment(kind, bytes)];
+  return Array.from({ length: count }, () => segment(kind, bytes / count));
 }
 
-function drawBar(bar, pieces, scale) {
-  const wanted = pieces.filter((each) => each.bytes > 0);
-  while (bar.children.length > wanted.length) bar.lastChild.remove();
-  while (bar.children.length < wanted.length) bar.append(make("i"));
+function drawBar(bar, segments, scale) {
+  const visible = segments.filter((each) => each.bytes > 0);
+  while (bar.children.length > visible.length) bar.lastChild.remove();
+  while (bar.children.length < visible.length) bar.append(make("i"));
   const width = bar.clientWidth;
-  wanted.forEach(({ kind, bytes, label, joined }, index) => {
+  visible.forEach(({ kind, bytes, label, joined }, index) => {
     const element = bar.children[index];
     const share = bytes / scale;
     mark(element, joined ? `${kind} joined` : kind);
     element.style.width = `${(100 * share).toFixed(3)}%`;
-    write(element, share * width < LEAST_LABELLED_PX ? "" : label);
+    write(element, share * width < MIN_LABELLED_PX ? "" : label);
   });
 }
 
@@ -186,12 +186,12 @@ function measure(kind) {
   return element;
 }
 
-function drawMeasure(element, [, label, bytes, pieces, scale]) {
+function drawMeasure(element, [, label, bytes, segments, scale]) {
   const [line, bar] = element.children;
   write(line.firstChild, label);
   write(line.lastChild, size(bytes));
   bar.setAttribute("aria-label", `${label}: ${size(bytes)}`);
-  drawBar(bar, pieces, scale);
+  drawBar(bar, segments, scale);
 }
 
 function drawMemory(overview) {
@@ -204,7 +204,7 @@ function drawMemory(overview) {
   const label = shares
     ? `With weightd: one copy of the weights of each model, ${plural(memory.workers, "worker")}`
     : "With weightd: nothing is shared yet";
-  const measures = [["with", label, memory.total_bytes, [...withWeightd(models), piece("other", rest(memory, models))], scale]];
+  const measures = [["with", label, memory.total_bytes, [...withWeightd(models), segment("other", otherBytes(memory, models))], scale]];
   if (shares) {
     const plain = `As ${plural(memory.processes, "plain process")}: each with a copy of its own`;
     measures.push(["plain", plain, memory.plain_bytes, asPlain(models), scale]);
@@ -212,7 +212,7 @@ function drawMemory(overview) {
   keyed(byId("bars"), measures, (each) => each[0], (each) => measure(each[0]), drawMeasure);
 }
 
-function rest(memory, models) {
+function otherBytes(memory, models) {
   const drawn = models.reduce((sum, each) => sum + each.memory.copy_bytes + each.memory.private_bytes, 0);
   return Math.max(0, memory.total_bytes - drawn);
 }
@@ -333,8 +333,8 @@ function drawModelMemory(cell, model) {
   write(sizes.lastChild, memory !== null && memory.workers ? `plain ${size(memory.plain_bytes)}` : "");
   if (memory === null) return;
   const { copy_bytes: copy, private_bytes: beside, other_bytes: other } = memory;
-  drawBar(pair.firstChild, [piece("copy", copy), piece("beside", beside), piece("other", other)], model.scale);
-  drawBar(pair.lastChild, memory.workers ? [piece("again", memory.plain_bytes)] : [], model.scale);
+  drawBar(pair.firstChild, [segment("copy", copy), segment("beside", beside), segment("other", other)], model.scale);
+  drawBar(pair.lastChild, memory.workers ? [segment("again", memory.plain_bytes)] : [], model.scale);
 }
 
 const MODELS = [
@@ -415,7 +415,7 @@ function inside() {
 
 function drawInside(element, processes) {
   const [inner, more] = element.firstChild.children;
-  const some = processes.slice(0, MOST_PROCESSES);
+  const some = processes.slice(0, MAX_PROCESSES);
   const update = (line, item) => fill(PROCESSES, line, item);
   keyed(inner.tBodies[0], some, (process) => process.name, () => row(PROCESSES), update);
   inner.hidden = !some.length;
@@ -435,9 +435,9 @@ function drawTenants(overview) {
 // --- the whole ---
 
 let shown = null; // the last picture
-let heard = 0; // when it came
+let receivedAt = 0; // when it came
 let age = 0; // how old it was then, in ms
-let why = ""; // why there is no newer one
+let errorText = ""; // why there is no newer one
 
 function draw(overview) {
   shown = overview;
@@ -451,12 +451,12 @@ function draw(overview) {
 }
 
 function drawHealth() {
-  const old = shown === null ? 0 : Math.max(0, performance.now() - heard + age);
-  const lost = why !== "" || (shown !== null && old > FRESH_MS);
+  const old = shown === null ? 0 : Math.max(0, performance.now() - receivedAt + age);
+  const lost = errorText !== "" || (shown !== null && old > FRESH_MS);
   byId("error").hidden = !lost;
   byId("picture").classList.toggle("stale", lost && shown !== null);
   if (lost) {
-    write(byId("why"), why || "No answer comes.");
+    write(byId("why"), errorText || "No answer comes.");
     write(byId("since"), shown === null ? "" : `What is below was so ${duration(old / 1000)} ago.`);
   }
   const health = byId("health");
@@ -474,53 +474,53 @@ function drawHealth() {
   if (document.title !== title) document.title = title;
 }
 
-function take(told) {
+function onStatus(status) {
   byId("access").hidden = true;
-  why = told.daemon.error;
-  if (told.overview !== null) {
-    heard = performance.now();
-    age = 1000 * told.daemon.age_s;
-    draw(told.overview);
+  errorText = status.daemon.error;
+  if (status.overview !== null) {
+    receivedAt = performance.now();
+    age = 1000 * status.daemon.age_s;
+    draw(status.overview);
   }
 }
 
 // What the answer of the gateway means that is no picture.
-async function refused(response) {
+async function onRefused(response) {
   byId("access").hidden = response.status !== 401;
   const answer = await response.json().catch(() => ({}));
-  why = typeof answer.error === "string" ? answer.error : `The gateway answered with status ${response.status}.`;
+  errorText = typeof answer.error === "string" ? answer.error : `The gateway answered with status ${response.status}.`;
 }
 
 let next = 0;
-let asking = false;
+let isPolling = false;
 
-async function ask() {
+async function poll() {
   clearTimeout(next);
-  if (asking || document.hidden) return;
-  asking = true;
+  if (isPolling || document.hidden) return;
+  isPolling = true;
   const token = sessionStorage.getItem("token");
   try {
     const response = await fetch("status.json", {
       cache: "no-store",
       headers: token ? { Authorization: `Bearer ${token}` } : {},
-      signal: AbortSignal.timeout(PATIENCE_MS),
+      signal: AbortSignal.timeout(TIMEOUT_MS),
     });
-    if (response.ok) take(await response.json());
-    else await refused(response);
+    if (response.ok) onStatus(await response.json());
+    else await onRefused(response);
   } catch {
-    why = "The gateway cannot be reached.";
+    errorText = "The gateway cannot be reached.";
   }
-  asking = false;
+  isPolling = false;
   drawHealth();
-  next = setTimeout(ask, EVERY_MS);
+  next = setTimeout(poll, POLL_INTERVAL_MS);
 }
 
 byId("access").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("token", byId("token").value.trim());
   byId("token").value = "";
-  ask();
+  poll();
 });
-document.addEventListener("visibilitychange", ask);
-setInterval(drawHealth, EVERY_MS);
-ask();
+document.addEventListener("visibilitychange", poll);
+setInterval(drawHealth, POLL_INTERVAL_MS);
+poll();

@@ -54,7 +54,7 @@ def test_or_as_often_as_is_asked_for(ctl: Ctl, daemon: FakeDaemon) -> None:
 def test_as_objects_one_a_line(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Busy()
     told = [json.loads(each) for each in ctl("--json", "top", "-d", "0.2", "-n", "2").out.splitlines()]
-    assert [each["pace"]["rate"] for each in told] == [10.0, 10.0]
+    assert [each["throughput"]["rate"] for each in told] == [10.0, 10.0]
     assert told[0]["memory"]["plain_bytes"] == 200 * MB
 
 

@@ -421,11 +421,11 @@ from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_daemon.zmq_proxy import zygote
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.listen import listening
+from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.event_loop import EventLoop
 forked = zygote.fork()
 loop = EventLoop()
-with listening(sys.argv[1]) as listener:
+with listen_on(sys.argv[1]) as listener:
     limits = ProxyLimits(1 << 28, UserConnectionLimits(0, 0.0))
     listeners = {"default": (listener, ListenerAuth())}
     gates = ZmqProxies(listeners, loop, lambda *_: None, limits, ClientLog(), forked)

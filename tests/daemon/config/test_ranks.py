@@ -158,7 +158,7 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         (ON_CARDS, {"selftest": "off"}, "selftest: expected a path that ends in .npz, of inputs and *"),
         (ON_CARDS, {"selftest_interval": 60}, "selftest_interval: ranks run the self-test when they start: *"),
         (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: only a model that was converted for a card has *"),
-        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: joined outputs cannot be *"),
+        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: joined outputs *"),
         ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: joined outputs cannot be *"),
         ({**ON_CARDS, "reply": 2}, {}, "ranks.reply: expected a rank, 0 to 1, got 2"),
         ({**ON_CARDS, "connect_timeout": 119}, {}, "ranks.connect_timeout: expected at least 120 on cards, *, got 119"),

@@ -83,7 +83,7 @@ def paths(value: Any, path: Path = ()) -> list[Path]:
     """The ways to all texts of a table."""
     if isinstance(value, str):
         return [path]
-    steps: list[Any] = [*value] if hasattr(value, "allowed_keys") else [*range(len(value))]
+    steps: list[Any] = [*value] if hasattr(value, "keys") else [*range(len(value))]
     return [each for step in steps for each in paths(value[step], (*path, step))]
 
 

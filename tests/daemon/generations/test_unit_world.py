@@ -367,7 +367,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def a_seat_has_all_ranks_or_there_is_none(self) -> None:
-        if not hasattr(self, "generation"):
+        if not hasattr(self, "unit"):
             return
         assert bool(self.unit.slots) == self.enlisted
         if self.enlisted:
@@ -383,7 +383,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_is_killed_and_its_cause_is_the_first(self) -> None:
-        if not hasattr(self, "generation"):
+        if not hasattr(self, "unit"):
             return
         assert {*self.unit.children} == {*self.processes}
         assert self.unit.deaths <= 1
@@ -398,7 +398,7 @@ class World(RuleBasedStateMachine):
             assert record_generation(self.unit, None) is None
 
     def teardown(self) -> None:
-        if not hasattr(self, "generation"):
+        if not hasattr(self, "unit"):
             return
         self.unit.drain(self.now)
         self.perform()

@@ -687,7 +687,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without further faults everybody who asked is told, and every device serves, or says why not."""
-        if not hasattr(self, "model_path"):
+        if not hasattr(self, "model"):
             return
         for _ in range(40):
             self.lets_all_finish()

@@ -494,7 +494,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "dispatcher") or self.desk.scheduler.queue.next_unchecked is not None:
+        if not hasattr(self, "desk") or self.desk.scheduler.queue.next_unchecked is not None:
             return
         idle = [seat.policy for seat in self.desk.scheduler.slots.accepting.values() if not seat.batches]
         cuts = self.desk.scheduler.queue.splits
@@ -504,7 +504,7 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever was asked ends."""
-        if not hasattr(self, "dispatcher"):
+        if not hasattr(self, "desk"):
             return
         for _ in range(5):
             # Who is stuck ends, and another group comes.

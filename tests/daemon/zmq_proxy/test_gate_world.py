@@ -197,7 +197,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self) -> None:
-        if not hasattr(self, "proxy"):
+        if not hasattr(self, "gate"):
             return
         gate = self.gate
         everyone = [client for user in gate._users.values() for client in user.clients]
@@ -215,7 +215,7 @@ class World(RuleBasedStateMachine):
             assert bool(gate._loop._event_masks[side.fd] & select.EPOLLIN) == (not side.pause_reasons)
 
     def teardown(self) -> None:
-        if not hasattr(self, "proxy"):
+        if not hasattr(self, "gate"):
             return
         self.refusing.refuses = False
         gate = self.gate

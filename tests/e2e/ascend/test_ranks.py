@@ -43,13 +43,13 @@ class Cut:
         """Return the table of the model, on two cards."""
         path = pattern(self.slices)
         cards = [f"ascend:{card}" for card in range(RANKS)]
-        table = {"path": path, "python": sys.executable, "canary": str(self.canary)}
+        table = {"path": path, "python": sys.executable, "selftest": str(self.selftest_path)}
         return {**table, "ranks": {"devices": cards}, **more}
 
     @property
-    def canary(self) -> Path:
+    def selftest_path(self) -> Path:
         """The question whose right answer is known."""
-        path = self.directory / "canary.npz"
+        path = self.directory / "selftest.npz"
         if not path.exists():
             x = rows(3, seed=99)
             np.savez(path, x=x, output_0=self.slices.answers(x)[-1])

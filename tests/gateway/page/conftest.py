@@ -85,7 +85,7 @@ def windows(browser: Browser, server: PageServer) -> Iterator[Windows]:
     assert [url for url in made.asked if not url.startswith((server.url, "data:"))] == []
 
 
-def tells(overview: Overview | None, age_s: float = 0.0, trouble: str = "") -> Callable[[str], StatusReply]:
+def tells(overview: Overview | None, age_s: float = 0.0, error: str = "") -> Callable[[str], StatusReply]:
     """Return what has a server tell this picture."""
-    body = status_json(overview, age_s, trouble)
+    body = status_json(overview, age_s, error)
     return lambda _: StatusReply(200, body)

@@ -144,7 +144,7 @@ def test_a_daemon_that_is_away_is_told_with_the_age_of_the_picture_until_it_is_b
     assert (page.locator("#health").inner_text(), page.title()) == ("no answer", "no answer – weightd")
     assert row(page, "digits")[2] == "4 of 4"
     server.numbers = tells(overview)
-    expect(page.locator("#trouble")).to_be_hidden()
+    expect(page.locator("#error")).to_be_hidden()
     expect(page.locator("#picture")).not_to_have_class("stale")
 
 
