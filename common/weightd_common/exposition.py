@@ -215,7 +215,7 @@ FAMILIES: Sequence[Family] = (
     Family("weightd_build_info", GAUGE, "Always 1: the version of the daemon.", _build),
     Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.",
            _daemon_samples(lambda each: each.uptime_s)),
-    Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its gates and its keeper, each page divided among "
+    Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its ZeroMQ proxies and its shim, each page divided among "
            "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each:
            each.pss_bytes)),
     Family("weightd_buffered_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "

@@ -12,13 +12,13 @@ from weightd import Client
 def main() -> None:
     """Print how far the answer is from the right one."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("canary", help="the file that export.py has written")
+    parser.add_argument("selftest", help="the file that export.py has written")
     parser.add_argument("--socket", default="/run/weightd/weightd.sock")
     options = parser.parse_args()
 
-    with np.load(options.canary) as canary, Client(options.socket) as client:
-        outputs = client.infer("mlp", {"x": canary["x"]})
-        print(f"off by {np.abs(outputs['output_0'] - canary['output_0']).max():.1e}")
+    with np.load(options.selftest) as selftest, Client(options.socket) as client:
+        outputs = client.infer("mlp", {"x": selftest["x"]})
+        print(f"off by {np.abs(outputs['output_0'] - selftest['output_0']).max():.1e}")
 
 
 if __name__ == "__main__":

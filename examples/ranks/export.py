@@ -1,6 +1,6 @@
 """A network of two layers, cut by hand over ranks: a checkpoint of the whole, and of each rank a slice of it as MindIR.
 
-`python export.py DIRECTORY` writes whole.ckpt, rank0.mindir, rank1.mindir and canary.npz there. It needs mindspore.
+`python export.py DIRECTORY` writes whole.ckpt, rank0.mindir, rank1.mindir and selftest.npz there. It needs mindspore.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     net = Whole(options.hidden)
     ms.save_checkpoint(net, str(options.directory / "whole.ckpt"))
     question = np.random.default_rng(1).standard_normal((4, INPUTS)).astype(np.float32)
-    np.savez(options.directory / "canary.npz", x=question, output_0=net(Tensor(question)).asnumpy())
+    np.savez(options.directory / "selftest.npz", x=question, output_0=net(Tensor(question)).asnumpy())
 
     export(options.directory, options.ranks, options.hidden, options.backend)
 

@@ -271,7 +271,7 @@ class Service:
     def front(self) -> dict[str, int]:
         """Return the processes that clients meet: the daemon, its zygote and its gate, as far as there are any."""
         found = {"daemon": self.pid}
-        for name, parent, comm in (("zygote", "daemon", "weightd-zygote"), ("gate", "zygote", "gate ")):
+        for name, parent, comm in (("zygote", "daemon", "weightd-zygote"), ("gate", "zygote", "zmq-proxy ")):
             for pid in _children(found[parent], comm) if parent in found else ():
                 found[name] = pid
         return found

@@ -41,7 +41,7 @@ def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch
     # A host on which a model has sets of cores has more of them than one that runs tests.
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
     # And has users, groups and keys of its own.
-    for name in ("user_id", "group_id", "public_key"):
+    for name in ("find_user_id", "find_group_id", "read_public_key"):
         monkeypatch.setattr(identities, name, str)
     monkeypatch.setattr(listeners, "read_secret", str)
     content = tomllib.loads(block)

@@ -20,7 +20,7 @@ from testkit import mindir, surroundings
 from testkit.waiting import until
 from weightd_daemon.doctor.checks import host as checks
 from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as trial_checks
+from weightd_daemon.doctor.checks import selftest as selftest_checks
 from weightd_daemon.doctor.checks.finding import PROCESS_EXITS
 from weightd_daemon.doctor.checks.selftest import ATTACH, BUILD, HOLDER_EXIT, MEMORY
 from weightd_daemon.engines import ranktable
@@ -39,16 +39,16 @@ NOBODY = "    No process in device.\n    Chip ID                        : {}\n"
 
 
 class Done(NamedTuple):
-    """What the doctor said. `findings` are by name; each has verdict, found and advice."""
+    """What the doctor said. `findings` are by name; each has result, detail and advice."""
 
     status: int
     findings: dict[str, dict[str, str]]
 
     def those(self, verdict: str) -> set[str]:
-        return {name for name, each in self.findings.items() if each["verdict"] == verdict}
+        return {name for name, each in self.findings.items() if each["result"] == verdict}
 
     def text(self, name: str) -> str:
-        return f"{self.findings[name]['verdict']}: {self.findings[name]['found']} -> {self.findings[name]['advice']}"
+        return f"{self.findings[name]['result']}: {self.findings[name]['detail']} -> {self.findings[name]['advice']}"
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def directories() -> set[Path]:
 
 def not_reached(done: Done, *but: str) -> None:
     """Every step of the self-test but these was not reached."""
-    steps = set(trial_checks.CHECK_NAMES) - set(but)
+    steps = set(selftest_checks.CHECK_NAMES) - set(but)
     assert {name for name in steps if done.text(name).startswith("not testable: not reached")} == steps
 
 
@@ -106,12 +106,12 @@ def test_a_healthy_host_passes_everything_and_nothing_is_left(
     before = directories()
     done = doctor(variables, "--model", model, "--limit", LIMIT_S)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
-    assert set(trial_checks.CHECK_NAMES) <= done.those("pass")
+    assert set(selftest_checks.CHECK_NAMES) <= done.those("pass")
     assert "container" in done.text("current_pid")
     assert re.search("pass: 0 of (63|32) on ascend:0", done.text("processes"))  # fewer in a virtual machine
     assert "one with a copy of its own takes 218 MiB" in done.text(MEMORY)
     assert "reference-counted" in done.text(HOLDER_EXIT)
-    # holder, worker, a private copy, a later worker, a stranger, a late worker
+    # holder, worker, a private copy, a later worker, an unlisted worker, a late worker
     assert host.count("build") == 6
     assert "is not on the list" in host.driver_log()[-1]
     assert (children_of(tmp_path), directories(), host.card_state().used) == (set(), before, 0)
@@ -136,7 +136,7 @@ def test_a_virtual_instance_refuses_imports(host: Host, model: Path, variables: 
     done = doctor(variables, "--model", model, "--limit", LIMIT_S)
     assert (done.status, done.those("fail")) == (1, {ATTACH})
     assert "virtual instance" in done.text(ATTACH)
-    assert done.findings["virtual instance"]["verdict"] == "not testable"
+    assert done.findings["virtual instance"]["result"] == "not testable"
     not_reached(done, BUILD, ATTACH)
 
 
@@ -158,7 +158,7 @@ def test_the_environment_of_the_service_counts_and_not_that_of_the_shell(
 
     done = judged(environment(host), dict(os.environ))
     assert done.text("service").startswith("pass: the environment of weightd.service was judged: user root")
-    assert done.findings["devices"]["verdict"] == "pass"
+    assert done.findings["devices"]["result"] == "pass"
     assert "No such file or directory" in done.text(BUILD)
     not_reached(done)
     done = judged({}, variables)
@@ -201,7 +201,7 @@ def test_no_ascend_at_all(python: str) -> None:
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
     assert "no Ascend driver or library is here" in done.text("ascend")
     assert len(done.those("not testable")) == 1 + len(checks.CHECK_NAMES) + len(rank_checks.CHECK_NAMES) + len(
-        trial_checks.CHECK_NAMES
+        selftest_checks.CHECK_NAMES
     )
     not_reached(done)
 

@@ -132,7 +132,7 @@ def test_the_examples_answer_each_other() -> None:
     assert example("predict").request == example("result").request == example("failed").request
     assert example("result").description == example("infer_response").description
     assert example("attach").handle == example("built").handle
-    assert example("attached").canary == example("built").canary
+    assert example("attached").selftest_digest == example("built").selftest_digest
     # Deep enough to show each record, with a field that is absent and one that is not.
     process, worker = example("status_response").models[0].generations[0].processes
     assert process.p50_us is None

@@ -1,7 +1,7 @@
 """The kit of tests with the real MindSpore: `slices`, exported once for all of them, and `testkit.ranks.Group`.
 
 `slices` is a `testkit.ranks.Slices`: two ranks of the network of docs/ranks.md, x FP32 [N, 16] -> output_0 FP32 [N, 8],
-`canary.npz` beside them. `testkit.ranks.inputs` makes questions. A group that is called directly, to compare with, is
+`selftest.npz` beside them. `testkit.ranks.inputs` makes questions. A group that is called directly, to compare with, is
 `with Group(slices.paths, plain=True) as bare: bare.ask("predict", inputs(4))`: an answer of each rank. Of a model that
 weightd serves, `python` is what runs it.
 

@@ -25,9 +25,9 @@ def outputs(answers: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_the_answer_is_that_of_the_network_that_was_not_cut(group: Group, slices: Slices) -> None:
-    with np.load(slices.selftest_path) as canary:
-        right = canary["output_0"]
-        for answer in outputs(group.ask("predict", {"x": canary["x"]})):
+    with np.load(slices.selftest_path) as selftest:
+        right = selftest["output_0"]
+        for answer in outputs(group.ask("predict", {"x": selftest["x"]})):
             np.testing.assert_allclose(answer, right, rtol=0, atol=1e-5 * np.abs(right).max())
 
 

@@ -39,9 +39,9 @@ def test_the_slices_say_what_the_page_says_of_them(slices: Slices, rank: int) ->
     assert b"mccl_world_group" in content
 
 
-def test_the_canary_has_an_array_for_each_input_and_output(slices: Slices) -> None:
-    with np.load(slices.selftest_path) as canary:
-        assert {name: canary[name].shape for name in canary} == {"x": (4, 16), "output_0": (4, 8)}
+def test_the_self_test_has_an_array_for_each_input_and_output(slices: Slices) -> None:
+    with np.load(slices.selftest_path) as selftest:
+        assert {name: selftest[name].shape for name in selftest} == {"x": (4, 16), "output_0": (4, 8)}
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
     own = {"path": slices.pattern, "engine": "mindspore", "python": python}
     return {
         **own,
-        "canary": slices.selftest_path,
+        "selftest": slices.selftest_path,
         "selftest_tolerance": 1e-5,
         "ranks": RANKS,
         "predict_timeout": PREDICT_TIMEOUT_S,
@@ -121,8 +121,8 @@ def serving_after(service: Service, number: int) -> bool:
     return any(each.state == "serving" and each.number > number for each in model.generations)
 
 
-def test_a_slice_of_another_network_is_refused_by_the_canary(python: Path, slices: Slices, tmp_path: Path) -> None:
-    """It loads, has the same signature, and both ranks agree on the answer: that it is wrong only the canary tells."""
+def test_a_slice_of_another_network_is_refused_by_the_self_test(python: Path, slices: Slices, tmp_path: Path) -> None:
+    """It loads, has the same signature, and both ranks agree: only the self-test tells that it is wrong."""
     other = export(tmp_path / "other", hidden=128)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -132,7 +132,7 @@ def test_a_slice_of_another_network_is_refused_by_the_canary(python: Path, slice
     with (
         Service({MODEL: wrong}) as service,
         service.client(START_S) as client,
-        pytest.raises(FailedPrecondition, match=r"canary"),
+        pytest.raises(FailedPrecondition, match=r"self-test"),
     ):
         client.infer(MODEL, inputs(1))
 

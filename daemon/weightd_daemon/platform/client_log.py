@@ -70,5 +70,5 @@ class ClientLog:
         self._logged_kinds.add(key)
         self._line_counts[client] += 1
         suppressed = self._suppressed_counts.pop(key, 0)
-        suffix = f" ({suppressed} more of {client or 'clients'} since the last such line)" if suppressed else ""
+        suffix = f" ({suppressed} more of {client or 'clients'} suppressed)" if suppressed else ""
         log.log(level, "%s%s", text % args, suffix, extra=client_extra(client))

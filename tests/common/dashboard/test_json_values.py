@@ -19,12 +19,12 @@ def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:
     told = to_json_values(history.overview())
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     [model] = told["models"]
-    assert model["pace"] == {
+    assert model["throughput"] == {
         "rate": 100.0, "p50_s": 0.0005, "p99_s": 0.00099, "rates": [None, 100.0], "p99s_s": [None, 0.00099],
     }  # fmt: skip
     assert model["memory"] == {
-        "copy_bytes": 90 * MB, "workers": 2, "beside_bytes": 20 * MB, "other_bytes": 10 * MB,
-        "plain_bytes": 200 * MB, "processes": 2, "now_bytes": 120 * MB,
+        "copy_bytes": 90 * MB, "workers": 2, "private_bytes": 20 * MB, "other_bytes": 10 * MB,
+        "plain_bytes": 200 * MB, "processes": 2, "total_bytes": 120 * MB,
     }  # fmt: skip
     assert [each["name"] for each in told["processes"]] == ["m.1.holder", "m.1.w1", "m.1.w2"]
     assert [each["name"] for each in told["tenants"]] == ["default"]

@@ -46,7 +46,7 @@ def test_a_line_is_written_once_in_each_period_with_how_many_were_left_out() -> 
     assert world.said("uid 2", "refused") == ["refused"]
     assert world.said("uid 1", "hung up") == ["hung up"]
     world.now += WINDOW_S
-    assert world.said("uid 1", "refused") == ["refused (600 more of uid 1 since the last such line)"]
+    assert world.said("uid 1", "refused") == ["refused (600 more of uid 1 suppressed)"]
     world.now += WINDOW_S
     assert world.said("uid 1", "refused") == ["refused"]
 

@@ -46,7 +46,7 @@ WORDS = (
     b'path = "m.onnx"\n',
     b'path = "m.mindir"\n',
     b'[models.m.ranks]\ndevices = ["ascend:0", "ascend:1"]\n',
-    b'path = "r{rank}.mindir"\ncanary = "c.npz"\n',
+    b'path = "r{rank}.mindir"\nselftest = "c.npz"\n',
     b"[groups.g]\nmodels = [",
     b'"ascend:1"',
     *sorted(

@@ -29,7 +29,7 @@ def picture(*names: str) -> Overview:
     for second in range(3):
         models = [looks.counted(name, (0, 400 * second, 0, 0), workers=4, queued=2, running=3) for name in names[:-1]]
         lost = (ProcessCount("worker", "ready", 3), ProcessCount("worker", "attaching", 1))
-        models.append(looks.counted(names[-1], (0, 40 * second, 0, 0), processes=lost, deaths=1))
+        models.append(looks.counted(names[-1], (0, 40 * second, 0, 0), processes=lost, unexpected_exits=1))
         accounts = looks.account(names[0], 440 * second, {"max_rate": 10 * second}, in_flight=5, queued=2)
         tenants = [looks.tenant("research", accounts, share=0.25), looks.tenant(names[-1])]
         history.on_metrics(looks.metrics(3600.0 + second, *models, tenants=tenants))

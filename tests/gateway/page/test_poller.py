@@ -49,13 +49,13 @@ def told(page: StatusPoller, *callers: Caller) -> list[Any]:
 def test_rates_are_those_between_two_looks_and_the_status_is_asked_for_seldom() -> None:
     daemon = Daemon()
     first, second = told(StatusPoller(daemon), ALL, ALL)
-    assert (first["overview"]["pace"]["rate"], second["overview"]["pace"]["rate"]) == (None, 10.0)
+    assert (first["overview"]["throughput"]["rate"], second["overview"]["throughput"]["rate"]) == (None, 10.0)
     assert daemon.asked == [("metrics", None), ("status", None), ("metrics", None)]
 
 
 def test_each_tenant_has_a_picture_of_its_own() -> None:
     daemon = Daemon()
-    rates = [each["overview"]["pace"]["rate"] for each in told(StatusPoller(daemon), ALL, RESEARCH, ALL)]
+    rates = [each["overview"]["throughput"]["rate"] for each in told(StatusPoller(daemon), ALL, RESEARCH, ALL)]
     assert rates == [None, None, 10.0]
     assert daemon.asked[2] == ("metrics", "research")
 

@@ -84,7 +84,7 @@ def export(directory: Path, *, ranks: int = 2, hidden: int = 64) -> Slices:
     """Cut the example's network, by the example's script; of `hidden` depends how large it is: 96 bytes for each."""
     _run(str(EXAMPLE / "export.py"), str(directory), "--ranks", str(ranks), "--hidden", str(hidden))
     paths = [directory / f"rank{rank}.mindir" for rank in range(ranks)]
-    return Slices(directory, paths, directory / "canary.npz")
+    return Slices(directory, paths, directory / "selftest.npz")
 
 
 def export_pair(path: Path) -> Path:
