@@ -129,7 +129,9 @@ _PREDICT_PREFIX, _PREDICT_PREFIX_WITH_FIELD = _type_prefixes(Predict)
 _RESULT_PREFIX, _RESULT_PREFIX_WITH_FIELD = _type_prefixes(Result)
 _RESPONSE_PREFIX, _RESPONSE_PREFIX_WITH_FIELD = _type_prefixes(InferResponse)
 _, _INFER_PREFIX_WITH_FIELD = _type_prefixes(Infer)
-_PLACED_PREFIXES: List[bytes] = [msgpack.packb("placed") + bytes([_SHORT_LIST + size]) for size in range(_SHORT_ITEMS)]
+_SHARED_OUTPUTS_PREFIXES: List[bytes] = [
+    msgpack.packb("shared_outputs") + bytes([_SHORT_LIST + size]) for size in range(_SHORT_ITEMS)
+]
 _MAX_POSITION = limits.MAX_TENSORS - 1
 _TEXT_PREFIXES = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
 
@@ -147,17 +149,17 @@ def _write_predict(message: Predict) -> Optional[bytes]:
 
 
 def _write_result(message: Result) -> Optional[bytes]:
-    number, placed = message.request, message.shared_outputs
+    number, positions = message.request, message.shared_outputs
     if type(number) is not int or not _MIN_NUMBER <= number <= limits.MAX_COUNT:
         return None
-    if placed is None:
+    if positions is None:
         return _RESULT_PREFIX + _NUMBER.pack(number)
-    tail = _pack_positions(placed)
+    tail = _pack_positions(positions)
     return None if tail is None else _RESULT_PREFIX_WITH_FIELD + _NUMBER.pack(number) + tail
 
 
 def _write_response(message: InferResponse) -> Optional[bytes]:
-    text, placed = message.id, message.shared_outputs
+    text, positions = message.id, message.shared_outputs
     if (
         type(text) is not str
         or not text.isascii()
@@ -165,9 +167,9 @@ def _write_response(message: InferResponse) -> Optional[bytes]:
         or message.may_still_write is not None
     ):
         return None
-    if placed is None:
+    if positions is None:
         return _RESPONSE_PREFIX + _TEXT_PREFIXES[len(text)] + text.encode()
-    tail = _pack_positions(placed)
+    tail = _pack_positions(positions)
     return None if tail is None else _RESPONSE_PREFIX_WITH_FIELD + _TEXT_PREFIXES[len(text)] + text.encode() + tail
 
 
@@ -186,7 +188,7 @@ def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:
     for each in positions:
         if each.__class__ is not int or not 0 <= each <= _MAX_POSITION:
             return None
-    return _PLACED_PREFIXES[len(positions)] + bytes(positions)
+    return _SHARED_OUTPUTS_PREFIXES[len(positions)] + bytes(positions)
 
 
 # What returns the envelope of a message; None where that has no such form, or a field may not be what it has to be.

@@ -55,7 +55,7 @@ def message(cls: type[Any]) -> Any:
     kinds = {field.name: field.metadata.get("kind") for field in dataclasses.fields(cls)}
     made = {name: _value(hints[name], kind.description if kind else "") for name, kind in kinds.items()}
     # The first of the tensors: there is no seventh.
-    made.update({name: value for name, value in (("tensor", 0), ("placed", (0,))) if name in made})
+    made.update({name: value for name, value in (("tensor_index", 0), ("shared_outputs", (0,))) if name in made})
     return cls(**made)
 
 

@@ -344,5 +344,5 @@ def test_the_wire_does_no_io(module: Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             imported.append(node.module or "")
     allowed = {"__future__", "collections", "dataclasses", "mmap", "struct", "sys", "typing", "msgpack", "weightd"}
-    allowed |= {"numpy", "functools"} if module.stem == "tensors" else {"weightd"}
+    allowed |= {"numpy", "functools"} if module.stem == "tensors" else {"weightd_protocol"}
     assert {name.split(".")[0] for name in imported} <= allowed

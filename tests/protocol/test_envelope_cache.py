@@ -68,13 +68,13 @@ def frames(draw: Any) -> bytes:
                 ("infer", named),
                 ("infer", {**named, "parameters": plain(Parameters(1, PLACES))}),
                 ("infer_response", named),
-                ("infer_response", {**named, "placed": [2, 0]}),
-                ("infer_response", {**named, "running": True, "placed": [0]}),
+                ("infer_response", {**named, "shared_outputs": [2, 0]}),
+                ("infer_response", {**named, "may_still_write": True, "shared_outputs": [0]}),
                 ("predict", numbered),
                 ("predict", {**numbered, "regions": plain(MAPPED)}),
                 ("predict", {**numbered, "step": draw(st.integers(0, 2)), "member": draw(st.integers(0, 1))}),
                 ("result", numbered),
-                ("result", {**numbered, "placed": [2, 0]}),
+                ("result", {**numbered, "shared_outputs": [2, 0]}),
             ]
         )
     )

@@ -206,7 +206,7 @@ def places(raw: Raw) -> Raw:
 
 def elsewhere(raw: Raw) -> List[int]:
     """The positions of tensors that have no frame."""
-    positions: List[int] = raw.get("placed") or [each["tensor"] for each in places(raw).get("inputs", ())]
+    positions: List[int] = raw.get("shared_outputs") or [each["tensor_index"] for each in places(raw).get("inputs", ())]
     return positions
 
 
@@ -215,10 +215,10 @@ def coherent(raw: Raw) -> Raw:
     raw, positions = copy.deepcopy(raw), elsewhere(raw)
     if len({*positions}) < len(positions):
         positions = [*range(len(positions))]
-        if "placed" in raw:
-            raw["placed"] = positions
+        if "shared_outputs" in raw:
+            raw["shared_outputs"] = positions
         else:
-            places(raw)["inputs"] = [{**each, "tensor": index} for index, each in enumerate(places(raw)["inputs"])]
+            places(raw)["inputs"] = [{**each, "tensor_index": index} for index, each in enumerate(places(raw)["inputs"])]
     if positions:
         described: Raw = raw["description"]
         tensors = "inputs" if "inputs" in described else "outputs"

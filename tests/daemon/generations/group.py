@@ -63,7 +63,7 @@ class RankGroupHarness:
 
     def __init__(self, size: int = 2, *, rows: RowTestSpec | None = None, **ranks: Any) -> None:
         self.now = 1000.0
-        ranks = {"reply": size - 1, "has_broker": True, **ranks}
+        ranks = {"reply_rank": size - 1, "has_broker": True, **ranks}
         devices = tuple(f"ascend:{rank}" for rank in range(size))
         self.ranks = RankGroupSpec(size, devices, CONNECT_TIMEOUT_S, **ranks)
         self.terms = GenerationSpec(

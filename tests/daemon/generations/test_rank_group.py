@@ -95,7 +95,7 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_it_has_built_is_what_its_ranks_say() -> None:
-    group = RankGroupHarness(3, reply=1, rows=RowTestSpec(8, (4, 8))).loading()
+    group = RankGroupHarness(3, reply_rank=1, rows=RowTestSpec(8, (4, 8))).loading()
     other = replace(X, name="other")
     assert group.entered(R0, R1, R2, entered=JoinedGroup((X, other), (Y,))) == sends(RunSelfTest(8, (4, 8)), R0, R1, R2)
     built = group.unit.built
@@ -123,7 +123,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
 
 
 def test_where_each_has_a_share_a_client_gets_as_many_rows_as_all_have() -> None:
-    group = RankGroupHarness(3, reply=CONCAT).loading()
+    group = RankGroupHarness(3, reply_rank=CONCAT).loading()
     free, scalar = TensorSignature("free", "FP32", (-1, 3)), TensorSignature("scalar", "FP32", ())
     anything = TensorSignature("anything", "FP32", None)
     group.entered(R0, R1, R2, entered=JoinedGroup((X,), (Y, free, scalar, anything)))
@@ -202,7 +202,7 @@ def test_ranks_that_say_different_things_of_the_model_are_not_of_one(what: str) 
 
 @pytest.mark.parametrize(("reply", "silent"), [(1, R1), (CONCAT, R0), (CONCAT, R1)])
 def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int, silent: str) -> None:
-    group = RankGroupHarness(reply=reply).warming()
+    group = RankGroupHarness(reply_rank=reply).warming()
     for name in (R0, R1):
         group.warmed(name, warmed=replace(WARMED, selftest_digest="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
@@ -508,7 +508,7 @@ MEMBERS = JoinedGroup((), (), members=(RankMember((X,), (Y,)), RankMember((Y,), 
 
 
 def household() -> RankGroupHarness:
-    group = RankGroupHarness(1, reply=0, has_broker=False, is_cut=False, members=2)
+    group = RankGroupHarness(1, reply_rank=0, has_broker=False, is_sliced=False, model_count=2)
     group.unit.on_snapshot_taken(digest(0), group.now)
     group.wanted()
     assert group.hello(R0, slice=None) == sends(ENTER, R0)

@@ -109,7 +109,7 @@ def test_neither_who_attaches_nor_who_leaves_is_written_down() -> None:
 
 @pytest.mark.parametrize(("traits", "sharing"), [(CPU, True), (CARD, True), (CARD, False)])
 def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Traits, sharing: bool) -> None:
-    life = GenerationHarness(1, traits, sharing=sharing).building()
+    life = GenerationHarness(1, traits, is_sharing=sharing).building()
     life.built(replace(BUILT, handle=""))
     life.exits(HOLDER, end=ExitCause(0))
     life.attached(W1)
@@ -255,17 +255,17 @@ def test_without_its_holder_nothing_counts_after_either() -> None:
         assert (each.state, each.generation.attach_control.is_valid) == (GenerationState.FAILED, False)
 
 
-@pytest.mark.parametrize("terms", [{"outlives_holder": True}, {"sharing": False}], ids=str)
+@pytest.mark.parametrize("terms", [{"can_outlive_holder": True}, {"is_sharing": False}], ids=str)
 def test_a_holder_that_need_not_live_is_not_asked_for(terms: dict[str, bool]) -> None:
     life = GenerationHarness(2, CARD, **terms).attaching()
-    if "sharing" in terms:
+    if "is_sharing" in terms:
         life.exits(HOLDER, end=ExitCause(0))
     life.attached(W1, W2)
     assert life.resumed().generation.attach_control.can_trust_answers(lambda _: False)
 
 
 def test_what_has_lost_its_holder_stays_frozen() -> None:
-    life = GenerationHarness(2, CARD, outlives_holder=True).serving()
+    life = GenerationHarness(2, CARD, can_outlive_holder=True).serving()
     life.exits(HOLDER, end=KILLED)
     assert recorded(life) == [W1, W2]
     assert life.resumed().back(W1, W2) == [AddSlot(W1), AddSlot(W2)]

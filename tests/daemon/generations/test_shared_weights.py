@@ -119,7 +119,7 @@ ALONE = replace(ATTACHED, shared_bytes=0, note="weights are not shared: another 
 def test_weights_that_are_not_shared_are_a_warning_for_each_cause(
     caplog: pytest.LogCaptureFixture, built: Built, attached: Attached, sharing: bool, told: list[str]
 ) -> None:
-    life = GenerationHarness(2, sharing=sharing).building()
+    life = GenerationHarness(2, is_sharing=sharing).building()
     life.built(built)
     for _ in range(10):
         for name in life.names():
@@ -437,7 +437,7 @@ def test_each_device_has_workers_and_spares_of_its_own_and_who_is_lost_is_follow
 
 
 def test_where_nobody_can_attach_any_more_one_device_without_workers_is_reason_enough_for_another() -> None:
-    life = GenerationHarness(1, spares=1, devices=SETS, forks_built=True).building()
+    life = GenerationHarness(1, spares=1, devices=SETS, can_fork_from_holder=True).building()
     life.built(TEMPLATE)
     life.hello(W1, W2, W3, W4)
     life.attached(W1, W2, W3, W4)
@@ -458,7 +458,7 @@ def heir(name: str) -> Action:
 
 def with_heirs() -> GenerationHarness:
     """A template has built, and two workers are forked of it and serve."""
-    life = GenerationHarness(2, forks_built=True)
+    life = GenerationHarness(2, can_fork_from_holder=True)
     assert life.pinned() == [TakeSnapshot(), Spawn(HOLDER, Role.HOLDER)]
     assert life.hello(HOLDER) == [Send(HOLDER, Build(()))]
     assert life.built(TEMPLATE) == [heir(W1), heir(W2)]
@@ -482,7 +482,7 @@ def test_one_that_only_has_to_answer_has_no_longer_than_for_an_answer() -> None:
 
 
 def test_workers_of_a_holder_that_is_no_template_start_when_it_has_built_too() -> None:
-    life = GenerationHarness(2, forks_built=True)
+    life = GenerationHarness(2, can_fork_from_holder=True)
     life.pinned()
     life.hello(HOLDER)
     assert life.built() == [spawn(W1), spawn(W2)]
@@ -499,7 +499,7 @@ def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_a
 
 
 @pytest.mark.parametrize(
-    "life", [GenerationHarness(2), GenerationHarness(2, CARD, forks_built=True)], ids=["not asked for", "on a card"]
+    "life", [GenerationHarness(2), GenerationHarness(2, CARD, can_fork_from_holder=True)], ids=["not asked for", "on a card"]
 )
 def test_one_that_must_be_no_template_is_broken(life: GenerationHarness) -> None:
     life.building()
@@ -591,7 +591,7 @@ def test_an_answer_without_a_question_changes_nothing() -> None:
 
 @pytest.mark.parametrize("outlives", [False, True])
 def test_a_holder_may_die_of_the_question(outlives: bool) -> None:
-    life = GenerationHarness(2, CARD, outlives_holder=outlives).serving()
+    life = GenerationHarness(2, CARD, can_outlive_holder=outlives).serving()
     assert life.replaced(W1, by=W3) == [allow(W3)]
     if outlives:
         assert life.exits(HOLDER) == [stop(W3)]
@@ -606,7 +606,7 @@ def test_a_holder_may_die_of_the_question(outlives: bool) -> None:
 
 
 def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
-    life = GenerationHarness(3, CARD, outlives_holder=True).attaching()
+    life = GenerationHarness(3, CARD, can_outlive_holder=True).attaching()
     life.attached(W1)
     assert life.exits(HOLDER) == [stop(W3)]
     # Who is attaching may be in time.
@@ -620,7 +620,7 @@ def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
 
 
 def test_a_frozen_one_lets_its_spares_in() -> None:
-    life = GenerationHarness(1, CARD, spares=1, outlives_holder=True).serving()
+    life = GenerationHarness(1, CARD, spares=1, can_outlive_holder=True).serving()
     assert life.exits(HOLDER) + life.exits(W1) == [AddSlot(W2)]
 
 
@@ -638,7 +638,7 @@ def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
 
 @pytest.mark.parametrize(
     "life",
-    [GenerationHarness(1), GenerationHarness(1, CARD, outlives_holder=True), GenerationHarness(1, CARD, sharing=False)],
+    [GenerationHarness(1), GenerationHarness(1, CARD, can_outlive_holder=True), GenerationHarness(1, CARD, is_sharing=False)],
     ids=["cpu", "frozen", "private"],
 )
 def test_elsewhere_answers_are_trusted_without_it(life: GenerationHarness) -> None:
@@ -649,7 +649,7 @@ def test_elsewhere_answers_are_trusted_without_it(life: GenerationHarness) -> No
     ("traits", "sharing"), [(CARD, False), (CARD, True), (CPU, True)], ids=["not wanted", "on a card", "on the cpu"]
 )
 def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own(traits: Traits, sharing: bool) -> None:
-    life = GenerationHarness(2, traits, sharing=sharing).spawned()
+    life = GenerationHarness(2, traits, is_sharing=sharing).spawned()
     order = life.hello(W1, HOLDER) + life.hello(W2)
     if not sharing:  # it is given no pids, and waits for nobody
         assert order == [Send(HOLDER, Build(()))]
@@ -666,7 +666,7 @@ def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own
 
 
 def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever() -> None:
-    life = GenerationHarness(1, CARD, sharing=False).attaching()
+    life = GenerationHarness(1, CARD, is_sharing=False).attaching()
     assert life.when_due() == [abort(HOLDER)]
     assert life.exits(HOLDER) == [attach(W1)]
 
@@ -687,7 +687,7 @@ def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever(
 def test_what_a_process_takes_is_what_the_card_lost_with_it(
     sharing: bool, free: tuple[int | None, ...], taken: list[int]
 ) -> None:
-    life, seen = GenerationHarness(3, CARD, sharing=sharing).building(), list[int]()
+    life, seen = GenerationHarness(3, CARD, is_sharing=sharing).building(), list[int]()
     devices = [None if each is None else DeviceMemory(1000, each) for each in free]
     life.built(replace(BUILT, device=devices[0]))
     if not sharing:
