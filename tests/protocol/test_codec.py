@@ -343,6 +343,6 @@ def test_the_wire_does_no_io(module: Path) -> None:
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             imported.append(node.module or "")
-    allowed = {"__future__", "collections", "dataclasses", "mmap", "struct", "sys", "typing", "msgpack", "weightd"}
-    allowed |= {"numpy", "functools"} if module.stem == "tensors" else {"weightd_protocol"}
+    allowed = {"__future__", "collections", "dataclasses", "mmap", "struct", "sys", "typing", "msgpack"}
+    allowed |= {"weightd_protocol", *(("numpy", "functools") if module.stem == "tensors" else ())}
     assert {name.split(".")[0] for name in imported} <= allowed
