@@ -266,7 +266,7 @@ static void send_infer(int peer, const char *model, const char *input, const flo
     static unsigned char tensor[4 * MAX_VALUES];
 
     put_map(&envelope, 4);
-    put_text(&envelope, "v"), put_uint(&envelope, 1);
+    put_text(&envelope, "v"), put_uint(&envelope, 2);
     put_text(&envelope, "type"), put_text(&envelope, "infer");
     put_text(&envelope, "id"), put_text(&envelope, "1");
     put_text(&envelope, "parameters"), put_map(&envelope, 1);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # A header names tensors and carries error texts. The largest legal one, of a model with 64 inputs and 64 outputs whose
 # names and shapes are as long as they may be, fits; and a hostile one costs little to refuse.

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 FLAT_BYTES = 32 * 1024 * 1024
 A = {"name": "a", "datatype": "FP32", "shape": [2, 4]}
 B = {**A, "name": "b"}
-GOOD = {"v": 1, "type": "infer", "id": "good"}
+GOOD = {"v": 2, "type": "infer", "id": "good"}
 ASKED = msgpack.packb({"model_name": "two_inputs", "inputs": [A, B]})
 TENSOR = np.ones((2, 4), "<f4").tobytes()
 
@@ -252,7 +252,7 @@ def test_strangers_on_the_childrens_socket_are_ignored(service: Service) -> None
                 peer.setsockopt(zmq.LINGER, 1000)
                 peer.setsockopt(zmq.ROUTING_ID, name)
                 peer.connect(f"ipc://{path}")
-                for data in (b"", noise.randbytes(100), msgpack.packb({"v": 1, "type": "broken", "cause": "x"})):
+                for data in (b"", noise.randbytes(100), msgpack.packb({"v": 2, "type": "broken", "cause": "x"})):
                     peer.send(data)
 
 

@@ -99,15 +99,15 @@ HONEST_FILL = FrameReader._fill_frames  # pyright: ignore[reportPrivateUsage]
 HONEST_HASHES = OpenStore.read_hashes
 
 DEFECTS = [
-    ("framing", FrameReader, "_next", broken, KeyError),
-    ("framing", FrameReader, "_fill", skipping, AssertionError),
-    ("zmtp", ZmtpConnection, "_take", broken, KeyError),
-    ("zmtp", ZmtpConnection, "_admits", anything, AssertionError),
+    ("framing", FrameReader, "_next_frame", broken, KeyError),
+    ("framing", FrameReader, "_fill_frames", skipping, AssertionError),
+    ("zmtp", ZmtpConnection, "_on_frame", broken, KeyError),
+    ("zmtp", ZmtpConnection, "_check_frame_header", anything, AssertionError),
     ("decoder", codec, "_unpack", broken, KeyError),
     ("store", product_store, "decode_header", broken, KeyError),
     ("config", product_config, "complete_model", broken, KeyError),
     # A message that is not what was sent, an index that is not the file's, a store that stays open, beyond the bounds.
-    ("store", OpenStore, "hashes", short, AssertionError),
+    ("store", OpenStore, "read_hashes", short, AssertionError),
     ("store", OpenStore, "close", nothing, AssertionError),
     ("config", product_config, "complete_model", incomplete, AssertionError),
 ]

@@ -41,7 +41,7 @@ EXTENSION = msgpack.ExtType(5, b"7")
 
 
 def header(**fields: Any) -> bytes:
-    return msgpack.packb({"v": 1, "type": "status", "id": "7", **fields})
+    return msgpack.packb({"v": 2, "type": "status", "id": "7", **fields})
 
 
 def refusal(*frames: Any, table: Any = FROM_CLIENT) -> RemoteProtocolError:
@@ -122,7 +122,7 @@ def test_a_key_is_a_text(raw: bytes) -> None:
 @pytest.mark.parametrize("nest", [b"\x91", b"\x81\xa1a"])
 def test_no_depth_is_too_deep(depth: int, nest: bytes) -> None:
     for name in ("v", "type", "id", "model_name", "surplus"):
-        known = {"v": 1, "type": "model_ready", "id": "7", "model_name": "m"}
+        known = {"v": 2, "type": "model_ready", "id": "7", "model_name": "m"}
         fields = [msgpack.packb(key) + msgpack.packb(value) for key, value in known.items() if key != name]
         raw = bytes([0x81 + len(fields)]) + b"".join(fields) + msgpack.packb(name) + nest * depth + b"\xc0"
         said = str(refusal(raw))
@@ -161,7 +161,7 @@ def test_a_header_may_be_as_long_as_its_bound_but_no_longer() -> None:
 # --- version, type, id -------------------------------------------------------------------------------------------
 
 # Another version, and what is none; another type, and what is none. The last of each is so long that it is cut.
-VERSIONS: List[Any] = [0, 2, -1, 1.0, True, "1", None, [1], {}, b"\x01", 2**64 - 1, EXTENSION, list(range(1000))]
+VERSIONS: List[Any] = [0, 1, -1, 1.0, True, "1", None, [1], {}, b"\x01", 2**64 - 1, EXTENSION, list(range(1000))]
 TAGS: List[Any] = [
     "",
     "Status",
@@ -181,7 +181,7 @@ OTHERS = [("v", each) for each in VERSIONS] + [("type", each) for each in TAGS]
 @pytest.mark.parametrize(("name", "value"), OTHERS, ids=lambda value: repr(value)[:20])
 def test_another_version_or_type_is_refused(name: str, value: object) -> None:
     error = refusal(header(**{name: value}))
-    expected = {"v": "this side speaks protocol version 1, the peer sent", "type": "expected one of infer, "}
+    expected = {"v": "this side speaks protocol version 2, the peer sent", "type": "expected one of infer, "}
     assert str(error).startswith(f"{name}: {expected[name]}")
     # Its kind is told, or a list would be "of 1 items".
     assert f" {type(value).__name__} " in str(error)
@@ -277,9 +277,9 @@ def test_descriptions_are_known_as_long_as_they_have_no_more_bytes_in_all(monkey
 def test_of_an_answer_what_is_not_known_is_passed_over() -> None:
     """In requests it is refused: so a later daemon may tell more to an earlier client."""
     told = {"id": "7", "ready": True, "color": "red"}
-    assert decode([msgpack.packb({"v": 1, "type": "ready_response", **told})], TO_CLIENT) == ReadyResponse("7", True)
+    assert decode([msgpack.packb({"v": 2, "type": "ready_response", **told})], TO_CLIENT) == ReadyResponse("7", True)
     tensor = {"name": "x", "datatype": "INT8", "shape": [1], "color": "red"}
-    header = [{"v": 1, "type": "infer_response", "id": "7"}, {"model_name": "m", "outputs": [tensor], "color": "red"}]
+    header = [{"v": 2, "type": "infer_response", "id": "7"}, {"model_name": "m", "outputs": [tensor], "color": "red"}]
     answer = decode([*map(msgpack.packb, header), b"x"], TO_CLIENT)
     assert answer == InferResponse("7", ResponseDescription("m", (TensorSpec("x", "INT8", (1,)),)))
 

@@ -189,7 +189,7 @@ def test_the_diagrams_show_messages_in_their_directions() -> None:
 
 def test_the_page_shows_an_error_as_it_is() -> None:
     raw: List[Dict[str, Any]] = [
-        {"v": 1, "type": "infer", "id": "7"},
+        {"v": 2, "type": "infer", "id": "7"},
         {"model_name": "m", "inputs": [{"shape": [1, True]}]},
     ]
     with pytest.raises(RemoteProtocolError) as caught:

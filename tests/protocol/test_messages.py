@@ -179,7 +179,7 @@ def smallest(description: str) -> Any:
 def pack(tag: str, raw: Raw) -> List[bytes]:
     """The header frames."""
     envelope = {name: value for name, value in raw.items() if name != "description"}
-    frames = [msgpack.packb({"v": 1, "type": tag, **envelope})]
+    frames = [msgpack.packb({"v": 2, "type": tag, **envelope})]
     return frames if len(envelope) == len(raw) else [*frames, msgpack.packb(raw["description"])]
 
 
@@ -249,7 +249,7 @@ def test_what_is_legal_decodes_and_makes_the_journey_back_unchanged(sample: Tupl
     message = decode(sent, ALL)
     assert type(message) is ALL[tag]
     assert again(message, sent[header_size(raw) :]) == message
-    assert unpacked(encode(message)) == {"v": 1, "type": tag, **complete(ALL[tag].__name__, raw)}
+    assert unpacked(encode(message)) == {"v": 2, "type": tag, **complete(ALL[tag].__name__, raw)}
 
 
 def complete(description: str, raw: Any) -> Any:

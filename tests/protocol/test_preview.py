@@ -147,7 +147,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> List[int]:
 def test_an_envelope_full_of_items_is_not_unpacked(
     unpacked: List[int], tag: str, table: Any, nbytes: int, unit: bytes, nested: bool
 ) -> None:
-    head = msgpack.packb({"v": 1, "type": tag, "id": "7"})[1:]
+    head = msgpack.packb({"v": 2, "type": tag, "id": "7"})[1:]
     envelope = b"\x84" + head + msgpack.packb("parameters") + filled(unit, nbytes, nested=nested)
     with pytest.raises(RemoteProtocolError, match=r"^envelope: expected (at most|no extension)") as caught:
         decode([envelope], table, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
@@ -158,7 +158,7 @@ def test_an_envelope_full_of_items_is_not_unpacked(
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_a_description_full_of_items_is_not_unpacked(unpacked: List[int], unit: bytes, nested: bool) -> None:
-    envelope = msgpack.packb({"v": 1, "type": "infer", "id": "7"})
+    envelope = msgpack.packb({"v": 2, "type": "infer", "id": "7"})
     names = b"".join(map(msgpack.packb, ("model_name", "m", "inputs")))
     with pytest.raises(RemoteProtocolError, match=r"^infer: description: expected (at most|no extension)") as caught:
         decode([envelope, b"\x82" + names + filled(unit, 65_000, nested=nested)], FROM_CLIENT)

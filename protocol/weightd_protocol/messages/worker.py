@@ -39,7 +39,7 @@ from weightd_protocol.schema import (
     text,
 )
 
-CHILD_PROTOCOL_VERSION = 2
+CHILD_PROTOCOL_VERSION = 3
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
 
 _REQUEST = integer(0, limits.MAX_COUNT)

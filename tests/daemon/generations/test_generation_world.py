@@ -308,7 +308,7 @@ class World(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.pass_time_to(self.now + seconds)
 
-    @precondition(lambda self: self.generation.next_tick < FOREVER)
+    @precondition(lambda self: self.generation.next_tick_at < FOREVER)
     @rule()
     def time_comes(self) -> None:
         self.pass_time_to(max(self.now, self.generation.next_tick_at))

@@ -38,7 +38,7 @@ class Search(GenerationHarness):
     def __init__(
         self, canary: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None
     ) -> None:
-        super().__init__(1, CARD if on_card else CPU, canary=canary)
+        super().__init__(1, CARD if on_card else CPU, selftest=canary)
         self.pinned(known)
         self.hello(W1)
 

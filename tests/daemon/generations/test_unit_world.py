@@ -71,7 +71,7 @@ class World(RuleBasedStateMachine):
         self.expected = [*([BROKER] if has_broker else []), *(f"{SEAT}.rank{rank}" for rank in range(size))]
         self.another_unit(steps)
 
-    @precondition(lambda self: self.unit.ended)
+    @precondition(lambda self: self.unit.is_ended)
     @rule(steps=_STEPS)
     def another_unit(self, steps: int) -> None:
         self.processes: dict[str, Process] = {}

@@ -535,7 +535,7 @@ class ModelWorld(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.passes_time_to(self.now + seconds)
 
-    @precondition(lambda self: self.model.next_event < FOREVER)
+    @precondition(lambda self: self.model.next_event_at < FOREVER)
     @rule()
     def time_comes(self) -> None:
         self.passes_time_to(max(self.now, self.model.next_event_at))

@@ -26,12 +26,12 @@ class FakeModel:
         self.name = name
         self.config = config
         self.numbers = numbers
-        self.desk = SimpleNamespace(scheduler=SimpleNamespace(idle=True, line=SimpleNamespace(count=0)))
+        self.dispatcher = SimpleNamespace(is_idle=True, scheduler=SimpleNamespace(queue=SimpleNamespace(count=0)))
         self.successor: FakeModel | None = None
         self.note = ""
-        self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
+        self.is_updating = self.may_serve_soon = self.is_complete = self.has_failed = self.is_draining = self.is_gone = False
         self.replaced: FakeModel | None = None
-        self.comes_again = False
+        self.is_reinstated = False
         self.may_retry = False
         self.deaths = 0
         self.done: list[str] = []
@@ -47,27 +47,27 @@ class FakeModel:
     def retry(self, now: float) -> None:
         self.done.append("retry")
 
-    def replaces(self, old: FakeModel) -> None:
+    def set_predecessor(self, old: FakeModel) -> None:
         self.replaced = old
 
-    def come_again(self, now: float) -> None:
-        self.comes_again = True
+    def reinstate(self, now: float) -> None:
+        self.is_reinstated = True
 
-    def will_leave(self) -> None:
-        self.done.append("will leave")
+    def mark_leaving(self) -> None:
+        self.done.append("mark leaving")
 
-    def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
-        self.draining = True
-        self.done.append(f"drain {patience:g}{' replaced' if replaced else ''}")
+    def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
+        self.is_draining = True
+        self.done.append(f"drain {timeout_s:g}{' replaced' if is_replaced else ''}")
 
-    def adopt(self, old: FakeModel, now: float) -> None:
-        assert old.draining == (old.desk.scheduler.line.count > 0), "it would have refused what waits"
+    def adopt_requests(self, old: FakeModel, now: float) -> None:
+        assert old.is_draining == (old.dispatcher.scheduler.queue.count > 0), "it would have refused what waits"
         self.done.append(f"adopt {old.config.path}")
 
-    def dispose(self) -> None:
-        self.done.append("dispose")
+    def remove_snapshots(self) -> None:
+        self.done.append("remove snapshots")
 
-    def unready(self, now: float) -> str:
+    def unready_reason(self, now: float) -> str:
         return "no such file"
 
 
@@ -79,7 +79,7 @@ class Yard:
         self.fleet = ModelRegistry(self.make)
         self.fleet.start(configs, 0.0)
         for each in self.made:
-            each.will_serve = each.complete = True
+            each.may_serve_soon = each.is_complete = True
             each.done.clear()
 
     def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
@@ -117,17 +117,17 @@ def test_a_model_that_has_failed_is_loaded_again_as_it_is() -> None:
 def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     yard = Yard(a=ONE, b=TWO)
     b = yard.made[1]
-    b.desk.idle, b.deaths = False, 3
+    b.dispatcher.is_idle, b.deaths = False, 3
     assert yard.reload(a=ONE) == ConfigDiff((), (), ("b",))
     assert yard.serving() == [("a", ONE)]
-    assert (b.done, len(yard.fleet.all_models())) == (["will leave"], 2)
-    b.desk.idle = True
+    assert (b.done, len(yard.fleet.all_models())) == (["mark leaving"], 2)
+    b.dispatcher.is_idle = True
     for _ in range(2):
         yard.fleet.reconcile(0.0)
-        assert b.done == ["will leave", "drain 0"]
-    b.gone = True
+        assert b.done == ["mark leaving", "drain 0"]
+    b.is_gone = True
     yard.fleet.reconcile(0.0)
-    assert b.done == ["will leave", "drain 0", "dispose"]
+    assert b.done == ["mark leaving", "drain 0", "remove snapshots"]
     assert (len(yard.fleet.all_models()), yard.fleet.deaths, yard.fleet.changing) == (1, 3, [])
 
 
@@ -136,16 +136,16 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
     old, new = yard.made
     assert (yard.serving(), new.done, len(yard.fleet.changing)) == ([("a", ONE)], ["start"], 1)
-    assert (new.replaced, old.comes_again) == (old, False)
-    new.complete = True
+    assert (new.replaced, old.is_reinstated) == (old, False)
+    new.is_complete = True
     for _ in range(2):
         assert yard.serving() == [("a", TWO)]
         assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
     # A worker that dies while it leaves: what it had is the new one's.
-    old.desk.scheduler.line.count = 1
+    old.dispatcher.scheduler.queue.count = 1
     yard.fleet.reconcile(0.0)
     assert new.done[2:] == ["adopt /models/1.onnx"]
-    old.gone = True
+    old.is_gone = True
     yard.fleet.reconcile(0.0)
     assert [each.config for each in yard.fleet.all_models()] == [TWO]
 
@@ -168,7 +168,7 @@ def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
     assert yard.serving() == [("a", ONE)]
     assert old.note == "the changed configuration is not in force: no such file"
     assert failed.done == ["start", "drain 0"]
-    assert (failed.replaced, old.comes_again) == (old, True)
+    assert (failed.replaced, old.is_reinstated) == (old, True)
     # The next reload tries it again.
     assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
     assert (old.note, len(yard.made)) == ("", 3)
@@ -176,7 +176,7 @@ def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
 
 def test_what_does_not_serve_is_replaced_at_once() -> None:
     yard = Yard(a=ONE)
-    yard.made[0].will_serve = False
+    yard.made[0].may_serve_soon = False
     yard.reload(a=TWO)
     assert yard.serving() == [("a", TWO)]
     assert yard.made[1].done == ["start", "adopt /models/1.onnx"]
@@ -187,27 +187,27 @@ def test_asking_twice_for_the_same_change_is_asking_once_and_a_change_of_mind_di
     yard.reload(a=TWO)
     assert yard.reload(a=TWO) == ConfigDiff((), (), ())
     assert yard.reload(a=THREE) == ConfigDiff((), ("a",), ())
-    assert [each.draining for each in yard.made] == [False, True, False]
+    assert [each.is_draining for each in yard.made] == [False, True, False]
     assert yard.reload(a=ONE) == ConfigDiff((), ("a",), ())
-    assert [each.draining for each in yard.made] == [False, True, True]
+    assert [each.is_draining for each in yard.made] == [False, True, True]
     assert (yard.serving(), yard.made[0].successor) == ([("a", ONE)], None)
 
 
 def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothing_to_the_next_of_its_name() -> None:
     yard = Yard(a=ONE)
-    yard.made[0].desk.idle = False
+    yard.made[0].dispatcher.is_idle = False
     yard.reload(a=TWO)
     yard.reload()
-    assert (yard.made[1].draining, len(yard.fleet.all_models())) == (True, 2)
+    assert (yard.made[1].is_draining, len(yard.fleet.all_models())) == (True, 2)
     yard.reload(a=TWO)
     yard.fleet.reconcile(0.0)
-    assert (yard.made[0].done, yard.made[2].done) == (["will leave"], ["start"])
+    assert (yard.made[0].done, yard.made[2].done) == (["mark leaving"], ["start"])
 
 
 @pytest.mark.parametrize("configs", [{"a": TWO, "b": TWO}, {"b": TWO}])
 def test_while_a_model_is_updated_nothing_changes(configs: dict[str, ModelConfig]) -> None:
     yard = Yard(a=ONE)
-    yard.made[0].updating = True
+    yard.made[0].is_updating = True
     with pytest.raises(Unavailable, match=r"^a is being updated: try again once that is over$"):
         yard.reload(**configs)
     assert (yard.serving(), len(yard.made)) == ([("a", ONE)], 1)
@@ -226,4 +226,4 @@ def test_the_end_is_told_to_everyone() -> None:
     yard = Yard(a=ONE, b=TWO, c=THREE)
     yard.reload(a=TWO, b=TWO)
     yard.fleet.drain(0.0)
-    assert [each.draining for each in yard.made] == [True] * 4
+    assert [each.is_draining for each in yard.made] == [True] * 4

@@ -81,7 +81,7 @@ def desk(
         orders.append(order)
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
-    made = Dispatcher("m", config, cast(ResponseSink, SimpleNamespace(refuse=print, **askers)), order, lambda _: None)
+    made = Dispatcher("m", config, cast(ResponseSink, SimpleNamespace(reply_request_error=print, **askers)), order, lambda _: None)
     for number in range(seats):
         made.add_slot(f"w{number}", policy=terms)
     return made, orders
@@ -471,7 +471,7 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
     def answer(*each: object) -> None:
         answers.append(each)
 
-    made, orders = desk(4, 2, replace(CUT, max_rows=1), gathered=print, answer=answer)
+    made, orders = desk(4, 2, replace(CUT, max_rows=1), reserve_partial_result=print, reply_result=answer)
     asked, memory = request(8), SharedRegion(1, os.dup(0), 100, os.close)
     asked.locations = TensorLocations({}, {0: TensorLocation(memory, 10, 32)})
     made.infer(asked, 0.0)

@@ -124,7 +124,7 @@ def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -
     description = getattr(message, "description", None)
     tensors = frames[limits.MAX_HEADER_FRAMES :]
     described = enumerate(() if description is None else description.tensors)
-    assert [each.nbytes for index, each in described if index not in message.elsewhere] == [*map(len, tensors)]
+    assert [each.nbytes for index, each in described if index not in message.shared_positions] == [*map(len, tensors)]
     # The peer may have left out what has a default, and have written an integer for a number: what is encoded here may
     # be longer than what came.
     header = codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)
