@@ -129,7 +129,10 @@ def parser() -> argparse.ArgumentParser:
     subparsers.required = True
     for name, command in COMMANDS.items():
         sub = subparsers.add_parser(
-            name, help=command.help, description=command.description, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=command.help,
+            description=command.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         # Common options may stand before the command or after it; the later one counts.
         _add_common(sub, {})

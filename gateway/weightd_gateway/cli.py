@@ -6,13 +6,11 @@ import argparse
 import asyncio
 import logging
 import os
-import sys
 from pathlib import Path
 
-from weightd_common import gateway_command, signals
+from weightd_common import gateway_command
 from weightd_common.commandline import Parser
 from weightd_common.coredump import disable_core_dumps
-from weightd_common.init import serve_as_init
 from weightd_gateway import heap_watch, logs
 from weightd_gateway.config import addresses
 from weightd_gateway.config.load import ConfigError, default_path, load
@@ -95,9 +93,3 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log each request")
     gateway_command.add_arguments(parser)
     return parser
-
-
-if __name__ == "__main__":
-    signals.reset()
-    serve_as_init()
-    sys.exit(main())

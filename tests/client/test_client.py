@@ -244,7 +244,7 @@ def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monk
         if len(looks) > 1:
             check_reachable(where)
 
-    monkeypatch.setattr("weightd.transport_zmq.addresses.check", there_at_the_first_look)
+    monkeypatch.setattr("weightd.transport_zmq.addresses.check_reachable", there_at_the_first_look)
     with pytest.raises(Unavailable, match="there is no socket"):
         Client(f"ipc://{directory}/d.sock", timeout=LIMIT_S)
 
@@ -264,7 +264,7 @@ def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it
         daemon.stop()
         select.select([connection.descriptors[1]], [], [], LIMIT_S)
         # It comes just after it was looked for.
-        seen = connection._messages
+        seen = connection._receive_available
 
         def nothing_yet() -> List[Any]:
             monkeypatch.setattr(connection, "_receive_available", seen)

@@ -15,9 +15,9 @@ _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
 with open("/proc/self/coredump_filter", "w") as file:
     file.write("0x33")
-from weightd_common.coredump import leave_out_memory
+from weightd_common.coredump import disable_core_dumps
 if {leaves_out}:
-    leave_out_memory()
+    disable_core_dumps()
 print(resource.getrlimit(resource.RLIMIT_CORE) == (0, hard), open("/proc/self/coredump_filter").read(), flush=True)
 os.abort()
 """

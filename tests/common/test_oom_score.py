@@ -18,8 +18,8 @@ import subprocess, sys
 with open("/proc/self/oom_score_adj", "w") as file:
     file.write("300")
 child = '''
-from weightd_common.oom_score import go_before_the_daemon
-go_before_the_daemon("worker")
+from weightd_common.oom_score import raise_score
+raise_score("worker")
 print(int(open("/proc/self/oom_score_adj").read()))
 '''
 subprocess.run([sys.executable, "-c", child], check=True)

@@ -14,8 +14,8 @@ from weightd_common import pdeathsig
 
 CHILD = """
 import sys, time
-from weightd_common import parent
-parent.die_with(int(sys.argv[1]))
+from weightd_common import pdeathsig
+pdeathsig.die_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(600)
 """
@@ -69,7 +69,7 @@ def masks(pid: int) -> List[bool]:
     return [bool(int(status.partition(f"\n{name}:\t")[2].split()[0], 16) & 2) for name in ("SigBlk", "SigIgn")]
 
 
-DEAF = f"import signal; from weightd_common import parent, signals; signals.reset(signal.SIGINT); {CHILD}"
+DEAF = f"import signal; from weightd_common import pdeathsig, signals; signals.reset(signal.SIGINT); {CHILD}"
 # Whoever runs the tests in the background has them ignore SIGINT.
 INTERRUPTED = f"import os, signal as s; s.signal(s.SIGINT, s.SIG_DFL); os.kill(os.getpid(), s.SIGINT); {DEAF}"
 

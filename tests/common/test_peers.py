@@ -188,7 +188,7 @@ import ctypes, os, socket, sys
 assert ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())
 from weightd_common.peers import Peers
 for descriptor in map(int, sys.argv[1:]):
-    peer = Peers().of(socket.socket(fileno=descriptor))
+    peer = Peers().identify(socket.socket(fileno=descriptor))
     print(peer.key, peer.is_local, peer.is_operator)
 """
 

@@ -15,17 +15,17 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 SCRIPT = """
 import gc, os, sys
 from pathlib import Path
-from weightd_common import title
-title._PR_SET_MM = int(sys.argv[1])
-shown = title.Title()
+from weightd_common import proctitle
+proctitle._PR_SET_MM = int(sys.argv[1])
+shown = proctitle.Title()
 first = shown.first_word
 assert first == sys.executable
-shown.write([first, "a" * 9000, "", "end"])
+shown.set_title([first, "a" * 9000, "", "end"])
 gc.collect()
 # As in a process that is forked of one that has written its own.
-again = title.Title()
+again = proctitle.Title()
 assert again.first_word == first
-again.write([first, *sys.argv[2:]])
+again.set_title([first, *sys.argv[2:]])
 assert b"AFTER=all that" in Path("/proc/self/environ").read_bytes().split(b"\\0")
 print(Path("/proc/self/cmdline").read_text(), end="")
 """

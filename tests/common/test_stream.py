@@ -60,7 +60,7 @@ def test_where_the_kernel_has_no_memory_the_connection_ends_for_both(error: int,
     ours, theirs = socket.socketpair()
     sender, receiver = Stream(cast(socket.socket, Poor(ours, error))), Stream(theirs)
     if waits:
-        vars(sender)["_outgoing"].put([b"x"])
+        vars(sender)["_frame_writer"].put([b"x"])
     with ours, theirs:
         with pytest.raises(ConnectionError):
             _ = sender.flush() if waits else sender.send([bytes(size)])

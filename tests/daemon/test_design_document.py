@@ -12,8 +12,8 @@ _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 _TABLES = {
     "generation": GENERATION_TRANSITIONS,
     "child": CHILD_TRANSITIONS,
-    "access": ATTACH_TRANSITIONS,
-    "stage": DEPLOYMENT_TRANSITIONS,
+    "attach": ATTACH_TRANSITIONS,
+    "deployment": DEPLOYMENT_TRANSITIONS,
     "phase": MODEL_PHASE_TRANSITIONS,
 }
 

@@ -70,6 +70,6 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
 def test_ctrl_c_ends_it_without_a_word(module: str, status: int, tmp_path: Path) -> None:
     program = PROGRAM
     if module == "waits":
-        program = "from weightd_daemon import command; command.ConfigFile = lambda *_: __import__('waits')\n" + program
+        program = "from weightd_daemon import cli; cli.ConfigFile = lambda *_: __import__('waits')\n" + program
     ended = interrupting.interrupted(program, "serve", "weightd.toml", where=module, directory=tmp_path)
     assert ended == (status, b"")

@@ -106,7 +106,7 @@ def assert_workers_left_before_the_holder(log: str) -> None:
     assert all(index < holder_stops for index in gone[:-1]), steps
 
 
-@pytest.mark.parametrize("moment", ["pinning", "building", "attaching"])
+@pytest.mark.parametrize("moment", ["snapshotting", "building", "attaching"])
 def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd, place: DaemonPaths) -> None:
     daemon.wait_for(f"mlp.1: {moment}")
     with Watched(children_of(place.cache)) as watched:

@@ -15,6 +15,16 @@ import pytest
 from testkit import mindir
 from weightd_protocol.version import VERSION
 
+PACKAGES = [
+    "weightctl",
+    "weightd",
+    "weightd_common",
+    "weightd_daemon",
+    "weightd_gateway",
+    "weightd_protocol",
+    "weightd_ray",
+    "weightd_worker",
+]
 ENGINES = ["mindspore", "mindspore-lite", "onnxruntime"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -80,13 +90,10 @@ def test_it_needs_python_37_and_three_packages_and_has_seven_extras(wheel: Path)
 def test_it_holds_the_packages_with_their_types_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    packages = {"/".join(name.split("/")[:2]) for name in names if name.startswith("weightd/")}
-    assert packages == {
-        f"weightd/{each}" for each in ("client", "ctl", "daemon", "gateway", "protocol", "ray", "shared", "worker")
-    }
-    for package in packages:
+    top_level = {name.split("/")[0] for name in names}
+    assert top_level == {*PACKAGES, f"weightd-{VERSION}.dist-info"}
+    for package in PACKAGES:
         assert f"{package}/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"weightd", f"weightd-{VERSION}.dist-info"}
     assert not [name for name in names if name.endswith(".pyc")]
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -117,7 +124,9 @@ def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_en
 
 
 def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) -> None:
-    where = run(sys.executable, installed, "-c", "from weightctl.install.plan import source; print(source())")
+    where = run(
+        sys.executable, installed, "-c", "from weightctl.install.plan import units_source; print(units_source())"
+    )
     assert where.startswith(str(installed))
     run(sys.executable, installed, "-m", "weightctl", "install-units", "--prefix", str(tmp_path))
     units = {path.name for path in (mindir.REPOSITORY / "systemd").iterdir() if path.is_file()}

@@ -161,7 +161,7 @@ def test_a_header_may_be_as_long_as_its_bound_but_no_longer() -> None:
 # --- version, type, id -------------------------------------------------------------------------------------------
 
 # Another version, and what is none; another type, and what is none. The last of each is so long that it is cut.
-VERSIONS: List[Any] = [0, 1, -1, 1.0, True, "1", None, [1], {}, b"\x01", 2**64 - 1, EXTENSION, list(range(1000))]
+VERSIONS: List[Any] = [0, 1, -1, 2.0, True, "2", None, [2], {}, b"\x02", 2**64 - 1, EXTENSION, list(range(1000))]
 TAGS: List[Any] = [
     "",
     "Status",

@@ -33,9 +33,9 @@ _log = logging.getLogger("weightd.generation")
 class RetryHint(enum.Enum):
     """What another generation may expect where one has failed."""
 
-    SAME_FAILURE = "same"  # the same end
-    WAIT_FOR_MEMORY = "room"  # there was none on the card, and some may come free late
-    MAY_SUCCEED = "better"  # a signal has ended the holder: that may go better the next time
+    SAME_FAILURE = "same failure"  # the same end
+    WAIT_FOR_MEMORY = "wait for memory"  # there was none on the card, and some may come free late
+    MAY_SUCCEED = "may succeed"  # a signal has ended the holder: that may go better the next time
 
 
 @dataclass(frozen=True)

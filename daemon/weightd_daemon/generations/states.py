@@ -18,11 +18,11 @@ _log = logging.getLogger("weightd.generation")
 class GenerationState(enum.Enum):
     """Where a generation is in its life."""
 
-    SNAPSHOTTING = "pinning"  # the model's files are copied and digested
+    SNAPSHOTTING = "snapshotting"  # the model's files are copied and digested
     SPAWNING = "spawning"  # holder and workers start
     GATHERING = "gathering"  # they say HELLO with their pids
     BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join, and load their slices
-    ATTACHING = "attaching"  # workers build on these weights, one after another; or ranks run the canary, all at once
+    ATTACHING = "attaching"  # workers build on these weights, one after another; or ranks run the self-test, all at once
     RESUMING = "resuming"  # an earlier daemon has loaded it; its workers come back
     SERVING = "serving"  # at least one worker has been READY
     DRAINING = "draining"  # no new work; workers leave, then the holder
@@ -39,7 +39,7 @@ class GenerationEvent(enum.Enum):
     """What happens to a generation."""
 
     RESUME = "resume"
-    SNAPSHOT_TAKEN = "pinned"
+    SNAPSHOT_TAKEN = "snapshot taken"
     GREETED = "greeted"
     GATHERED = "gathered"
     RETRY = "retry"
@@ -57,11 +57,11 @@ class ChildState(enum.Enum):
     GREETED = "greeted"  # it has said HELLO
     BUILDING = "building"  # holder: builds and exports; rank: joins its group, and loads
     HOLDING = "holding"  # holder: keeps the weights alive; broker: lets ranks find each other
-    JOINED = "entered"  # rank: in its group, and loaded
+    JOINED = "joined"  # rank: in its group, and loaded
     ADMITTED = "admitted"  # worker: the engine lets it attach
-    ATTACHING = "attaching"  # worker: builds on the holder's weights; rank: runs the canary
+    ATTACHING = "attaching"  # worker: builds on the holder's weights; rank: runs the self-test
     AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and is to come back
-    READY = "ready"  # worker: takes requests; rank: has run the canary rightly, and takes them once all have
+    READY = "ready"  # worker: takes requests; rank: has passed the self-test, and takes them once all have
     STOPPING = "stopping"  # told to leave
     ABORTED = "aborted"  # hangs: it is to write its stacks down, and to end of that
     KILLED = "killed"  # nothing is left but its exit
@@ -76,17 +76,17 @@ class ChildState(enum.Enum):
 class ChildEvent(enum.Enum):
     """What happens to a process."""
 
-    HOLD = "keep"
+    HOLD = "hold"
     AWAIT = "await"
     HELLO = "hello"
     BUILD = "build"
     BUILT = "built"
-    JOINED = "entered"
-    RUN_SELFTEST = "warm"
+    JOINED = "joined"
+    RUN_SELFTEST = "run selftest"
     ADMIT = "admit"
     ATTACH = "attach"
     ATTACHED = "attached"
-    RECONNECTED = "back"
+    RECONNECTED = "reconnected"
     STOP = "stop"
     ABORT = "abort"
     KILL = "kill"
@@ -97,12 +97,12 @@ class AttachState(enum.Enum):
     """Who may still attach to a generation's weights."""
 
     OPEN = "open"  # anybody
-    FORK_ONLY = "heirs"  # who is forked of the holder
+    FORK_ONLY = "fork only"  # who is forked of the holder
     ORPHANED = "orphaned"  # nobody: the holder is lost, of which workers were forked; they go on
     LISTED = "listed"  # whom the holder knew at its build; it can be asked to let another one in
-    ALLOW_PENDING = "asking"  # the same; it has been asked
+    ALLOW_PENDING = "allow pending"  # the same; it has been asked
     CLOSED = "closed"  # the engine lets nobody in who was not there at the build
-    FILES_LOST = "stripped"  # nobody: the files that they would load have vanished; the workers go on
+    FILES_LOST = "files lost"  # nobody: the files that they would load have vanished; the workers go on
     FROZEN = "frozen"  # nobody: the holder is lost, and the workers go on
     INVALID = "invalid"  # nobody: the weights are gone or changed, and no answer of a worker counts any more
 
@@ -110,16 +110,16 @@ class AttachState(enum.Enum):
 class AttachEvent(enum.Enum):
     """What happens to who may attach."""
 
-    FIX_PIDS = "fix"
-    FORK = "inherit"
+    FIX_PIDS = "fix pids"
+    FORK = "fork"
     ORPHAN = "orphan"
     UNSHARE = "unshare"
-    REQUEST_ALLOW = "ask"
+    REQUEST_ALLOW = "request allow"
     ALLOW = "allow"
     REFUSE = "refuse"
-    LOSE_HOLDER = "lose"
+    LOSE_HOLDER = "lose holder"
     INVALIDATE = "invalidate"
-    LOSE_FILES = "strip"
+    LOSE_FILES = "lose files"
 
 
 # Before it serves, a generation needs its holder; these are the states that lead there.

@@ -18,10 +18,10 @@ from weightd_daemon.models.placement import Placement
 class DeploymentState(enum.Enum):
     """What becomes of a generation that fails depends on it."""
 
-    INITIAL = "first"  # nothing has served yet: what cannot be loaded is FAILED
-    ESTABLISHED = "keeping"  # something has served: what is lost is loaded again and again
+    INITIAL = "initial"  # nothing has served yet: what cannot be loaded is FAILED
+    ESTABLISHED = "established"  # something has served: what is lost is loaded again and again
     UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
-    VACATED = "away"  # it has made room for another model of its name, and comes again if that cannot be loaded
+    VACATED = "vacated"  # it has made room for another model of its name, and comes again if that cannot be loaded
     FAILED = "failed"  # nothing is loaded before a retry or an update
     REPAIRING = "repairing"  # an update is loaded where nothing has served
     STOPPING = "stopping"  # everything winds down
@@ -32,9 +32,9 @@ class DeploymentEvent(enum.Enum):
 
     SERVE = "serve"
     UPDATE = "update"
-    FINISH_UPDATE = "settle"
-    VACATE = "make way"
-    REINSTATE = "come again"
+    FINISH_UPDATE = "finish update"
+    VACATE = "vacate"
+    REINSTATE = "reinstate"
     FAIL = "fail"
     RETRY = "retry"
     STOP = "stop"

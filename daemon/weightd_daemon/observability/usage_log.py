@@ -130,7 +130,16 @@ def _totals_since(before: TenantTotals, now: TenantTotals) -> TenantTotals:
 
 def _usage_difference(now: Usage, before: Usage) -> Usage:
     since = Usage()
-    for field in ("requests", "served", "rows", "slot_seconds", "queue_seconds", "bytes_in", "bytes_out", "deaths"):
+    for field in (
+        "requests",
+        "served",
+        "rows",
+        "slot_seconds",
+        "queue_seconds",
+        "bytes_in",
+        "bytes_out",
+        "unexpected_exits",
+    ):
         setattr(since, field, max(0, getattr(now, field) - getattr(before, field)))
     refused = {reason: count - before.refused.get(reason, 0) for reason, count in now.refused.items()}
     since.refused = {reason: count for reason, count in refused.items() if count > 0}

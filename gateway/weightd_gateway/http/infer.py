@@ -145,7 +145,9 @@ class HttpInference:
         def put(how: OutputJson, content: memoryview) -> None:
             shm_slice = slices[how.name]
             if len(content) > shm_slice.nbytes:
-                text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {shm_slice.nbytes}"
+                text = (
+                    f"output {how.name}: expected room for {len(content)} bytes in its region, got {shm_slice.nbytes}"
+                )
                 raise InvalidArgument(text)
             shm_slice.region.write(shm_slice.offset, content)
 

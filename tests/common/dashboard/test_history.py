@@ -106,7 +106,7 @@ def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten()
         )
     rows = history.overview().models
     assert [len(row.throughput.rate_points) for row in rows] == [SPARKLINE_POINTS, 1]
-    assert set(vars(history)["_moments"]) == {"", "m", f"m{SPARKLINE_POINTS + 29}"}
+    assert set(vars(history)["_rate_points"]) == {"", "m", f"m{SPARKLINE_POINTS + 29}"}
 
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.integers(-5, 50)), min_size=1, max_size=30)

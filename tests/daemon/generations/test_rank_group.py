@@ -63,7 +63,7 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
     warm_timeout = CONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S
     spawned: list[Action] = [Spawn(BROKER, Role.BROKER), Spawn(R0, Role.RANK), Spawn(R1, Role.RANK)]
     steps: list[tuple[Callable[[], list[Action]], list[Action], GenerationState, str, float]] = [
-        (group.wanted, [TakeSnapshot()], states.SNAPSHOTTING, "pinning", FOREVER),
+        (group.wanted, [TakeSnapshot()], states.SNAPSHOTTING, "snapshotting", FOREVER),
         (group.pinned, spawned, states.SPAWNING, "spawned, 0/3 processes up", LOAD_TIMEOUT_S),
         (lambda: group.hello(R1), [], states.GATHERING, "spawned, 1/3 processes up", LOAD_TIMEOUT_S),
         (lambda: group.hello(R0), [], states.GATHERING, "spawned, 2/3 processes up", LOAD_TIMEOUT_S),

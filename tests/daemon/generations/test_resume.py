@@ -58,7 +58,7 @@ def recorded(life: GenerationHarness) -> list[str]:
 
 
 UNFIT: dict[str, Callable[[GenerationHarness], object]] = {
-    "pinning": GenerationHarness.wanted,
+    "snapshotting": GenerationHarness.wanted,
     "spawning": GenerationHarness.spawned,
     "building": GenerationHarness.building,
     "attaching": GenerationHarness.attaching,

@@ -67,7 +67,7 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
     all_spawned = [Spawn(HOLDER, Role.HOLDER), spawn(W1), spawn(W2)]
     all_told = [RemoveSlot(W1), stop(W1), RemoveSlot(W2), stop(W2)]
     steps: list[tuple[Callable[[], list[Action]], list[Action], GenerationState, str, float]] = [
-        (life.wanted, [TakeSnapshot()], states.SNAPSHOTTING, "pinning", FOREVER),
+        (life.wanted, [TakeSnapshot()], states.SNAPSHOTTING, "snapshotting", FOREVER),
         (life.pinned, all_spawned, states.SPAWNING, "spawned, 0/3 processes up", LOAD_TIMEOUT_S),
         (lambda: life.hello(W1), [], states.GATHERING, "spawned, 1/3 processes up", LOAD_TIMEOUT_S),
         # On the CPU the holder need not know who comes.

@@ -22,7 +22,7 @@ class FakeModel:
     def __init__(self, name: str = "m", *, required: bool = True, device: str = "cpu") -> None:
         self.name = name
         self.config = ModelConfig(path="/m.onnx", required=required, load_timeout=LOAD_TIMEOUT_S)
-        self.main = SimpleNamespace(progress="pinning", cause="", device=device)
+        self.main = SimpleNamespace(progress="snapshotting", cause="", device=device)
         self.deployments = [SimpleNamespace(main=self.main, serving=None)]
         self.serves = self.has_failed = False
         self.why_unready = "it loads"
@@ -96,7 +96,7 @@ def test_it_is_ready_once_every_required_model_serves() -> None:
 def test_a_start_may_take_longer_while_it_goes_on() -> None:
     model = FakeModel()
     stage = Stage(model)
-    for progress in ("pinning", "spawned, 0/3 processes up", "building", "attaching 0/2"):
+    for progress in ("snapshotting", "spawned, 0/3 processes up", "building", "attaching 0/2"):
         model.main.progress = progress
         assert stage.told(LOAD_TIMEOUT_S) == [EXTEND]
         # What copies or waits for memory is not bounded by load_timeout alone.
@@ -260,10 +260,10 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
     assert stage.herald.next_event_at == stage.now + 1.0
     stage = Stage(one, two)
     # Every user of the host may read it: it names no model, and no path.
-    assert stage.status() == "1 model is pinning; 1 model is failed on ascend:0; serving 0 models from 0 workers"
+    assert stage.status() == "1 model is snapshotting; 1 model is failed on ascend:0; serving 0 models from 0 workers"
     assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
     [status] = [each for each in stage.look(note="/etc/c: not TOML\nas before") if each.startswith("STATUS=")]
-    assert status.startswith("STATUS=the configuration file is not in force, see weightctl status; 1 model is pinning;")
+    assert status.startswith("STATUS=the configuration file is not in force, see weightctl status; 1 model is snapshotting;")
     assert stage.status()
     one.serving(3)
     assert stage.status() == "1 model is failed on ascend:0; serving 1 models from 3 workers"

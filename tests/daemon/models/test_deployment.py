@@ -77,7 +77,7 @@ class DeploymentHarness:
 
     def passed_on(self) -> list[str]:
         """Who was to take requests, or none any more, since the last time."""
-        return [each for each in self.did() if each.startswith(("Dismiss", "Enlist"))]
+        return [each for each in self.did() if each.startswith(("RemoveSlot", "AddSlot"))]
 
     @property
     def serving(self) -> str:
@@ -191,7 +191,7 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest
 
 def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
     life = DeploymentHarness()
-    assert life.did() == ["Pin m.1"]
+    assert life.did() == ["TakeSnapshot m.1"]
     # What becomes of another source is not its concern.
     life.pinned(SECOND).deployment.on_snapshot_failed(SECOND, "no such file", life.now)
     assert life.did() == []
@@ -201,7 +201,7 @@ def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
     for worker in ("m.1.w1", "m.1.w2"):
         life.attaches(worker)
         assert life.standing == ("m.1", "", [])
-        assert life.passed_on() == [f"Enlist {worker}"]
+        assert life.passed_on() == [f"AddSlot {worker}"]
 
 
 def test_it_falls_back_to_private_weights_once() -> None:
@@ -312,22 +312,22 @@ def test_it_does_not_wait_for_room_that_would_not_do() -> None:
 def test_a_frozen_one_is_renewed_beside_it_and_left_when_the_next_is_complete() -> None:
     life = frozen(ReplacementPolicy.OVERLAP)
     # The same bytes: nobody has asked for others.
-    assert (life.did(), life.there["m.2"].source) == (["Pin m.2"], FIRST)
+    assert (life.did(), life.there["m.2"].source) == (["TakeSnapshot m.2"], FIRST)
     life.pinned().builds("m.2").attaches("m.2.w1")
     assert (life.standing, life.passed_on()) == (("m.1", "m.2", []), [])
     life.attaches("m.2.w2")
     assert life.standing == ("m.2", "", ["m.1"])
-    assert life.passed_on() == ["Dismiss m.1.w1", "Dismiss m.1.w2", "Enlist m.2.w1", "Enlist m.2.w2"]
+    assert life.passed_on() == ["RemoveSlot m.1.w1", "RemoveSlot m.1.w2", "AddSlot m.2.w1", "AddSlot m.2.w2"]
     life.all_leave("m.1")
-    assert (life.did(), list(life.device.reserved)) == (["Forget m.1"], ["m.2"])
+    assert (life.did(), list(life.device.reserved)) == (["DeleteFiles m.1"], ["m.2"])
 
 
 def test_replacing_waits_until_the_old_one_is_gone() -> None:
     life = frozen(ReplacementPolicy.REPLACE).pinned()
     assert life.standing == ("", "m.2", ["m.1"])
-    assert life.did() == ["Pin m.2", "Dismiss m.1.w1", "Stop m.1.w1", "Dismiss m.1.w2", "Stop m.1.w2"]
+    assert life.did() == ["TakeSnapshot m.2", "RemoveSlot m.1.w1", "Stop m.1.w1", "RemoveSlot m.1.w2", "Stop m.1.w2"]
     assert life.exit("m.1.w1").did() == []
-    assert life.exit("m.1.w2").did() == ["Forget m.1", "Spawn m.2.holder", "Spawn m.2.w1", "Spawn m.2.w2"]
+    assert life.exit("m.1.w2").did() == ["DeleteFiles m.1", "Spawn m.2.holder", "Spawn m.2.w1", "Spawn m.2.w2"]
     # Nobody else serves: its first worker does.
     assert life.builds("m.2").attaches("m.2.w1").standing == ("m.2", "", [])
 
@@ -388,7 +388,7 @@ def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Replacement
     life.deployment.switch_to_loaded(life.now)
     assert (life.deployment.is_update_ready, life.deployment.is_updating) == (False, False)
     assert life.standing == ("m.2", "", ["m.1"])
-    assert life.passed_on() == ["Dismiss m.1.w1", "Dismiss m.1.w2", "Enlist m.2.w1", "Enlist m.2.w2"]
+    assert life.passed_on() == ["RemoveSlot m.1.w1", "RemoveSlot m.1.w2", "AddSlot m.2.w1", "AddSlot m.2.w2"]
 
 
 @pytest.mark.parametrize("policy", list(ReplacementPolicy))
@@ -412,7 +412,7 @@ def test_an_update_can_be_abandoned_once_and_is_not_tried_again() -> None:
     life.deployment.abandon("another device failed", life.now)
     life.deployment.abandon("twice", life.now)
     life.deployment.switch_to_loaded(life.now)
-    assert (life.standing, life.passed_on()) == (("m.1", "", ["m.2"]), ["Dismiss m.2.w1", "Dismiss m.2.w2"])
+    assert (life.standing, life.passed_on()) == (("m.1", "", ["m.2"]), ["RemoveSlot m.2.w1", "RemoveSlot m.2.w2"])
     assert life.deployment.cause == "another device failed"
     life.is_lost("m.2")
     assert (life.standing, life.deployment.is_busy, life.deployment.has_failed) == (("m.1", "", []), False, False)
@@ -471,6 +471,6 @@ def test_it_can_be_wound_down_at_every_moment(steps: int) -> None:
     assert life.device.leaving == {each.label for each in life.deployment.generations}
     for label in list(life.there):
         life.all_leave(label)
-    assert not any(each.startswith(("Spawn", "Pin", "Enlist")) for each in life.did())
+    assert not any(each.startswith(("Spawn", "TakeSnapshot", "AddSlot")) for each in life.did())
     assert (life.standing, life.device.reserved) == (("", "", []), {})
     assert (life.deployment.next_tick_at, life.deployment.has_failed) == (FOREVER, False)

@@ -279,7 +279,7 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
 
 def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
     stage = ModelHarness(workers=1)
-    assert stage.model.unready_reason(stage.now) == "digits: pinning"
+    assert stage.model.unready_reason(stage.now) == "digits: snapshotting"
     stage.serving()
     assert stage.model.unready_reason(stage.now + 30.0) == ""
     assert stage.model.unready_reason(stage.now + 30.1) == "digits: no worker has answered for 30.1 s, watchdog is 30 s"
@@ -305,7 +305,7 @@ def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
     stage.goes(1).passes(5.0)
     spawned = f"spawned, 0/2 processes up, {HOLDER}: killed by SIGSEGV; the shared weights are invalid without it"
     assert stage.host.refusals == [
-        (numbers[0], "UNAVAILABLE", "digits has no worker: pinning, not ready yet"),
+        (numbers[0], "UNAVAILABLE", "digits has no worker: snapshotting, not ready yet"),
         (numbers[1], "DEADLINE_EXCEEDED", "was running at its deadline"),
         (numbers[2], "UNAVAILABLE", f"digits has no worker: {spawned}"),
     ]

@@ -116,7 +116,7 @@ def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() ->
     assert home.host.spawned == [P1]
     told = json.loads(home.host.programs[P1].members_json)
     assert (told["share"], [each["model"] for each in told["models"]]) == ("workspace", ["/s/one", "/s/two"])
-    assert [each["pinned"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
+    assert [each["pinned_identity"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
     assert [*home.device.reserved] == ["g@group.1"]
 
 

@@ -78,7 +78,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
     assert digits.compute_seconds == digits.request_seconds
     assert (digits.pss_bytes, digits.shared_bytes, digits.saved_bytes, digits.copy_bytes) == (100, 50, 40, 10)
     assert (secret.state, secret.ready, secret.pss_bytes, sum(secret.request_seconds.counts)) == (
-        "pinning",
+        "snapshotting",
         False,
         None,
         0,

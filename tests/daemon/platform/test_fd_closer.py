@@ -212,4 +212,4 @@ def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPat
 
 
 def _idle(closing: DescriptorCloser) -> int:
-    return len(vars(closing)["_idle"])
+    return len(vars(closing)["_idle_inboxes"])

@@ -54,7 +54,7 @@ def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
 def test_a_complaint_is_one_line_without_tricks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, journal: bool, prefix: str
 ) -> None:
-    monkeypatch.setattr(log_setup, "to_journal", mock.Mock(return_value=journal))
+    monkeypatch.setattr(log_setup, "is_connected_to_journal", mock.Mock(return_value=journal))
     print_error("model.onnx: x\x1b[31m\nweightd: good")
     assert capsys.readouterr().err == f"{prefix}weightd: model.onnx: x\\x1b[31m | weightd: good\n"
 
@@ -183,9 +183,9 @@ def test_a_command_says_why_it_ends(tmp_path: Path) -> None:
 
 PROGRAM = """
 import logging, sys
-from weightd_daemon.platform import (journal, logs)
+from weightd_daemon.platform import journal, log_setup
 journal.ADDRESS = sys.argv[-1]
-logs.set_up(logging.INFO)
+log_setup.set_up(logging.INFO)
 logging.getLogger("weightd").info("serving")
 logging.getLogger("weightd").debug("unseen")
 raise RuntimeError("nobody\\ncatches this")

@@ -57,7 +57,7 @@ def test_the_thread_has_no_descriptor_of_the_process(
     os.set_inheritable(late, True)
     # The last one is that with which it looks.
     assert printed(early) == "0 1 2 3 4 True"
-    assert printed(session=False) == "0 1 2 3 False"
+    assert printed(start_new_session=False) == "0 1 2 3 False"
     [thread] = {each for each in threading.enumerate() if each.name == "spawning"} - known
     own = open_descriptors(thread.native_id)
     assert own[:3] == [0, 1, 2]

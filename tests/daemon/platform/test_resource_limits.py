@@ -107,7 +107,7 @@ _UNDER_A_LIMIT = """
 import os, resource, sys, time
 sys.path[:] = {path!r}
 from weightd_daemon.platform.resource_limits import check_threads
-from weightd_daemon.platform.directories import ClaimError
+from weightd_daemon.platform.directories import PathInUse
 def check(count):
     # What has ended counts until the kernel has taken it away.
     while len(os.listdir("/proc/self/task")) > 1:
@@ -122,7 +122,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
 check(1)
 try:
     check(2)
-except ClaimError as error:
+except PathInUse as error:
     print(error)
 check(1)
 """

@@ -38,14 +38,14 @@ def test_only_an_address_of_a_unix_peer_is_some_process(address: str, pid: int |
 # one is taken: this takes those that it gives in a process that has called rand() `n` times, and lets others come.
 _SQUAT = """
 import ctypes, sys, zmq
-from weightd_daemon.platform.zmq_sockets import (bind, receive)
+from weightd_daemon.platform.zmq_sockets import bind_router, receive_batch
 libc = ctypes.CDLL(None)
 libc.rand.restype = ctypes.c_uint
 drawn = [libc.rand() for _ in range(6)]
 libc.srand(1)  # as if never seeded
 context, address = zmq.Context(), "ipc://" + sys.argv[1]
-first = bind(context, address)
-router = bind(context, address + "2")
+first = bind_router(context, address)
+router = bind_router(context, address + "2")
 peers = []
 
 def come(routing_id):
@@ -56,7 +56,7 @@ def come(routing_id):
     peer.connect(address + "2")
     peer.send(b"")
     assert router.poll(20000)
-    return next(receive(router)).peer
+    return next(receive_batch(router)).peer
 
 for low, high in zip(drawn, drawn[1:]):
     begin = low | high << 31 & 0xFFFFFFFF

@@ -58,10 +58,10 @@ def _join_frames(frames: Sequence[Any]) -> Any:
     """Return where all of these are, if they are one behind the other in memory of a client, else their bytes."""
     first, nbytes = frames[0], 0
     for each in frames:
-        if not (isinstance(each, TensorLocation) and each == first.part(nbytes, len(each))):
+        if not (isinstance(each, TensorLocation) and each == first.subrange(nbytes, len(each))):
             return b"".join([each[:] for each in frames])
         nbytes += len(each)
-    return first.part(0, nbytes)
+    return first.subrange(0, nbytes)
 
 
 def _check_output(spec: TensorSpec, partial: PartialResult, index: int, *, has_rows: bool, frame: Any) -> None:

@@ -66,11 +66,11 @@ class ModelGroup:
             BuildError: the library refuses one of them; then there is none of the others either.
         """
         library, first = self.engines[0].library, self.engines[0]
-        with first.log.cause_of(BuildError):
+        with first.log.translate_errors(BuildError):
             self._group = library.ModelGroup(getattr(library.ModelGroupFlag, self._flag))
             self._group.add_model(self._paths)
         try:
-            with first.log.cause_of(BuildError):
+            with first.log.translate_errors(BuildError):
                 self._group.cal_max_size_of_workspace(library.ModelType.MINDIR, first.context())
         except BuildError as error:
             kind = OutOfDeviceMemory if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
