@@ -16,7 +16,7 @@ from weightd_ray.asgi import Receive, Scope, Send
 from weightd_ray.options import Arguments
 from weightd_ray.replica import Replica
 
-_log = logging.getLogger("weightd_ray")
+_log = logging.getLogger("weightd.ray")
 
 # Requests that may wait at each router of Serve; further ones are answered 503. As many as at a model of the daemon.
 _MAX_QUEUED = 1024

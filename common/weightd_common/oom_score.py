@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Optional
 
-_log = logging.getLogger("weightd_protocol")
+_log = logging.getLogger("weightd.protocol")
 
 # Above the daemon's own. A worker is replaced alone; with a holder on a card a whole generation is lost.
 # With any process of a unit all of it is lost; one rank gives back no more than another one does.

@@ -20,7 +20,7 @@ from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
 
-_log = logging.getLogger("weightd_gateway")
+_log = logging.getLogger("weightd.gateway")
 
 # Clients that connect while the loop is busy wait there.
 BACKLOG = 1024

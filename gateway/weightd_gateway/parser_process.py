@@ -22,7 +22,7 @@ from weightd_gateway.auth import Caller
 from weightd_gateway.parse_queue import ParseQueue
 from weightd_protocol.errors import RequestError, Unavailable
 
-_log = logging.getLogger("weightd_gateway")
+_log = logging.getLogger("weightd.gateway")
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from weightd_gateway.context import Gateway
 from weightd_gateway.frontend import Frontend
 from weightd_gateway.systemd import ServiceManager
 
-_log = logging.getLogger("weightd_gateway")
+_log = logging.getLogger("weightd.gateway")
 
 
 class GatewayServer:

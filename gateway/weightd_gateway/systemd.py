@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 
 from weightd_common import service_manager
 
-_log = logging.getLogger("weightd_gateway")
+_log = logging.getLogger("weightd.gateway")
 
 
 class ServiceManager:

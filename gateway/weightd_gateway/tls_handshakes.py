@@ -20,7 +20,7 @@ from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_gateway.fair_limit import FairLimit
 from weightd_gateway.parse_queue import ParseQueue
 
-_log = logging.getLogger("weightd_gateway")
+_log = logging.getLogger("weightd.gateway")
 
 Work = Callable[[], None]
 

@@ -62,7 +62,7 @@ def test_one_that_was_forked_is_as_far_above_the_daemon_as_any_other(tmp_path: P
 def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     strange = tmp_path / "strange"
     strange.write_text("high")
-    with caplog.at_level(logging.DEBUG, "weightd_protocol"):
+    with caplog.at_level(logging.DEBUG, "weightd.protocol"):
         raise_score("worker", tmp_path / "missing")
         raise_score("worker", strange)
     assert [each.levelname for each in caplog.records] == ["DEBUG", "DEBUG"]

@@ -170,7 +170,7 @@ def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_
     with Service(tables) as service, service.client() as client:
         cause = cause_of_failure(service, "deadly")
         assert "SIGSEGV" in cause
-        assert "it ran the configured canary, x [1, 3, 64, 64]" in cause
+        assert "it ran the configured self-test, x [1, 3, 64, 64]" in cause
         assert client.infer("auto", {"x": image})["y"].shape == (1, 3, 3, 4)
         model = model_status(service, "auto")
         [generation] = model.generations

@@ -60,7 +60,7 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
             status = model_status(service, name)
             assert status.executions
             assert 0 < status.executions.count < status.served == 3 * IN_FLIGHT
-            assert status.generations[0].batching_note == "requests share a predict of up to 16 rows, tested bit-equal"
+            assert status.generations[0].batching_note == "requests are batched up to 16 rows, tested bit-equal"
 
 
 def test_a_model_whose_float_inputs_are_indices_is_batched(
@@ -80,7 +80,7 @@ def test_a_model_whose_float_inputs_are_indices_is_batched(
                 ask_all(client, name, [asked[at % len(asked)] for at in range(IN_FLIGHT)])
         for name in tables:
             status = model_status(service, name)
-            assert status.generations[0].batching_note == "requests share a predict of up to 16 rows, tested bit-equal"
+            assert status.generations[0].batching_note == "requests are batched up to 16 rows, tested bit-equal"
             assert status.generations[0].max_rows == 16
             assert status.executions
             assert status.executions.count < status.served == IN_FLIGHT

@@ -78,7 +78,7 @@ def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Sam
     assert status.executions
     in_parts = [each for each in asked if len(each.inputs["x"]) > PART_ROWS]
     assert (status.failed, status.executions.split) == (0, 3 * len(in_parts))
-    assert status.generations[0].batching_note.endswith("requests of more than 8 rows run in parts, tested bit-equal")
+    assert status.generations[0].batching_note.endswith("requests of more than 8 rows are split, tested bit-equal")
 
 
 def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[SampleRequest]) -> None:
@@ -118,4 +118,4 @@ def test_an_input_without_rows_goes_with_each_part(tmp_path: Path) -> None:
         status = model_status(service, "mlp")
     assert status.executions
     assert (status.executions.count, status.executions.split) == (8, 1)
-    assert status.generations[0].batching_note.endswith("none share a predict: input s has no rows")
+    assert status.generations[0].batching_note.endswith("none are batched: input s has no rows")

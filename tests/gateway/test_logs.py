@@ -8,7 +8,7 @@ import pytest
 from weightd_gateway.grpc.handlers import Context, report_errors
 from weightd_gateway.logs import log_failure
 
-LOG = logging.getLogger("weightd_gateway.test")
+LOG = logging.getLogger("weightd.gateway.test")
 
 
 class UnforeseenError(Exception):

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
     )
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
-    parser.add_argument("--pinned", default="", help="the model's identity and digest, by which it is not read again")
+    parser.add_argument("--snapshot-identity", default="", help="the model's identity and digest, by which it is not read again")
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
     parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
     parser.add_argument("--device", required=True, help="where to run: cpu, a set cpu:N of its cores, or card ascend:N")
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sample", default="", help="an .npz of inputs to prove the model by")
     parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to these may be")
     parser.add_argument(
-        "--users", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
+        "--attached-count", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
     parser.add_argument("--members", default="", help="the models of a process that serves several, a JSON object")

@@ -13,7 +13,7 @@ NO_ENGINE = 69  # EX_UNAVAILABLE: the interpreter has not what the engine needs
 FAILED = 70  # EX_SOFTWARE: an error that nobody foresaw; the traceback is in the log
 MODEL_CORRUPTED = 75  # EX_TEMPFAIL: a predict failed and may have spoilt the model; a fresh process is needed
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 
 def run_and_exit(child_main: Callable[[], int]) -> NoReturn:

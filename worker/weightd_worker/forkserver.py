@@ -35,7 +35,7 @@ from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
 from weightd_worker.forking.fork import Forker
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 # As a holder: what has been forked lives on without it, but the next ones cost more.
 _ROLE = "holder"

@@ -44,7 +44,7 @@ from weightd_worker.ranks import rendezvous_server
 from weightd_worker.ranks.session import RankInputs, RankSession
 from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 # The last message says why the process leaves: give libzmq this long to hand it over, and no longer.
 _LINGER_MS = 2000
@@ -166,7 +166,7 @@ def _run_session(
         return _report_failure(connection, error, exit_codes.NO_ENGINE, f"{sys.executable}: ")
     try:
         sha256 = (
-            pinned_digest(Path(arguments.model), arguments.pinned)
+            pinned_digest(Path(arguments.model), arguments.snapshot_identity)
             if inherited_model is None
             else inherited_model.sha256
         )
@@ -180,7 +180,7 @@ def _run_session(
         arguments.tolerance,
         origin=SpawnInfo(origin, clip(arguments.origin_note), inherited_model),
         fork_targets=ForkTargets(
-            arguments.users, make_forker(arguments.parent, process_state) if is_template else None
+            arguments.attached_count, make_forker(arguments.parent, process_state) if is_template else None
         ),
     )
     return session.run(sha256)
@@ -199,7 +199,7 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
             )
         file_signature = read_signature(arguments.model)
         engine = engine_type(_to_rank_rendezvous(rendezvous, arguments))
-        sha256 = pinned_digest(Path(arguments.model), arguments.pinned)
+        sha256 = pinned_digest(Path(arguments.model), arguments.snapshot_identity)
     except (BuildError, ModelFileError) as error:
         return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way

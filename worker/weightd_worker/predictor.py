@@ -25,7 +25,7 @@ from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted, NotRun
 from weightd_worker.regions import AttachedRegions
 from weightd_worker.selftest.verifier import AnswerVerifier
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 # Jobs of which it is remembered how they are put together, and the most parts of such a one.
 _MAX_MERGED_REQUESTS = 64

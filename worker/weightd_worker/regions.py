@@ -19,7 +19,7 @@ import numpy as np
 from weightd_protocol.errors import Internal
 from weightd_worker.userfault import ProtectedMapping, UserFaults
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64

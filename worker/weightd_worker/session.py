@@ -47,7 +47,7 @@ from weightd_worker.selftest.verifier import AnswerVerifier
 from weightd_worker.session_base import SessionBase, all_versions, check_signature
 from weightd_worker.sharing_threshold import HOLDER_COST_BYTES, is_holder_worthwhile
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 _ROWS_DIFFER = "the answer of this process to many rows is not that of the one that has found out that they can be so"
 

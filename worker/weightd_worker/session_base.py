@@ -43,7 +43,7 @@ from weightd_worker.predictor import Predictor, Reply
 
 _PYTHON = platform.python_version()
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 # How often what a predict leaves behind is looked at while they come.
 HOUSEKEEPING_INTERVAL_S = 1.0

@@ -14,7 +14,7 @@ from weightd_daemon.api.connection import ClientConnection
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limit import REOPEN_FRACTION, ConnectionLimiter, Excess, max_client_descriptors
 
-_log = logging.getLogger("weightd.frontend")
+_log = logging.getLogger("weightd.api")
 
 
 def max_total_regions() -> int:

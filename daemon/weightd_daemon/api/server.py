@@ -67,7 +67,7 @@ _UNCLOSED_DESCRIPTORS_TEXT = (
     f"{MAX_PENDING} descriptors that this user has sent are not closed yet: its connections end"
 )
 
-_log = logging.getLogger("weightd.frontend")
+_log = logging.getLogger("weightd.api")
 
 
 @dataclass(frozen=True)

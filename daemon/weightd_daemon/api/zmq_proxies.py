@@ -32,7 +32,7 @@ from weightd_protocol.codec import encode
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import Error
 
-_log = logging.getLogger("weightd.frontend")
+_log = logging.getLogger("weightd.api")
 
 # A gate that has lived so long has not died of what the one before it has died of.
 _HEALTHY_UPTIME_S = 10.0

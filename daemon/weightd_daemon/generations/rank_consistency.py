@@ -34,7 +34,7 @@ def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) 
     """Return which of the ranks that answer has compared nothing with the known answer, or ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
         if not selftests[rank].selftest_digest:
-            return f"rank {rank} answers requests, and has compared nothing with the canary's known answer"
+            return f"rank {rank} answers requests, and has compared nothing with the self-test's known answer"
     return ""
 
 

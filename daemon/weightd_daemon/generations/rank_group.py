@@ -110,7 +110,7 @@ class RankGroup(GenerationBase):
 
     def on_joined(self, name: str, joined: JoinedGroup, now: float) -> None:
         """A rank is in the group, and has loaded; when all have, they are to run the canary."""
-        child = self._expect_message(name, ChildState.BUILDING, "entered", now)
+        child = self._expect_message(name, ChildState.BUILDING, "joinedgroup", now)
         if child is None:
             return
         self._joined[name] = joined
@@ -121,11 +121,11 @@ class RankGroup(GenerationBase):
 
     def on_selftest_done(self, name: str, selftest: SelfTestDone, now: float) -> None:
         """A rank has run the canary, and found its answer right; when all have, they serve."""
-        child = self._expect_message(name, ChildState.ATTACHING, "warmed", now)
+        child = self._expect_message(name, ChildState.ATTACHING, "selftestdone", now)
         if child is None:
             return
         if not self.group_spec.is_sliced and len(selftest.members) != self.group_spec.model_count:
-            reason = f"expected the canaries of {self.group_spec.model_count} models, got {len(selftest.members)}"
+            reason = f"expected self-tests of {self.group_spec.model_count} models, got {len(selftest.members)}"
             self._on_loss(child, LossReason(reason, child.state))
             return
         self._selftests[self._rank_names.index(name)] = selftest
@@ -146,7 +146,7 @@ class RankGroup(GenerationBase):
 
     def on_reconnected(self, name: str, now: float, step: int = 0) -> None:
         """A rank that was READY for the daemon before this one is connected; all have to have run the same `step`."""
-        child = self._expect_message(name, ChildState.AWAITED, "back", now)
+        child = self._expect_message(name, ChildState.AWAITED, "reconnected", now)
         if child is None:
             return
         self._reconnect_steps[name] = step
@@ -155,7 +155,7 @@ class RankGroup(GenerationBase):
         if len(self._reconnect_steps) == self.group_spec.size:
             if len({*self._reconnect_steps.values()}) > 1:
                 steps = ", ".join(f"{each} the step {self._reconnect_steps[each]}" for each in self._rank_names)
-                self._end_group(FailureReason(f"the ranks are not in step: the last that was run is of {steps}"))
+                self._end_group(FailureReason(f"the ranks are out of step: the last that was run is of {steps}"))
                 return
             self.step = step
             self._start_serving()
@@ -165,7 +165,7 @@ class RankGroup(GenerationBase):
         """A process says what none of a unit says, or not now."""
         child = self.children.get(name)
         if child is not None and child.state in USABLE:
-            self._on_loss(child, LossReason(f"it said {message_name}, which nobody has asked it for", child.state))
+            self._on_loss(child, LossReason(f"unexpected message {message_name}", child.state))
 
     def on_process_failed(self, name: str, failure: ProcessFailed, now: float) -> None:
         """A process says that it cannot do what it is for."""
@@ -273,7 +273,7 @@ class RankGroup(GenerationBase):
                 up = sum(child.hello is not None for child in self.children.values())
                 return f"spawned, {up}/{size + self.group_spec.has_broker} processes up"
             case GenerationState.BUILDING:
-                return f"loading, {len(self._joined)}/{size} ranks have entered"
+                return f"loading, {len(self._joined)}/{size} ranks have joined"
             case GenerationState.ATTACHING | GenerationState.RESUMING:
                 return f"attaching {ready}/{size}"
             case _:

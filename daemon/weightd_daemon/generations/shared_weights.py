@@ -90,7 +90,7 @@ class Generation(GenerationBase):
             return
         if self.spec.is_sharing and child.hello.traits.attach_rewrites_weights and not built.selftest_digest:
             # Nothing else shows that a worker computes on the right weights.
-            reason = f"no canary: {built.selftest_note}; name an input with the key canary, or set sharing to off"
+            reason = f"no self-test: {built.selftest_note}; name an input with the key selftest, or set sharing to off"
             self.selftest_search.current_cases = ()
             self.on_process_failed(name, ProcessFailed(clip(reason)), now)
             return
@@ -102,7 +102,7 @@ class Generation(GenerationBase):
         self.built = built
         self.selftest_search.on_built(built)
         if not built.selftest_digest:
-            self._progress_logger.log(f"no canary: {built.selftest_note}")
+            self._progress_logger.log(f"no self-test: {built.selftest_note}")
         self.require_holder(child)
         self.device_usage.on_built(built.device)
         child.shared_bytes = built.shared_bytes
@@ -135,7 +135,7 @@ class Generation(GenerationBase):
                 )
                 self.counters.on_batch_mismatch()
                 self._progress_logger.log(
-                    f"requests of {', '.join(new_parties.values())} are not put together any more: {note}"
+                    f"requests of {', '.join(new_parties.values())} are not batched any more: {note}"
                 )
             return
         if built is not None and built.row_support is not None and built.row_support.is_equal:
@@ -143,7 +143,7 @@ class Generation(GenerationBase):
                 built, row_support=dataclasses.replace(built.row_support, is_equal=False, note=note)
             )
             self.counters.on_batch_mismatch()
-            self._progress_logger.log(f"requests are not put together any more: {note}")
+            self._progress_logger.log(f"requests are not batched any more: {note}")
 
     def require_holder(self, holder: WorkerProcess) -> None:
         """The holder holds; where the weights become invalid with it, no answer counts without it."""
@@ -165,7 +165,7 @@ class Generation(GenerationBase):
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
             self.counters.on_selftest_failed()
             self.on_process_failed(
-                name, ProcessFailed("the canary's answer is not the holder's: the worker would answer wrongly"), now
+                name, ProcessFailed("the self-test answer differs from the holder's: the worker would answer wrongly"), now
             )
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
@@ -410,14 +410,14 @@ class Generation(GenerationBase):
             has_timed_out=loss.has_timed_out, is_external=loss.is_external
         ):
             self._progress_logger.log(
-                f"the holder is lost while it tries {tried_inputs} as a canary: {loss.reason}", holder.name
+                f"the holder is lost while it tries {tried_inputs} as self-test input: {loss.reason}", holder.name
             )
             self._machine.advance(GenerationEvent.RETRY)
         elif self.built is None or holder.hello is None:
             retry_hint = (
                 RetryHint.MAY_SUCCEED if loss.is_signaled and not has_died_of_selftest else RetryHint.SAME_FAILURE
             )
-            consequence = f"; it ran the configured canary, {tried_inputs}" if tried_inputs else ""
+            consequence = f"; it ran the configured self-test, {tried_inputs}" if tried_inputs else ""
             retry_hint = RetryHint.WAIT_FOR_MEMORY if loss.is_out_of_memory else retry_hint
             is_transient = loss.is_transient or loss.is_out_of_memory
             cause = FailureReason(

@@ -44,17 +44,17 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
     policy = batching_policy(config, generation)
     texts: list[str] = []
     if policy.can_merge:
-        texts.append(f"requests share a predict of up to {policy.max_rows} rows")
+        texts.append(f"requests are batched up to {policy.max_rows} rows")
     if policy.max_split_rows:
         where = (
-            " of the canary's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
+            " of the self-test's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
         )
-        texts.append(f"requests of more than {policy.max_split_rows} rows{where} run in parts")
+        texts.append(f"requests of more than {policy.max_split_rows} rows{where} are split")
     if texts:
         texts.append("tested bit-equal" if row_support.is_equal else "not tested to be exact")
     if config.batching.max_rows > 1:
         texts += [
-            f"none share a predict: input {name} has no rows"
+            f"none are batched: input {name} has no rows"
             for name in _inputs_without_rows(generation)[:1]
             if row_support.inputs
         ]
@@ -63,7 +63,7 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
     if texts and generation.unmerged_parties:
         names = sorted({each.name for each in generation.unmerged_parties.values()})
         notes = ", ".join(dict.fromkeys(each.note for each in generation.unmerged_parties.values()))
-        texts.append(f"requests of {', '.join(names)} share no predict and run in one piece: {notes}")
+        texts.append(f"requests of {', '.join(names)} are neither batched nor split: {notes}")
     return ", ".join(texts)
 
 

@@ -239,7 +239,7 @@ class Deployment(DeploymentView):
         if reason and not self.placement.rejection_reason(coming.label, need, excluding=self.placement.leaving):
             if coming.label not in self.placement.waiting:
                 labels = ", ".join(sorted(self.placement.leaving))
-                _log.info("%s waits for the room of %s", coming.label, labels, extra=coming.log_extra())
+                _log.info("%s waits for memory of %s", coming.label, labels, extra=coming.log_extra())
                 self.placement.wait_for_release(coming.label, self._on_memory_released)
             return
         if reason:

@@ -336,7 +336,7 @@ class ProcessEvents:
             and pong.selftest_digest != built.selftest_digest
         ):
             generation.counters.on_selftest_failed()
-            self.end_process(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
+            self.end_process(child, "the self-test answer differs from the holder's: it would answer wrongly", now)
 
     def _watch_if_ready(self, child: str, generation: GenerationBase, now: float) -> None:
         if child in generation.ready_workers and isinstance(generation, Generation):

@@ -160,11 +160,11 @@ def _executions_status(execution_counters: ExecutionCounters) -> ExecutionsStatu
 
 def _model_note(model: ServedModel) -> str:
     offenders = ", ".join(model.dispatcher.fault_isolator.offenses.confined_names(clock.now()))
-    offense_text = f"workers were lost to requests of {offenders}" if offenders else ""
+    offense_text = f"requests of {offenders} ended workers" if offenders else ""
     being_replaced = [
         each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced
     ]
-    replacement_text = "; ".join(dict.fromkeys(f"cannot be loaded anew: {cause}" for cause in being_replaced if cause))
+    replacement_text = "; ".join(dict.fromkeys(f"cannot be reloaded: {cause}" for cause in being_replaced if cause))
     return "; ".join(each for each in (model.note, replacement_text, offense_text) if each)
 
 

@@ -18,7 +18,7 @@ _SAMPLE_INTERVAL_S = 10.0
 _MAX_MODELS = 8
 
 
-_log = logging.getLogger("weightd.accounts")
+_log = logging.getLogger("weightd.usage")
 
 
 class UsageReporter:

@@ -32,7 +32,7 @@ _MAX_REPLY_BYTES = 56 * 1024
 _SEVERITIES = ((logging.ERROR, "error"), (logging.WARNING, "warning"))
 
 # The lines of accounts come at each interval, and would drive all else out.
-_ROUTINE_LOGGER = "weightd.accounts"
+_ROUTINE_LOGGER = "weightd.usage"
 
 
 _Source = tuple[bool, str]

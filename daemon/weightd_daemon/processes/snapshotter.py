@@ -2,7 +2,7 @@
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its argument is the
 pid of its parent. It reads an `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and
-the order names models. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`, but for the path,
+the order names models. It answers on stdout, a pipe, with an object in JSON: the `snapshots`, each without its path,
 or an `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon
 removes.
 """
@@ -318,7 +318,7 @@ def run_requests(
         what = error.filename if str(error.filename) in [each.path for each in files] else model
         text = f"cannot copy {what} to {directory}: {error.strerror}"
         return {"error": text, "transient": is_transient(error)}
-    return {"taken": [each[1:] for each in results]}
+    return {"snapshots": [each[1:] for each in results]}
 
 
 def _grant(fields: Sequence[Any]) -> Grant:

@@ -147,7 +147,7 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
     if program.cores:
         argv += ["--cores", program.cores]
     if program.snapshot_identity:
-        argv += ["--pinned", program.snapshot_identity]
+        argv += ["--snapshot-identity", program.snapshot_identity]
     if not program.sharing:
         argv += ["--sharing", "off"]
     if program.options != WorkerProgram.options:
@@ -160,7 +160,7 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
         argv += ["--tolerance", repr(program.tolerance)]
     argv += _rank_arguments(program, files)
     if role is Role.HOLDER:
-        argv += ["--users", str(program.attached_count)] if program.attached_count else []
+        argv += ["--attached-count", str(program.attached_count)] if program.attached_count else []
         argv += ["--template"] if program.can_be_template else []
     command, log = [program.python, "-m", "weightd_worker", "--role", role.value], files.log(name)
     is_template = program.can_be_template and role is Role.HOLDER

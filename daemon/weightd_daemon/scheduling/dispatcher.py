@@ -155,7 +155,7 @@ class Dispatcher:
         rejected = self.signature.add_request(request, self._config.max_queue)
         if rejected is not None:
             error = ResourceExhausted(
-                f"{self._config.max_queue} requests wait for the metadata already, most of them of this client's user"
+                f"{self._config.max_queue} metadata requests are waiting already, most of them of this client's user"
             )
             if rejected == request:
                 raise error
@@ -164,14 +164,14 @@ class Dispatcher:
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
-        error = Cancelled("taken back by the client")
+        error = Cancelled("cancelled by the client")
         self._fail_all([(each, error) for each in self.scheduler.end_of_client(client, request_id)])
         self.dispatch(now)
 
     def on_disconnect(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
         self.signature.take_requests(lambda request: request.client == client)
-        error = Cancelled("its client is gone")
+        error = Cancelled("the client disconnected")
         self._fail_all([(each, error) for each in self.scheduler.end_of_client(client)])
         self.dispatch(now)
 
@@ -335,7 +335,7 @@ class Dispatcher:
     def on_cancelled(self, process: str, number: int, now: float) -> str:
         """A part of a job was taken back before that had begun; return as `on_result` does."""
         if self._has_lockstep and self.scheduler.slots.lockstep_of(process) is not None:
-            return self._on_outcome(process, number, OutOfStep(f"{process}: has left out {number}"), now)
+            return self._on_outcome(process, number, OutOfStep(f"{process}: has cancelled {number}"), now)
         self._notify_released(self.output_leases.release(process, number))
         return ""
 

@@ -103,17 +103,17 @@ class LockstepTracker:
         reports = self._reports.get(number)
         if reports is None or process not in self.processes:
             return OutOfStep(
-                f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}"
+                f"{process}: unexpected message for {number}, which it was not sent, got {_describe_report(report)}"
             )
         problem = self._report_problem(process, report, reports)
         if problem:
-            return OutOfStep(f"{process}: of {number} {problem}")
+            return OutOfStep(f"{process}: for {number} {problem}")
         is_last = len(reports) + 1 == len(self.processes)
         reports[process] = report if is_last else self._copy_report(reports, report)
         failed = [name for name, each in reports.items() if isinstance(each, Failed)]
         if failed and len(failed) < len(reports):
             executed = ", ".join(name for name in reports if name not in failed)
-            return OutOfStep(f"{number} was refused by {', '.join(failed)} and run by {executed}")
+            return OutOfStep(f"{number} was rejected by {', '.join(failed)} and executed by {executed}")
         if not is_last:
             return None
         del self._reports[number]
@@ -127,7 +127,7 @@ class LockstepTracker:
         if not isinstance(report, Failed) and (report is not None) != has_outputs:
             return f"expected {'a result' if has_outputs else 'done'}, got {_describe_report(report)}"
         if self.reply_process is None and isinstance(report, InferenceResult) and report.result.shared_outputs:
-            return "expected frames, got outputs where there was no room for them"
+            return "expected frames, got outputs in shared memory"
         return ""
 
     def _copy_report(self, reports: _Reports, report: _Report) -> _Report:

@@ -287,10 +287,10 @@ class RequestQueue:
         """Return why there is no room for one more request beside so many, or ""."""
         nbytes = sum(queue.nbytes for queue in self._queues)
         if count >= self._max_queue:
-            return f"{count} requests wait already, the bound is {self._max_queue}"
+            return f"{count} requests are queued, the limit is {self._max_queue}"
         if nbytes + request.nbytes > self._max_queue_bytes:
-            limit_text = f"the bound of {self._max_queue_bytes}"
-            return f"{nbytes} bytes wait already, {request.nbytes} more are over {limit_text}"
+            limit_text = f"the limit of {self._max_queue_bytes}"
+            return f"{nbytes} bytes are queued, {request.nbytes} more exceed {limit_text}"
         return ""
 
     # --- within -------------------------------------------------------------------------------------------------

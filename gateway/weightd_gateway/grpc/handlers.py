@@ -32,7 +32,7 @@ from weightd_protocol.errors import (
     WeightdError,
 )
 
-_log = logging.getLogger("weightd_gateway.grpc")
+_log = logging.getLogger("weightd.gateway.grpc")
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from weightd_gateway.grpc.http2_frames import DATA, FrameCounter, FrameHeads, Li
 from weightd_gateway.listening import common_name
 from weightd_gateway.tls_handshakes import Handshakes
 
-_log = logging.getLogger("weightd_gateway.grpc")
+_log = logging.getLogger("weightd.gateway.grpc")
 
 # How gRPC's library writes the name of an abstract Unix socket.
 _ABSTRACT_PREFIX = "unix-abstract:"

@@ -30,7 +30,7 @@ from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.schema import label
 
-_log = logging.getLogger("weightd_gateway.http")
+_log = logging.getLogger("weightd.gateway.http")
 
 # What is not a tensor is short: the parameters of a region, or of an index.
 _MAX_PARAMETER_BYTES = 64 * 1024

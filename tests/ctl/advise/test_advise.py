@@ -140,7 +140,7 @@ def gains(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
     return answers(infer, x + (len(x) == 3))
 
 
-GENERATION = GenerationStatus(1, "cpu", "serving", "", "", "", (), batching_note="none share a predict", max_rows=1)
+GENERATION = GenerationStatus(1, "cpu", "serving", "", "", "", (), batching_note="none are batched", max_rows=1)
 
 
 def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemon) -> None:
@@ -152,7 +152,7 @@ def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemo
 
     for handle, words in (
         (serves(gains, [X]), "Do not merge: the daemon does not do it with exact answers: output y: 3 of 3 rows"),
-        (status, "Do not merge: the daemon does not do it with exact answers: none share a predict"),
+        (status, "Do not merge: the daemon does not do it with exact answers: none are batched"),
     ):
         daemon.handle = handle
         ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)

@@ -71,10 +71,10 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
             lambda: group.hello(BROKER),
             sends(ENTER, BROKER, R0, R1),
             states.BUILDING,
-            "loading, 0/2 ranks have entered",
+            "loading, 0/2 ranks have joined",
             LOAD_TIMEOUT_S,
         ),
-        (lambda: group.entered(R1), [], states.BUILDING, "loading, 1/2 ranks have entered", LOAD_TIMEOUT_S),
+        (lambda: group.entered(R1), [], states.BUILDING, "loading, 1/2 ranks have joined", LOAD_TIMEOUT_S),
         (lambda: group.entered(R0), sends(WARM, R0, R1), states.ATTACHING, "attaching 0/2", warm_timeout),
         (lambda: group.warmed(R0), [], states.ATTACHING, "attaching 1/2", warm_timeout),
         (lambda: group.warmed(R1), [AddSlot(SEAT)], states.SERVING, "serving", FOREVER),
@@ -162,7 +162,7 @@ def test_it_is_pinned_once() -> None:
 HELLOS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another version": (R1, {"versions": {"weightd": "9"}}, f"has weightd 9, the daemon is {VERSION}"),
     "no version": (BROKER, {"versions": {}}, f"has weightd unknown, the daemon is {VERSION}"),
-    "another slice": (R1, {"sha256": digest(0)}, "a model of sha256 000000000000, pinned is 111111111111"),
+    "another slice": (R1, {"sha256": digest(0)}, "a model of sha256 000000000000, the snapshot has 111111111111"),
     "no rank": (R1, {"slice": None}, "expected rank 1 of a model that is cut, got a process that names none"),
     "another rank": (R1, {"slice": RankSlice(0, (X,), (Y,))}, "expected rank 1, got rank 0"),
 }
@@ -206,7 +206,7 @@ def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int
     for name in (R0, R1):
         group.warmed(name, warmed=replace(WARMED, selftest_digest="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
-    assert group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the canary's known answer"
+    assert group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the self-test's known answer"
     assert group.unit.slots == {}
 
 
@@ -225,7 +225,7 @@ LOSSES: dict[str, tuple[Callable[[RankGroupHarness, str], list[Action]], str]] =
     "broken": (lambda group, name: group.broken(name, "step: expected 8, got 9"), "step: expected 8, got 9"),
     "hang": (lambda group, name: group.hangs(name), "silence"),
     "leaving": (lambda group, name: group.leaves(name, "no kernel"), "a predict failed: no kernel"),
-    "stray": (lambda group, name: group.strays(name, "attached"), "it said attached, which nobody has asked it for"),
+    "stray": (lambda group, name: group.strays(name, "attached"), "unexpected message attached"),
 }
 
 
@@ -266,7 +266,7 @@ def test_who_speaks_out_of_turn_does_not_know_where_it_is(when: str, what: str) 
     group = LOADS[when](RankGroupHarness())
     group.wanted()
     assert kills(BROKER, R0, R1) == [each for each in SAYS[what](group, R1) if isinstance(each, Kill)]
-    assert group.cause == f"{R1}: it said {what}, which nobody has asked it for"
+    assert group.cause == f"{R1}: unexpected message {what}"
 
 
 def test_strangers_are_not_heard() -> None:
@@ -477,7 +477,7 @@ def test_ranks_that_are_not_in_step_would_mix_requests() -> None:
     group = RankGroupHarness().serving().resumed()
     group.back(R0, step=41)
     assert group.back(R1, step=42) == kills(BROKER, R0, R1)
-    assert group.cause == f"the ranks are not in step: the last that was run is of {R0} the step 41, {R1} the step 42"
+    assert group.cause == f"the ranks are out of step: the last that was run is of {R0} the step 41, {R1} the step 42"
 
 
 @pytest.mark.parametrize("missing", [BROKER, R0, R1])
@@ -546,6 +546,6 @@ def test_a_process_of_other_models_is_refused() -> None:
     warmed = household()
     warmed.entered(R0, entered=MEMBERS)
     warmed.warmed(R0, warmed=WARMED)
-    assert warmed.cause == f"{R0}: expected the canaries of 2 models, got 0"
+    assert warmed.cause == f"{R0}: expected self-tests of 2 models, got 0"
     for group in (loaded, warmed):
         assert group.state is GenerationState.FAILED

@@ -200,7 +200,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
 def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: Traits) -> None:
     life = GenerationHarness(1, traits).building()
     life.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="it is not deterministic"))
-    cause = f"{HOLDER}: no canary: it is not deterministic; name an input with the key canary, or set sharing to off"
+    cause = f"{HOLDER}: no self-test: it is not deterministic; name an input with the key selftest, or set sharing to off"
     expected = (GenerationState.FAILED, cause) if traits is CARD else (GenerationState.ATTACHING, "")
     assert (life.state, life.cause) == expected
 
@@ -219,7 +219,7 @@ def test_where_pids_are_fixed_the_build_waits_for_every_worker_and_for_who_repla
 @pytest.mark.parametrize(
     ("sha256", "versions", "cause"),
     [
-        ("6" * 64, VERSION, "it would load a model of sha256 666666666666, pinned is 555555555555"),
+        ("6" * 64, VERSION, "it would load a model of sha256 666666666666, the snapshot has 555555555555"),
         (SHA, "0.0.9", f"its interpreter has weightd 0.0.9, the daemon is {VERSION}: install the same version in both"),
         (SHA, "", f"its interpreter has weightd unknown, the daemon is {VERSION}: install the same version in both"),
     ],
@@ -264,7 +264,7 @@ def test_the_next_one_attaches_when_one_dies_attaching_and_it_settles_after_the_
 def test_a_worker_that_does_not_reproduce_the_canary_never_serves() -> None:
     life, without = GenerationHarness().attaching(), GenerationHarness(1).building()
     assert life.attached(W1, attached=Attached("another", 0)) == [stop(W1), attach(W2)]
-    assert life.cause == f"{W1}: the canary's answer is not the holder's: the worker would answer wrongly"
+    assert life.cause == f"{W1}: the self-test answer differs from the holder's: the worker would answer wrongly"
     without.built(replace(BUILT, selftest_digest=""))
     assert without.attached(W1, attached=Attached("whatever", 0))[0] == AddSlot(W1)
 

@@ -140,7 +140,7 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
     assert counted(meter)[3] == 2
     [generation] = stage.model.generations
     assert describe_batching(stage.model.config, generation).endswith(
-        "tested bit-equal, requests of tenant a, tenant b share no predict and run in one piece: "
+        "tested bit-equal, requests of tenant a, tenant b are neither batched nor split: "
         "output y differs, output z differs"
     )
     # More are not remembered: then it is nobody's.

@@ -269,7 +269,7 @@ def test_it_waits_for_the_room_of_who_will_leave_and_is_told(caplog: pytest.LogC
     life.deployment.tick(life.now)
     assert (list(life.device.reserved), life.coming) == (["m.2"], "m.2")
     assert life.now < life.deployment.next_tick_at < FOREVER
-    assert caplog.messages.count("m.2 waits for the room of m.1") == 1
+    assert caplog.messages.count("m.2 waits for memory of m.1") == 1
     leaving.device.release("m.1")
     assert life.woken == 1
 
@@ -395,7 +395,7 @@ def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Replacement
 def test_nobody_leaves_for_an_update_that_has_no_room(policy: ReplacementPolicy) -> None:
     life = updating(policy, 2 * ONE - 1).pinned(SECOND)
     assert (life.standing, life.deployment.is_updating, life.deployment.is_busy) == (("m.1", "", []), False, False)
-    assert life.deployment.cause.startswith("ascend:0 has no room: m.2 needs 132 MiB")
+    assert life.deployment.cause.startswith("ascend:0 has not enough memory: m.2 needs 132 MiB")
     assert not life.deployment.has_failed
 
 

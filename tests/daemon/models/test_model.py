@@ -111,7 +111,7 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
     [generation] = stage.model.generations
     assert describe_batching(stage.model.config, generation) == (
-        "requests of more than 4 rows run in parts, tested bit-equal, none share a predict: input s has no rows"
+        "requests of more than 4 rows are split, tested bit-equal, none are batched: input s has no rows"
     )
 
 
@@ -130,7 +130,7 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
         seat.policy.should_split(form, "") for each in asked if (form := seat.policy.batch_key(each)) is not None
     ] == cut
     [generation] = stage.model.generations
-    assert ("of the canary's dimensions" in describe_batching(stage.model.config, generation)) == exact
+    assert ("of the self-test's dimensions" in describe_batching(stage.model.config, generation)) == exact
 
 
 def test_other_bounds_for_rows_hold_at_once() -> None:

@@ -247,7 +247,7 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
     codes = ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "INTERNAL"]
     assert stage.host.refused() == list(zip(numbers, codes, strict=True))
     assert [each.number for each in stage.model.dispatcher.scheduler.queue] == others
-    with pytest.raises(Internal, match="workers died of this content or hung in it"):
+    with pytest.raises(Internal, match="this content crashed or hung workers"):
         stage.submit(*equals(1))
 
 
@@ -324,7 +324,7 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
     assert [number for _, number in given] == [first, *good]
     stage.dies(given[0][0])
     assert stage.host.refused() == [(first, "INTERNAL"), *((number, "RESOURCE_EXHAUSTED") for number in others)]
-    with pytest.raises(ResourceExhausted, match=r"^5 workers were lost to requests of process 13 of user 7") as error:
+    with pytest.raises(ResourceExhausted, match=r"^requests of process 13 of user 7 ended 5 workers") as error:
         stage.submit(*poisons(1))
     assert error.value.retry_after == 10.0
     assert len(stage.some(1)) == 1
@@ -424,7 +424,7 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
     stage.host.predicts()
     for number in (waiting, ready, running) * 2:
         stage.model.cancel(b"client", f"id{number}", stage.now)
-    text = "taken back by the client"
+    text = "cancelled by the client"
     assert stage.host.refusals == [(number, "CANCELLED", text) for number in (waiting, ready, running)]
     assert stage.host.told(CancelPredict) == [(W1, CancelPredict(ready))]
     # In the place of the one that was ready.

@@ -283,7 +283,7 @@ class ModelWorld(RuleBasedStateMachine):
             assert self.lost[request.number] >= MAX_LOST_SLOTS
         elif self.hung:
             pass  # what hangs is accused, too
-        elif "workers died of this content" in error:
+        elif "this content crashed or hung workers" in error:
             assert self.killers[request.frames] >= 2
         elif "others of its client" in error:
             assert self.blamed[request.number] >= 1

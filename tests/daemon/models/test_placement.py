@@ -48,11 +48,11 @@ def test_a_refusal_for_memory_tells_the_figures() -> None:
     device = DeviceBudget("ascend:0", 1500 * MIB)
     assert device.reserve("big.1", dataclasses.replace(NEED, weight_bytes=1229 * MIB)) == ""
     assert device.reserve("m.2", PRIVATE) == (
-        "ascend:0 has no room: m.2 needs 346 MiB (3 copies of 102 MiB weights, 4 processes of 10 MiB), "
+        "ascend:0 has not enough memory: m.2 needs 346 MiB (3 copies of 102 MiB weights, 4 processes of 10 MiB), "
         "230 MiB of 1,500 MiB are free; big.1 has 1,270 MiB"
     )
     assert DeviceBudget("ascend:0", 141 * MIB).reserve("m.1", NEED) == (
-        "ascend:0 has no room: m.1 needs 142 MiB (one copy of 102 MiB weights, 4 processes of 10 MiB), "
+        "ascend:0 has not enough memory: m.1 needs 142 MiB (one copy of 102 MiB weights, 4 processes of 10 MiB), "
         "141 MiB of 141 MiB are free"
     )
 

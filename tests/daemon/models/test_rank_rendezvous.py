@@ -427,7 +427,7 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
     assert following.host.killed == ([] if goes_on else [R0, R1])
     if not goes_on:
         [cause] = [each.cause for each in following.model.generations if each.label == "big.1"]
-        assert cause.startswith("the ranks are not in step")
+        assert cause.startswith("the ranks are out of step")
         following.ends(R0, R1)
         following.now += 10.0
         following.model.tick(following.now)

@@ -64,7 +64,7 @@ class Daemon:
     """The accounting of a daemon with a clock, and what it has logged."""
 
     def __init__(self, tables: dict[str, TenantConfig], caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level("INFO", "weightd.accounts")
+        caplog.set_level("INFO", "weightd.usage")
         self.directory = TenantResolver(tables)
         self.accounts = UsageTable()
         self.models = ["m"]

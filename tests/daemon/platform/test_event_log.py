@@ -48,8 +48,8 @@ def test_an_event_is_what_the_log_says_with_what_it_is_about(happened: EventLog)
         LOG.info("two\nlines of %s", "m.1.w1", extra=subject_extra("m", 1, "m.1.w1"))
         LOG.warning("x" * 2000)
         LOG.debug("unseen")
-        logging.getLogger("weightd.accounts").info("each minute")
-        logging.getLogger("weightd.accounts").warning("begin anew")
+        logging.getLogger("weightd.usage").info("each minute")
+        logging.getLogger("weightd.usage").warning("begin anew")
         try:
             raise ValueError("as a test")
         except ValueError:

@@ -68,7 +68,7 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
     ids=["several", "one", "too few"],
 )
 def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, there: set[int], shares: list[str]) -> None:
-    monkeypatch.setattr(rendezvous, "allowed", lambda: frozenset(there))
+    monkeypatch.setattr(rendezvous, "allowed_cores", lambda: frozenset(there))
     config = ModelConfig("/m", engine="mindspore", ranks=RanksConfig(groups=(("cpu", "cpu"),), size=2))
     snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
     told = [

@@ -54,12 +54,12 @@ class Scene:
         while self.running.processes:
             self.loop.run_once(30)
 
-    def pinned(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         self.told.append((source, snapshot))
 
-    def pin_failed(self, source: ModelSource, cause: str, now: float, *, transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         self.told.append((source, cause))
-        self.transient = transient
+        self.transient = is_transient
 
 
 def ordered(monkeypatch: pytest.MonkeyPatch) -> list[snapshotter.SnapshotOrder]:
@@ -70,7 +70,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> list[snapshotter.SnapshotOrder]:
         orders.append(order)
         return b""
 
-    monkeypatch.setattr(snapshotter.SnapshotOrder, "to_json", json)
+    monkeypatch.setattr(snapshotter.SnapshotOrder, "json", json)
     return orders
 
 
@@ -104,7 +104,7 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
 
 
 def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = json.dumps({"taken": [[SHA, 7, "known", "from"]]})
+    answer = json.dumps({"snapshots": [[SHA, 7, "known", "from"]]})
     monkeypatch.setattr(snapshotter, "command", mock.Mock(return_value=["echo", answer]))
     orders = ordered(monkeypatch)
     for number, gone in ((3, 0), (4, 3), (5, 5), (6, 0)):
@@ -227,7 +227,7 @@ def test_the_limit_is_named_that_keeps_a_snapshot_from_being_taken(
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         arguments[4]({"error": "cannot copy /m to /c: Too many open files"}, ExitCause(1))
 
-    monkeypatch.setattr("weightd_daemon.processes.snapshots.helpers.ask", ask)
+    monkeypatch.setattr("weightd_daemon.processes.snapshots.oneshot.run", ask)
     scene.pin()
     for each in scene.later:
         each(0.0)

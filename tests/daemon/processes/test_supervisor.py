@@ -81,11 +81,16 @@ class Pinned(ProcessSupervisor):
         self.heard += count
         return count
 
-    def pin(
-        self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
+    def take_snapshot(
+        self,
+        event_handler: ProcessEventHandler,
+        model: str,
+        config: ModelConfig,
+        source: ModelSource,
+        expected_sha256: str = "",
     ) -> None:
         if self.pins:
-            super().take_snapshot(owner, model, config, source, expected)
+            super().take_snapshot(event_handler, model, config, source, expected_sha256)
 
 
 class Scene:
@@ -115,7 +120,7 @@ class Scene:
         self.path = str(daemon.channel_socket)
 
     def model_of(self, table: ModelConfig) -> ServedModel:
-        clients: Any = SimpleNamespace(answer=self._answer)
+        clients: Any = SimpleNamespace(reply_result=self._answer)
         return ServedModel(
             "m", table, {device: DeviceBudget(device) for device in table.devices}, self.backend, clients
         )
@@ -273,7 +278,7 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
 ) -> None:
     scene.serve()
     launch = ProcessSpec("m.1.w2", [], [], Path(os.devnull), {})
-    nursery: ForkCoordinator = vars(scene.backend)["_nursery"]
+    nursery: ForkCoordinator = vars(scene.backend)["_fork_coordinator"]
     nursery.fork(ForkRequest(launch, WORKER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid
     scene.asked(1)
@@ -285,14 +290,14 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
 
 def test_what_waits_for_the_lane_of_a_child_goes_with_it_where_that_is_never_forked(scene: Scene) -> None:
     inner = vars(scene.backend)
-    inner["_owners"]["m.1.w2"] = mock.Mock()
-    inner["_by_lane_alone"].add("m.1.w2")
+    inner["_event_handlers"]["m.1.w2"] = mock.Mock()
+    inner["_channel_only"].add("m.1.w2")
     launch = ProcessSpec("m.1.w2", [], [], Path(os.devnull), {})
-    inner["_nursery"].fork(ForkRequest(launch, "m.1.w1", float("inf"), print))
+    inner["_fork_coordinator"].fork(ForkRequest(launch, "m.1.w1", float("inf"), print))
     scene.backend.send_order("m.1.w2", Stop())
-    assert inner["_lanes"].leads_to("m.1.w2")
+    assert inner["_channels"].leads_to("m.1.w2")
     scene.backend.kill("m.1.w2")
-    assert not inner["_lanes"].leads_to("m.1.w2")
+    assert not inner["_channels"].leads_to("m.1.w2")
 
 
 def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
@@ -301,7 +306,7 @@ def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
     scene.serve()
     end = mock.Mock()
     monkeypatch.setattr(DirectLauncher, "kill_orphans_of", end)
-    nursery: ForkCoordinator = vars(scene.backend)["_nursery"]
+    nursery: ForkCoordinator = vars(scene.backend)["_fork_coordinator"]
     nursery.fork(ForkRequest(ProcessSpec("m.1.w2", [], [], Path(os.devnull), {}), HOLDER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid
     for each in (WORKER, HOLDER):
@@ -336,7 +341,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
 
     def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.ChildProcess:
         if "weightd_worker" in argv:
-            children.append(json.loads(named["order"]))
+            children.append(json.loads(named["stdin_data"]))
         return original(argv, *more, **named)
 
     original = processes.start
@@ -354,7 +359,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
 
 def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: Scene, tmp_path: Path) -> None:
     ends: list[ExitCause] = []
-    owner: Any = SimpleNamespace(exited=lambda name, end, now: ends.append(end))
+    owner: Any = SimpleNamespace(on_exit=lambda name, end, now: ends.append(end))
     generation = Generation("x.1", GenerationSpec(1, 5.0))
     program = WorkerProgram(
         scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test"

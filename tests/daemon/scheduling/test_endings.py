@@ -148,8 +148,8 @@ class Clients:
 
 
 ENDINGS: dict[str, Callable[[Dispatcher], object]] = {
-    "CANCELLED its client is gone": lambda desk: desk.on_disconnect(b"client", 1.0),
-    "CANCELLED taken back by the client": lambda desk: desk.cancel(b"client", "same", 1.0),
+    "CANCELLED the client disconnected": lambda desk: desk.on_disconnect(b"client", 1.0),
+    "CANCELLED cancelled by the client": lambda desk: desk.cancel(b"client", "same", 1.0),
     "DEADLINE_EXCEEDED was waiting in the queue at its deadline": lambda desk: desk.expire(60.0, lambda error: error),
     "UNAVAILABLE no more": lambda desk: desk.close(Unavailable("no more")),
     "INVALID_ARGUMENT": lambda desk: desk.on_built(Built("", (TensorSignature("x", "FP32", (1,)),), (), (), "", 0)),
@@ -185,7 +185,7 @@ def test_a_request_that_is_being_ended_is_not_ended_again() -> None:
     while clients.desk.next_event_at <= 1000.0:
         clients.turn(1000.0)
     texts = Counter(clients.errors.values())
-    assert texts == {"CANCELLED its client is gone": COUNT, "UNAVAILABLE stopping": 2}
+    assert texts == {"CANCELLED the client disconnected": COUNT, "UNAVAILABLE stopping": 2}
     assert clients.desk.is_idle
 
 

@@ -128,26 +128,26 @@ def says(process: str, report: Result | Failed | int, frames: Sequence[bytes] = 
 @pytest.mark.parametrize(
     ("reply", "before", "last", "words"),
     [
-        ("r2", says("r0", 7), says("r1", refusal()), "7 was refused by r1 and run by r0"),
-        ("r2", says("r0", refusal()), says("r2", result()), "7 was refused by r0 and run by r2"),
-        ("r2", says("r0", 7), says("r0", 7), "r0: of 7 expected one report, got done after done"),
+        ("r2", says("r0", 7), says("r1", refusal()), "7 was rejected by r1 and executed by r0"),
+        ("r2", says("r0", refusal()), says("r2", result()), "7 was rejected by r0 and executed by r2"),
+        ("r2", says("r0", 7), says("r0", 7), "r0: for 7 expected one report, got done after done"),
         (
             "r2",
             says("r2", result()),
             says("r2", refusal()),
-            "r2: of 7 expected one report, got INVALID_ARGUMENT after a result",
+            "r2: for 7 expected one report, got INVALID_ARGUMENT after a result",
         ),
-        ("r2", says("r0", 7), says("r1", result()), "r1: of 7 expected done, got a result"),
-        ("r2", says("r0", 7), says("r2", 7), "r2: of 7 expected a result, got done"),
-        (None, says("r0", result()), says("r1", 7), "r1: of 7 expected a result, got done"),
+        ("r2", says("r0", 7), says("r1", result()), "r1: for 7 expected done, got a result"),
+        ("r2", says("r0", 7), says("r2", 7), "r2: for 7 expected a result, got done"),
+        (None, says("r0", result()), says("r1", 7), "r1: for 7 expected a result, got done"),
         (
             None,
             says("r0", result()),
             says("r1", result(placed=(0,)), ()),
-            "r1: of 7 expected frames, got outputs where there was no room for them",
+            "r1: for 7 expected frames, got outputs in shared memory",
         ),
-        ("r2", says("r0", 7), says("r1", 8), "r1: expected nothing of 8, which it was not given, got done"),
-        ("r2", says("r0", 7), says("x", 7), "x: expected nothing of 7, which it was not given, got done"),
+        ("r2", says("r0", 7), says("r1", 8), "r1: unexpected message for 8, which it was not sent, got done"),
+        ("r2", says("r0", 7), says("x", 7), "x: unexpected message for 7, which it was not sent, got done"),
     ],
 )
 def test_who_is_not_in_step_is_not_believed(reply: str | None, before: Says, last: Says, words: str) -> None:

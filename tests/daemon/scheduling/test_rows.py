@@ -200,7 +200,7 @@ def test_names_are_forgotten_where_there_are_too_many(monkeypatch: pytest.Monkey
     names = RecentNames()
     numbers = [names.number_of(far) for far in "aabc"]
     assert numbers == [party_number(far) for far in "aabc"]
-    assert [names.name_of(each) for each in numbers[1:]] == ["a tenant or user of an earlier daemon", "b", "c"]
+    assert [names.name_of(each) for each in numbers[1:]] == ["a tenant or user of a previous daemon", "b", "c"]
 
 
 def test_nobody_misses_a_deadline_for_company() -> None:
@@ -444,7 +444,7 @@ def test_parts_may_be_answered_in_any_order() -> None:
 
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
     whole = cut()
-    with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected frames where there was no room, got none$"):
+    with pytest.raises(Internal, match=r"^outputs \[0\] of a split request: expected frames where no output memory was offered, got none$"):
         whole.add_result(
             *whole.take_rows(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), []
         )
@@ -498,11 +498,11 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (piece(1, b"b", shape=(1,)), r"^output y of a part: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$"),
-        (piece(1, b"bb", b"u"), "^output t has no rows, and is not the same for each part of the request$"),
+        (piece(1, b"b", shape=(1,)), r"^output y of a partial result: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$"),
+        (piece(1, b"bb", b"u"), "^output t has no rows, and differs between the partial results of the request$"),
         (
             PartialResult(1, ResponseDescription("m", ()), []),
-            r"^output y of a part: expected y UINT8 \[1, 2\], got none$",
+            r"^output y of a partial result: expected y UINT8 \[1, 2\], got none$",
         ),
     ],
 )

@@ -134,8 +134,8 @@ def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wai
 @pytest.mark.parametrize(
     ("made", "nbytes", "words"),
     [
-        (scheduler(waiting=3, max_queue=3), 0, "3 requests wait already, the bound is 3"),
-        (scheduler(waiting=3, max_bytes=30), 1, "30 bytes wait already, 1 more are over the bound of 30"),
+        (scheduler(waiting=3, max_queue=3), 0, "3 requests are queued, the limit is 3"),
+        (scheduler(waiting=3, max_bytes=30), 1, "30 bytes are queued, 1 more exceed the limit of 30"),
     ],
 )
 def test_a_refusal_says_what_is_full(made: Scheduler, nbytes: int, words: str) -> None:

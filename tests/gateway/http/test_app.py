@@ -483,7 +483,7 @@ def test_who_asks_again_and_again_for_what_fails_fills_no_log(
     fake: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.stop()
-    caplog.set_level("WARNING", "weightd_gateway.http")
+    caplog.set_level("WARNING", "weightd.gateway.http")
     with HttpGateway(fake.address) as gateway:
         for _ in range(20):
             assert gateway.ask("POST", INFER, ONE, {"traceparent": TRACE})[0] == 503

@@ -306,7 +306,7 @@ def test_a_worker_answers_as_a_fresh_process_does(
 
 @pytest.mark.parametrize("options", ["{}", '{"max_shape": {"x": [4, 3, 64, 64]}}'])
 def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str, daemon: Daemon, model: Model) -> None:
-    daemon.start("h", model("image"), "--options", options, "--users", "1")
+    daemon.start("h", model("image"), "--options", options, "--attached-count", "1")
     daemon.hear("h", Hello)
     daemon.tell("h", Build((), search_selftest=False, selftest_cases=({"x": (1, 3, 64, 64)},)))
     built, _ = daemon.hear("h", Built)

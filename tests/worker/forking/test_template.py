@@ -101,7 +101,7 @@ def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
     ("name", "more", "shares", "note"),
     [
         ("wide", ("--threads", "2"), True, ""),
-        ("relu", ("--users", "2"), False, "weights are not shared: "),
+        ("relu", ("--attached-count", "2"), False, "weights are not shared: "),
         ("wide", ("--sharing", "off"), False, "sharing is off"),
     ],
 )

@@ -11,7 +11,7 @@ from weightd_protocol.messages.worker import Traits
 from weightd_worker import pagesharing
 from weightd_worker.engines.sharing import SharedWeights, WeightSharing
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 _STORE_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
 _NO_LARGE_BLOCKS = (

@@ -18,7 +18,7 @@ from weightd_worker.engines.errors import EngineMissing
 from weightd_worker.engines.sharing import NotShared
 from weightd_worker.session_base import all_versions
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 NO_MODEL_DIGEST = "none"
 """What a broker says in the place of a digest."""

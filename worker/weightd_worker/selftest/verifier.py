@@ -16,7 +16,7 @@ from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import ModelCorrupted
 from weightd_worker.selftest import selftest
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 
 class AnswerVerifier:

@@ -35,4 +35,4 @@ class RecentNames:
 
     def name_of(self, number: int) -> str:
         """Return the tenant or the user with this number."""
-        return self._names.get(number, "a tenant or user of an earlier daemon")
+        return self._names.get(number, "a tenant or user of a previous daemon")

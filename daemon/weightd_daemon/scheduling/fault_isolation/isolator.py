@@ -359,7 +359,7 @@ class FaultIsolator:
         for request, error in rejected:
             self._fail_request(request, error)
         client_name = origin.party if origin.is_tenant else origin.peer
-        text = "workers were lost to requests of %s: they run one at a time, or are refused"
+        text = "requests of %s ended workers: they run one at a time, or are rejected"
         self.client_log.log(_log, logging.WARNING, origin.party, text, client_name)
 
     def _fail_and_act(self, request: Request, error: RequestError, action: DigestAction | None, now: float) -> None:
@@ -395,18 +395,18 @@ class FaultIsolator:
             self._schedule_by(AT_ONCE)
 
     def _quarantine_content(self, request: Request, now: float) -> None:
-        self._log_quarantine(request, "request %s is in quarantine: workers died of it")
+        self._log_quarantine(request, "request %s is in quarantine: it crashed workers")
         self.quarantine.add(request, now)
         self._reject_quarantined(now)
 
     def _on_hang(self, request: Request, now: float) -> None:
         if self.quarantine.on_hang(request, now):
-            self._log_quarantine(request, "request %s is in quarantine: workers hang in it")
+            self._log_quarantine(request, "request %s is in quarantine: it hung workers")
             self._reject_quarantined(now)
 
     def _on_group_loss(self, request: Request, now: float) -> None:
         if self.quarantine.on_hang(request, now):
-            self._log_quarantine(request, "request %s is in quarantine: groups of ranks are lost to its content")
+            self._log_quarantine(request, "request %s is in quarantine: its content ended rank groups")
             self._reject_quarantined(now)
 
     def _log_quarantine(self, request: Request, text: str) -> None:

@@ -133,7 +133,7 @@ class Quarantine:
         )
         if record is not None:
             left = record.expires_at - now
-            raise Internal(f"workers died of this content or hung in it: it is refused for {left:.0f} s more")
+            raise Internal(f"this content crashed or hung workers: it is quarantined for {left:.0f} s more")
 
     def add(self, request: Request, now: float) -> None:
         """Refuse the request's content from now on."""

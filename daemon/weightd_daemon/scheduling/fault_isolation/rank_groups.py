@@ -65,13 +65,13 @@ class RankGroupFailures:
                 request.lost_at = now
             if loss.error_type is not None and request is suspect and request.deaths >= MAX_LOST_GROUPS:
                 ended.append(
-                    (request, loss.error_type(_error_text(request, request.deaths, "lost to it", loss.reason)))
+                    (request, loss.error_type(_error_text(request, request.deaths, "because of it", loss.reason)))
                 )
             elif request.lost_slots >= self._max_losses:
                 ended.append(
                     (
                         request,
-                        Unavailable(_error_text(request, request.lost_slots, "lost while they ran it", loss.reason)),
+                        Unavailable(_error_text(request, request.lost_slots, "while running it", loss.reason)),
                     )
                 )
         return ended
@@ -92,4 +92,4 @@ class RankGroupFailures:
 
 
 def _error_text(request: Request, count: int, loss_text: str, reason: str) -> str:
-    return f"request {request.id}: {count} groups of ranks were {loss_text}, the last one as {reason}"
+    return f"request {request.id}: {count} rank groups failed {loss_text}, the last one because {reason}"

@@ -25,7 +25,7 @@ from weightd_protocol.messages.worker import ChildOrder, Failed, Ping, Predict, 
 CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 OURS = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
 TIMEOUT_S = 60.0
-LOST = "request id1: 2 groups of ranks were lost to it, the last one as"
+LOST = "request id1: 2 rank groups failed because of it, the last one because"
 ANN = ClientOrigin("ann 1", "ann")
 
 
@@ -153,7 +153,7 @@ def speak_twice(bench: Bench, name: str) -> None:
         (break_up, f"INTERNAL: {LOST} step: expected 2, got 3"),
         (
             speak_twice,
-            f"INTERNAL: {LOST} g2.rank0: of 1 expected one report, got done after done",
+            f"INTERNAL: {LOST} g2.rank0: for 1 expected one report, got done after done",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_what_comes_from_outside_ends_a_request_only_if_it_never_stops(who: str)
         bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
         bench.bury(name, but=who)
     assert request.deaths == 0
-    assert bench.answers[1].startswith("UNAVAILABLE: request id1: 5 groups of ranks were lost while they ran it")
+    assert bench.answers[1].startswith("UNAVAILABLE: request id1: 5 rank groups failed while running it")
     assert (
         bench.desk.fault_isolator.quarantine.count(bench.now),
         bench.desk.fault_isolator.offenses.has_offenders,
@@ -255,7 +255,7 @@ def test_a_content_that_two_groups_are_lost_to_is_refused_though_nobody_waits_fo
         bench.desk.expire(bench.now, lambda error: error)
         hang(bench, name)
         bench.look()
-    with pytest.raises(RequestError, match="workers died of this content or hung in it"):
+    with pytest.raises(RequestError, match="this content crashed or hung workers"):
         bench.ask(3)
 
 

@@ -37,7 +37,7 @@ from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 from weightd_worker.engines.mindspore_lite.weight_handle import WeightHandleSharing
 from weightd_worker.engines.sharing import NotShared
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts them anew
 

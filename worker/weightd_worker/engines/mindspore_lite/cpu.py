@@ -21,7 +21,7 @@ from weightd_worker.engines.errors import BuildError, ModelCorrupted, NotRun
 from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 from weightd_worker.engines.mindspore_lite.shapes import InputShapes, Shape, covers, grow_shapes
 
-_log = logging.getLogger("weightd_worker")
+_log = logging.getLogger("weightd.worker")
 
 # Much less than what a predict may take by default.
 _LOCK_TIMEOUT_S = 5.0
