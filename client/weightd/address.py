@@ -143,7 +143,7 @@ def connect_unix(connection: socket.socket, path: str) -> bool:
     Raises:
         InvalidArgument: it is no path of a socket of weightd.
         PermissionDenied: this user may not connect.
-        NoDaemon: nobody listens there.
+        NoDaemon: no process listens there.
         Unavailable: the system refuses the connection for another reason.
     """
     size = len(os.fsencode(path))
@@ -170,7 +170,7 @@ def _connect_error(error: OSError, path: str) -> RequestError:
     if error.errno == errno.EPROTOTYPE or _is_not_socket(path):
         return InvalidArgument(f"{path} is not a socket of weightd")
     if error.errno == errno.ECONNREFUSED:
-        return NoDaemon(path, "nobody listens on the socket")
+        return NoDaemon(path, "no process listens on the socket")
     return Unavailable(f"cannot connect to {path}: {error.strerror}")
 
 

@@ -75,7 +75,7 @@ class Client(Uncopied):
         InvalidArgument: an argument is not what it has to be, or a key cannot be used.
         Unauthenticated: no tenant has this key, or the listener has another.
         PermissionDenied: this user may not connect.
-        Unavailable: nobody listens there.
+        Unavailable: no process listens there.
         DeadlineExceeded: somebody listens there and does not answer.
     """
 

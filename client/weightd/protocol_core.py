@@ -247,7 +247,7 @@ class ClientCore:
         call, frames = prepared
         if frames and not call.done and not self.is_tracked(call):
             kind = type(error) if isinstance(error, RequestError) else Unavailable
-            call.fail(kind(str(error) or "who was to ask what the model takes was interrupted"))
+            call.fail(kind(str(error) or "the metadata request was interrupted"))
 
     def frames_without_sharing(self, call: PendingCall) -> Optional[List[Any]]:
         """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.

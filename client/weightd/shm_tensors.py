@@ -127,7 +127,9 @@ class ShmTensors:
                 known.clear()
             self.announced_regions = ()
             leases, self.leases = self.leases, {}
-        self.arena.retire(tuple({buffer.region for lease in leases.values() for buffer in lease.output_buffers.values()}))
+        self.arena.retire(
+            tuple({buffer.region for lease in leases.values() for buffer in lease.output_buffers.values()})
+        )
 
     def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[MemfdRegion]]]:
         """Return what is to be said before the next request, each with the region whose descriptor goes with it.
@@ -231,7 +233,7 @@ class ShmTensors:
             if index not in shared_positions:
                 array = from_frame(spec, next(remaining_frames))
             elif index not in buffers or buffers[index].nbytes < description.sizes[index]:
-                raise InvalidArgument("an output is said to be where no room was offered")
+                raise InvalidArgument("an output is in memory that the request did not offer")
             else:
                 array = from_memory(spec, buffers[index].array)
                 if response.may_still_write:

@@ -49,7 +49,7 @@ class ThreadedTransport:
         """Connect, or wait until another thread has tried.
 
         Raises:
-            RequestError: nobody listens there, or answers in time.
+            RequestError: no process listens there, or answers in time.
         """
         with self._lock:
             self._connect(deadline)

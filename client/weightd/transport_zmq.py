@@ -140,7 +140,7 @@ class ZeroMqConnection(DaemonConnection):
             if event != _CONNECT_RETRIED:
                 raise Unavailable(f"who listens at {self.address} hung up: it is stopping, overloaded, or no weightd")
             if self.address.startswith("tcp://"):
-                raise Unavailable(f"no daemon at {self.address}: nobody answers there")
+                raise Unavailable(f"no daemon at {self.address}: no answer")
             # libzmq tries again by itself: that is right where only the socket's backlog is full.
             addresses.check_reachable(self.address)
 

@@ -13,8 +13,8 @@ from weightd_protocol.errors import InvalidArgument
 
 Table = Mapping[str, Any]
 
-# Of the names that the daemon puts into the directory: "/", the key, ".sock.lane". The longest path of its sockets.
-_MAX_NAME_BYTES = 24
+# Of the names that the daemon puts into the directory: "/", the key, ".sock.channel". The longest path of its sockets.
+_MAX_NAME_BYTES = 27
 
 MAX_DIRECTORY_BYTES = limits.MAX_IPC_PATH_BYTES - _MAX_NAME_BYTES
 

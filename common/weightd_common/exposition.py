@@ -195,7 +195,7 @@ def _refused(response: MetricsResponse) -> Iterator[Sample]:
 
 def _reloads(response: MetricsResponse) -> Iterator[Sample]:
     if _is_complete(response):
-        yield Sample((("result", "good"),), response.reloads.succeeded)
+        yield Sample((("result", "succeeded"),), response.reloads.succeeded)
         yield Sample((("result", "refused"),), response.reloads.refused)
 
 
@@ -218,16 +218,16 @@ FAMILIES: Sequence[Family] = (
     Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its ZeroMQ proxies and its shim, each page divided among "
            "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each:
            each.pss_bytes)),
-    Family("weightd_buffered_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
-           "have not read.", _daemon_samples(lambda each: each.buffered_bytes)),
+    Family("weightd_buffered_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that "
+           "they have not read.", _daemon_samples(lambda each: each.buffered_bytes)),
     Family("weightd_buffered_limit_bytes", GAUGE, "The bound for that.",
            _daemon_samples(lambda each: each.max_memory_bytes)),
     Family("weightd_dropped_responses_total", COUNTER, "Answers that could not be sent: their client was gone, or did "
            "not read.", _daemon_samples(lambda each: each.dropped_responses)),
-    Family("weightd_reloads_total", COUNTER, "How often the configuration was read again, and how that ended: good or "
-           "refused.", _reloads),
+    Family("weightd_reloads_total", COUNTER, "How often the configuration was read again, and how that ended: "
+           "succeeded or refused.", _reloads),
     Family("weightd_model_info", GAUGE, "Always 1: what serves the model, or is to.", _model_infos),
-    Family("weightd_ready", GAUGE, "Whether a worker of the model has answered of late: 1 or 0.",
+    Family("weightd_ready", GAUGE, "Whether a worker of the model has answered recently: 1 or 0.",
            _model_samples(lambda each: each.ready, is_public=True)),
     Family("weightd_generation", GAUGE, "The number of the generation that serves, or is to.",
            _model_samples(lambda each: each.generation)),
@@ -238,8 +238,8 @@ FAMILIES: Sequence[Family] = (
            _model_samples(lambda each: each.restarts)),
     Family("weightd_selftest_failures_total", COUNTER, "Workers that did not reproduce the known answer.",
            _model_samples(lambda each: each.selftest_failures)),
-    Family("weightd_batch_mismatches_total", COUNTER, "Generations of which rows together were found not to be what each is "
-           "alone.", _model_samples(lambda each: each.batch_mismatches)),
+    Family("weightd_batch_mismatches_total", COUNTER, "Generations of which rows together were found not to be what "
+           "each is alone.", _model_samples(lambda each: each.batch_mismatches)),
     Family("weightd_quarantined", GAUGE, "Contents of requests that are refused because workers died of them.",
            _model_samples(lambda each: each.quarantined)),
     Family("weightd_requests_total", COUNTER, "Requests that have ended, by how they did: OK, or the code of the "
@@ -251,7 +251,7 @@ FAMILIES: Sequence[Family] = (
            _histogram_samples(lambda each: each.queue_seconds, _seconds_bounds)),
     Family("weightd_compute_duration_seconds", HISTOGRAM, "Of executions, from when a worker could begin until its "
            "answer had come.", _histogram_samples(lambda each: each.compute_seconds, _seconds_bounds)),
-    Family("weightd_batch_rows", HISTOGRAM, "Rows of an execution, where those of the model are put together or cut.",
+    Family("weightd_batch_rows", HISTOGRAM, "Rows of an execution, where requests are batched or split.",
            _histogram_samples(lambda each: each.batch_rows, _rows_bounds)),
     Family("weightd_executions_total", COUNTER, "Predicts that were answered.",
            _model_samples(lambda each: each.executions)),

@@ -52,7 +52,7 @@ class GroupMembers(NamedTuple):
             parsed = json.loads(text)
             return cls(parsed["share"], tuple(GroupMember(**each) for each in parsed["models"]))
         except (TypeError, KeyError) as error:
-            raise ValueError(f"expected what a group of models is told, got {text!r}: {error}") from None
+            raise ValueError(f"expected model group arguments, got {text!r}: {error}") from None
 
 
 def joint_digest(digests: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ def current_score(file: Path = _FILE) -> Optional[int]:
     try:
         return int(file.read_text("ascii"))
     except (OSError, ValueError) as error:
-        _log.debug("the score for the end by want of memory cannot be read: %s", error)
+        _log.debug("cannot read oom_score_adj: %s", error)
         return None
 
 
@@ -50,4 +50,4 @@ def raise_score(role: str, file: Path = _FILE, *, daemon_score: Optional[int] = 
     try:
         file.write_text(f"{min(score + SCORES_ABOVE_DAEMON[role], _MAX_SCORE)}\n", "ascii")
     except OSError as error:
-        _log.debug("the score for the end by want of memory cannot be raised: %s", error)
+        _log.debug("cannot raise oom_score_adj: %s", error)

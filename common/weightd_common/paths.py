@@ -14,7 +14,7 @@ _SOCKET_NAME = "weightd.sock"
 # Of the path of a unix socket, and of no other socket for clients.
 UNIX_SUFFIX = ".unix"
 
-_CHANNEL_SUFFIX = ".lane"
+_CHANNEL_SUFFIX = ".channel"
 
 
 def runtime_dir() -> str:
@@ -65,5 +65,5 @@ def daemon_socket(address: str) -> str:
 
 
 def channel_path(address: str) -> str:
-    """Return where a daemon whose socket for children is `address` takes the lanes of their requests."""
+    """Return where a daemon whose socket for children is `address` takes the channels of their requests."""
     return f"{address[len('ipc://') :]}{_CHANNEL_SUFFIX}"

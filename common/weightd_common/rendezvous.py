@@ -54,4 +54,4 @@ class RendezvousInfo(NamedTuple):
         try:
             return cls(**json.loads(text))
         except TypeError as error:
-            raise ValueError(f"expected what ranks are told, got {text!r}: {error}") from None
+            raise ValueError(f"expected rendezvous arguments, got {text!r}: {error}") from None

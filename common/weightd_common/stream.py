@@ -223,10 +223,10 @@ class Stream:
                 received.frombytes(content[: len(content) - len(content) % received.itemsize])
                 self.descriptors.extend(received)
         if len(self.descriptors) > _MAX_DESCRIPTORS:
-            raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} that nobody has taken")
+            raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} that are not consumed")
 
     def close(self) -> None:
-        """Close the connection, and the descriptors that nobody has taken or that were not sent."""
+        """Close the connection, and the descriptors that are not consumed or that were not sent."""
         self.connection.close()
         for each in (*self.descriptors, *self._frame_writer.clear()):
             os.close(each)

@@ -79,7 +79,7 @@ def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section
     Raises:
         FieldError: it is no table, or not this one but a part of the name of another.
     """
-    kinds: dict[str, FieldType] = {field.name: field.metadata["kind"] for field in table_keys(cls)}
+    kinds: dict[str, FieldType] = {field.name: field.metadata["field_type"] for field in table_keys(cls)}
     if type(table) is not dict:
         raise FieldError(f"expected a table, got {describe_value(table)}")
     given_keys = cast("dict[str, Any]", table)

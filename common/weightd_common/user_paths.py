@@ -9,7 +9,7 @@ from weightd_protocol.schema import FieldError, FieldType, Metadata, short_repr,
 
 def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
     """A path, as text of at most `max_bytes` bytes; nobody expands a ~, which would mean another home to a service."""
-    kind = text(max_bytes, empty=empty)["kind"]
+    kind = text(max_bytes, empty=empty)["field_type"]
 
     def check(value: Any) -> str:
         checked: str = kind.check(value)
@@ -19,4 +19,4 @@ def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
             raise FieldError(f"expected a path without ~, which is not expanded, got {short_repr(checked)}")
         return checked
 
-    return {"kind": FieldType(check, check, check, kind.description)}
+    return {"field_type": FieldType(check, check, check, kind.description)}

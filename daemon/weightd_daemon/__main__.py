@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _is_serve_command(arguments: Sequence[str]) -> bool:
-    """Whether this is to be a daemon, which has gates."""
+    """Whether this is to be a daemon, which has proxies."""
     name = next((each for each in arguments if not each.startswith("-")), "")
     return name in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)
 

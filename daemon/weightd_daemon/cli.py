@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
 
     Args:
         arguments: of the command line; None for those of this process.
-        zygote: makes the gates of a daemon; it starts one itself where there is none.
+        zygote: makes the proxies of a daemon; it starts one itself where there is none.
     """
     options = parser().parse_args(arguments)
     options.zygote = zygote

@@ -8,7 +8,7 @@ from weightd_common import commandline
 
 OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served
-PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
+PROCESS_DIED = 2  # it served, and stopped on request; but a process had ended unexpectedly
 USAGE = commandline.EXIT_USAGE
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, a directory or a thread cannot be had, or another daemon has the socket
 CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
@@ -16,11 +16,11 @@ INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it
 
 # For the manual; the comments above are for who returns them.
 MEANINGS: Mapping[int, str] = {
-    OK: "It did what it was asked to, and stopped when it was told to.",
+    OK: "It did what it was asked to, and stopped on request.",
     MODEL_FAILED: (
         "It ran, but a model could not be served; `check --load`: one does not load; `doctor`: a check has failed."
     ),
-    PROCESS_DIED: "It served and stopped when it was told to, but a process had ended that nobody had asked to.",
+    PROCESS_DIED: "It served and stopped on request, but a process had ended unexpectedly.",
     USAGE: "The command line is wrong.",
     CANNOT_CREATE: "A socket, a directory or a thread cannot be had, or another daemon has the socket.",
     CONFIG: "The configuration is wrong: the text names file, key and what was expected; or Python is older than 3.10.",

@@ -113,10 +113,10 @@ class Server:
     Args:
         config: what to serve, and where.
         file: that it comes from, to be read again on SIGHUP.
-        manager: who is told how it goes, and passes sockets and the keeper on from one daemon to the next.
+        manager: who is told how it goes, and passes sockets and the shim on from one daemon to the next.
         one_shot: end when a model fails instead of serving the others (`weightd run`); it is what asks the model, to be
             told once that serves. "": go on.
-        zygote: makes its gates; None to start one then.
+        zygote: makes its proxies; None to start one then.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Server:
         self._file = file
         self._manager = manager or ServiceManager({})
         self._systemd_notifier = SystemdNotifier(self._manager.watchdog_s)
-        # Without a manager that holds on to it a keeper would be of no use.
+        # Without a manager that holds on to it a shim would be of no use.
         self._shim_launcher: ShimLauncher | None = None
         self._devices: dict[str, DeviceBudget] = {}
         self._load_limiter = LoadLimiter()
@@ -184,7 +184,7 @@ class Server:
         """Serve until told to stop; return the exit status.
 
         Raises:
-            ClaimError: a socket or a directory cannot be had.
+            PathInUse: a socket or a directory cannot be had.
         """
         raise_descriptor_limit()
         check_threads(_ZEROMQ_THREADS)
@@ -223,9 +223,7 @@ class Server:
         if any(deployment.is_failing for model in models for deployment in model.deployments):
             return exit_codes.MODEL_FAILED
         if self._model_registry.deaths:
-            _log.warning(
-                "%d processes ended that nobody had asked to: the exit status tells", self._model_registry.deaths
-            )
+            _log.warning("%d processes ended unexpectedly (see the exit status)", self._model_registry.deaths)
             return exit_codes.PROCESS_DIED
         return exit_codes.OK
 
@@ -268,7 +266,9 @@ class Server:
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         for name, each in self._config.listeners.items():
             if each.insecure:
-                _log.warning("listener %s, %s, is insecure: whoever reaches it may ask", name, each.address)
+                _log.warning(
+                    "listener %s, %s, is insecure: any client that reaches it may send requests", name, each.address
+                )
         if self._shim_launcher is not None and self._file is not None:
             self._file.mark_in_force()
         if self._shim_launcher is not None and self._shim_launcher.inherited_state is not None:
@@ -289,9 +289,9 @@ class Server:
             lambda: self.metrics("scrape", Viewer(DEFAULT_TENANT, can_see_all=True)), self._loop.call_soon
         )
         is_loopback = is_loopback_listener(listener)
-        _log.info("metrics are told at %s", self._config.daemon.metrics)
+        _log.info("metrics endpoint at %s", self._config.daemon.metrics)
         if not is_loopback and listener.family != socket.AF_UNIX:
-            _log.warning("metrics at %s: whoever reaches it sees them", self._config.daemon.metrics)
+            _log.warning("metrics at %s: any client that reaches it can read them", self._config.daemon.metrics)
         return MetricsEndpoint(listener, self._loop, page, is_loopback=is_loopback)
 
     def _listener_auth(self, listener: str) -> ListenerAuth:
@@ -343,7 +343,7 @@ class Server:
         self._usage_reporter.configure(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:
-        """Let clients go, those of the gates first: they still have to be passed on what was said to them."""
+        """Let clients go, those of the proxies first: they still have to be passed on what was said to them."""
         self._counter_store.close()
         if self._metrics_endpoint is not None:
             self._metrics_endpoint.close()
@@ -426,7 +426,7 @@ class Server:
             and all(each.is_complete for each in self._model_registry.models.values())
         ):
             self._has_logged_ready = True
-            _log.info("it serves; to ask it: %s", self._one_shot)
+            _log.info("ready; try: %s", self._one_shot)
 
     def _on_notify_timer(self, now: float) -> None:
         """It is time for a sign of life; the next daemon comes first."""
@@ -487,7 +487,7 @@ class Server:
             elif not self._shutdown.has_begun:
                 self._stop(now)
             else:
-                _log.warning("asked twice to stop: no request is waited for")
+                _log.warning("second stop signal: not waiting for requests")
                 self._shutdown.handle(ShutdownEvent.FORCE)
                 # First: a model that does not stop would replace what is killed.
                 self._stop_models(now)
@@ -512,7 +512,7 @@ class Server:
 
     def _stop_models(self, now: float) -> None:
         if self._shim_launcher is not None:
-            # The keeper ends the processes, or the next daemon goes on with them: who knows.
+            # The shim ends the processes, or the next daemon goes on with them: who knows.
             self._model_registry.hand_over(now)
         else:
             self._model_registry.drain(now)

@@ -15,16 +15,16 @@ class ShutdownState(enum.Enum):
     """How far the end is."""
 
     SERVING = "serving"  # nobody wants it
-    DRAINING = "finishing"  # no new request is taken; what was accepted is finished
-    STOPPING = "ending"  # no request is waited for; the models wind down, or are left to the next daemon
+    DRAINING = "draining"  # no new request is taken; what was accepted is finished
+    STOPPING = "stopping"  # no request is waited for; the models wind down, or are left to the next daemon
 
 
 class ShutdownEvent(enum.Enum):
     """What happens to a daemon that is to end."""
 
     STOP = "stop"  # it is told to
-    DRAINED = "done"  # what was accepted is finished, or the time for that is over
-    FORCE = "insist"  # it is told again
+    DRAINED = "drained"  # what was accepted is finished, or the time for that is over
+    FORCE = "force"  # it is told again
 
 
 SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {

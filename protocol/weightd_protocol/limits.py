@@ -12,7 +12,7 @@ MAX_HEADER_BYTES = 64 * 1024
 # of 8 devices fit several times over. Only a client that asked for status, metrics or logs accepts such a header.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
-# Between the daemon and its children: the inputs of a canary name every tensor, and so do those that are left out.
+# Between the daemon and its children: the inputs of a self-test name every tensor, and so do those that are left out.
 MAX_CHILD_HEADER_BYTES = 1024 * 1024
 
 # ZMQ_MAXMSGSIZE of both sides: libzmq drops a peer that announces a larger frame before it
@@ -129,10 +129,10 @@ MAX_VERSIONS = 32
 MAX_ARGUMENTS = 64
 MAX_ARGUMENT_BYTES = 8192
 
-# Inputs of the canary: it is run at each attach, so they are few.
+# Inputs of the self-test: it is run at each attach, so they are few.
 MAX_SELFTEST_CASES = 4
 
-# Inputs that a model was found not to run on, before the search for a canary ends: each may have cost a build.
+# Inputs that a model was found not to run on, before the search for a self-test ends: each may have cost a build.
 MAX_SELFTEST_UNFIT_CASES = 16
 
 # Counters, and sizes in bytes: an int64 in every language.

@@ -115,7 +115,7 @@ def _new_metadata(
     description: str,
     items: int = 1,
 ) -> Metadata:
-    return {"kind": FieldType(check, tolerant, plain, description, items=items)}
+    return {"field_type": FieldType(check, tolerant, plain, description, items=items)}
 
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
@@ -193,7 +193,7 @@ def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metad
 
 def list_of(item: Metadata, max_items: int) -> Metadata:
     """A list of at most `max_items` of the given kind; a tuple once decoded."""
-    kind = item["kind"]
+    kind = item["field_type"]
 
     def convert(value: Any, expected: Type[Any], each_to: Callable[[Any], Any]) -> List[Any]:
         if type(value) is not expected:
@@ -219,7 +219,7 @@ def list_of(item: Metadata, max_items: int) -> Metadata:
 
 def nullable(item: Metadata) -> Metadata:
     """The given kind, or nil, where that says something of its own; None once decoded."""
-    kind = item["kind"]
+    kind = item["field_type"]
     return _new_metadata(
         lambda value: None if value is None else kind.check(value),
         lambda value: None if value is None else kind.tolerant(value),
@@ -231,8 +231,8 @@ def nullable(item: Metadata) -> Metadata:
 
 def mapping(item: Metadata, max_items: int) -> Metadata:
     """A map from names to the given kind, at most `max_items` of them."""
-    kind = item["kind"]
-    check_name = text(limits.MAX_NAME_BYTES)["kind"].check
+    kind = item["field_type"]
+    check_name = text(limits.MAX_NAME_BYTES)["field_type"].check
 
     def convert(value: Any, each_to: Callable[[Any], Any]) -> Dict[str, Any]:
         if type(value) is not _MAP:
@@ -265,31 +265,31 @@ def in_own_frame(cls: Type[Any]) -> Mapping[str, Any]:
 def record(cls: Type[Any]) -> Metadata:
     """A map with exactly the fields of the dataclass `cls`; an instance of it once decoded."""
     return {
-        "kind": FieldType(
+        "field_type": FieldType(
             _record_check(cls, tolerant=False),
             _record_check(cls, tolerant=True),
             _record_plain(cls),
             cls.__name__,
             cls,
-            limits.CONTAINER_ITEMS + sum(1 + each.metadata["kind"].items for each in _fields(cls)),
+            limits.CONTAINER_ITEMS + sum(1 + each.metadata["field_type"].items for each in _fields(cls)),
         )
     }
 
 
 def omit_default(kind: Metadata) -> Mapping[str, Any]:
     """The given kind; on the wire the field is left out where it has its default."""
-    return {**kind, "left_out": True}
+    return {**kind, "omit_default": True}
 
 
 def _fields(cls: Type[Any]) -> List[dataclasses.Field[Any]]:
     """The fields of its map."""
-    return [field for field in dataclasses.fields(cls) if "kind" in field.metadata]
+    return [field for field in dataclasses.fields(cls) if "field_type" in field.metadata]
 
 
 def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
     checks: Dict[str, Callable[[Any], Any]] = {}
     for field in _fields(cls):
-        kind: FieldType = field.metadata["kind"]
+        kind: FieldType = field.metadata["field_type"]
         checks[field.name] = kind.tolerant if tolerant else kind.check
     defaults = [(field.name, field.default) for field in _fields(cls)]
 
@@ -331,9 +331,11 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
     fields: List[Tuple[str, Callable[[Any], Any], bool, object]] = [
         (
             field.name,
-            field.metadata["kind"].plain,
+            field.metadata["field_type"].plain,
             field.default is None,
-            field.metadata["kind"].plain(field.default) if "left_out" in field.metadata else dataclasses.MISSING,
+            field.metadata["field_type"].plain(field.default)
+            if "omit_default" in field.metadata
+            else dataclasses.MISSING,
         )
         for field in _fields(cls)
     ]
@@ -386,7 +388,7 @@ _KINDS: Dict[Type[Any], FieldType] = {}
 
 
 def _cache_kind(cls: Type[Any]) -> FieldType:
-    kind = _KINDS[cls] = record(cls)["kind"]
+    kind = _KINDS[cls] = record(cls)["field_type"]
     return kind
 
 
@@ -395,7 +397,7 @@ def describe_fields(cls: Type[Any]) -> List[Tuple[str, str, Optional[object]]]:
     return [
         (
             field.name,
-            field.metadata["kind"].description,
+            field.metadata["field_type"].description,
             "required" if field.default is dataclasses.MISSING else field.default,
         )
         for field in _fields(cls)

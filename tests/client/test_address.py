@@ -69,7 +69,7 @@ def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
     ("name", "error", "said"),
     [
         ("nothing", Unavailable, "there is no socket; start it with `weightd serve"),
-        ("stale", Unavailable, "nobody listens on the socket"),
+        ("stale", Unavailable, "no process listens on the socket"),
         ("file", InvalidArgument, "is not a socket of weightd"),
         ("", InvalidArgument, "is not a socket of weightd"),
         ("datagrams", InvalidArgument, "is not a socket of weightd"),
@@ -89,7 +89,7 @@ def test_what_is_there_instead_of_a_daemon(directory: Path, name: str, error: Ty
 
 def test_a_socket_that_is_taken_away_while_one_looks_is_not_something_else(directory: Path) -> None:
     refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    with pytest.raises(Unavailable, match="nobody listens on the socket"):
+    with pytest.raises(Unavailable, match="no process listens on the socket"):
         connect_unix(Mock(**{"connect.side_effect": refused}), f"{directory}/d.sock")
 
 
@@ -137,7 +137,7 @@ def test_what_libzmq_refuses_is_no_address() -> None:
 
 
 def test_where_nobody_can_answer() -> None:
-    with pytest.raises(Unavailable, match="nobody answers there"):
+    with pytest.raises(Unavailable, match="no answer"):
         Client("tcp://no-such-host.invalid:1", timeout=LIMIT_S)
 
 
@@ -304,10 +304,10 @@ def test_an_address_that_was_given_is_not_replaced(
     system: FakeDaemon, nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = f"{nowhere}/own/weightd.sock"
-    with pytest.raises(Unavailable, match=f"no daemon at {given}: nobody listens"):
+    with pytest.raises(Unavailable, match=f"no daemon at {given}: no process listens"):
         Client(given)
     monkeypatch.setenv("WEIGHTD_SOCKET", given)
-    with pytest.raises(Unavailable, match=f"no daemon at {given}: nobody listens"):
+    with pytest.raises(Unavailable, match=f"no daemon at {given}: no process listens"):
         Client()
 
 
@@ -316,7 +316,7 @@ def test_the_error_names_every_address_that_was_tried(nowhere: Path) -> None:
     with pytest.raises(Unavailable) as raised:
         Client()
     assert str(raised.value).startswith(
-        f"no daemon at {nowhere}/own/weightd.sock: nobody listens on the socket, and none at "
+        f"no daemon at {nowhere}/own/weightd.sock: no process listens on the socket, and none at "
         f"{nowhere}/system/weightd.sock: there is no socket; start it with `weightd serve"
     )
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)

@@ -195,7 +195,7 @@ def test_an_output_where_there_was_no_room_breaks_the_protocol(world: World, pla
     call, request, _ = world.ask(bytes_of(N))
     specs = tuple(TensorSpec(f"y{index}", "UINT8", (N,)) for index in placed)
     world.hear(InferResponse(request.id, ResponseDescription("m", specs), placed))
-    with pytest.raises(RemoteProtocolError, match="where no room was offered"):
+    with pytest.raises(RemoteProtocolError, match="in memory that the request did not offer"):
         call.result()
 
 

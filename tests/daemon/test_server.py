@@ -54,7 +54,9 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
     server = begun(path)
     device = server._devices["ascend:0"] = DeviceBudget("ascend:0")
     device.capacity_bytes = 1000 * 2**20
-    server._model_registry.models["m"] = SimpleNamespace(is_updating=True, successor=None, config=server._config.models["m"])
+    server._model_registry.models["m"] = SimpleNamespace(
+        is_updating=True, successor=None, config=server._config.models["m"]
+    )
     written(2000, 2)
     with pytest.raises(Unavailable):
         reload(server, 0.0)
@@ -81,7 +83,9 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
     server = begun(path)
     config = server._config.models["m"]
-    server._model_registry.models["m"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
+    server._model_registry.models["m"] = SimpleNamespace(
+        is_updating=False, successor=None, config=config, may_retry=False
+    )
     server._process_supervisor = SimpleNamespace(prepare_fork_servers=list)
     reload(server, 0.0)
     device = server._devices["ascend:0"]
@@ -116,7 +120,10 @@ def test_a_daemon_that_drains_gives_no_more_signs_of_life(managed: Any) -> None:
     assert managed._notify_timer.due_at == 2.0
     managed._stop(2.0)
     managed._notify_timer.fire(2.0)
-    assert (managed._notify_timer.due_at, managed._drain_timer.due_at) == (float("inf"), 2.0 + managed._config.daemon.drain_timeout)
+    assert (managed._notify_timer.due_at, managed._drain_timer.due_at) == (
+        float("inf"),
+        2.0 + managed._config.daemon.drain_timeout,
+    )
 
 
 def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +169,9 @@ def test_who_asks_for_what_is_costly_too_often_is_refused(tmp_path: Path) -> Non
     server.report_metrics(MetadataRequest(b"greedy", "6", "a"), viewer)
     server.report_events(MetadataRequest(b"greedy", "7", "a"), Events("7"))
     for ask in (server.report_status, server.report_metrics):
-        with pytest.raises(ResourceExhausted, match=r"8 questions of this user .* wait already"):
+        with pytest.raises(
+            ResourceExhausted, match=r"8 status, metrics and events requests of this user are waiting already"
+        ):
             ask(MetadataRequest(b"greedy", "8", "a"), viewer)
     with pytest.raises(ResourceExhausted):
         server.report_events(MetadataRequest(b"greedy", "8", "a"), Events("8"))
@@ -225,7 +234,11 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     model = '[models.m]\npath = "/models/m.onnx"\npython = "python3"\n'
     path.write_text(model)
     server = begun(path)
-    server._model_registry, server._process_supervisor, server._request_router = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
+    server._model_registry, server._process_supervisor, server._request_router = (
+        mock.MagicMock(models=["m"]),
+        mock.MagicMock(),
+        mock.Mock(),
+    )
     server._zmq_proxies = mock.Mock()
     path.write_text(
         f"[daemon]\naccounting_interval = 5\nmax_batch_seconds = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{model}"
@@ -251,7 +264,11 @@ def test_reloads_are_counted_by_how_they_end_and_meters_go_with_their_models(tmp
     model = '[models.%s]\npath = "/models/m.onnx"\npython = "python3"\n'
     path.write_text(model % "m")
     server = begun(path)
-    server._model_registry, server._process_supervisor, server._request_router = mock.MagicMock(models=["n"]), mock.MagicMock(), mock.Mock()
+    server._model_registry, server._process_supervisor, server._request_router = (
+        mock.MagicMock(models=["n"]),
+        mock.MagicMock(),
+        mock.Mock(),
+    )
     server._zmq_proxies = mock.Mock()
     meter = server._counter_registry.counters_of("n")
     server._counter_registry.counters_of("m")
@@ -270,7 +287,11 @@ def test_a_file_is_read_once_for_all_reloads_that_wait_and_again_for_those_that_
     path = tmp_path / "weightd.toml"
     path.write_text('[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
     server = begun(path)
-    server._model_registry, server._process_supervisor, server._request_router = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
+    server._model_registry, server._process_supervisor, server._request_router = (
+        mock.MagicMock(models=["m"]),
+        mock.MagicMock(),
+        mock.Mock(),
+    )
     server._zmq_proxies = mock.Mock()
     server._model_registry.compare.return_value = ConfigDiff((), (), ())
     server._config_reader = mock.Mock()
@@ -308,7 +329,9 @@ def test_a_reload_looks_for_the_files_of_the_models_that_it_would_load(tmp_path:
     path.write_text(old)
     server = begun(path)
     config = server._config.models["old"]
-    server._model_registry.models["old"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
+    server._model_registry.models["old"] = SimpleNamespace(
+        is_updating=False, successor=None, config=config, may_retry=False
+    )
     server._process_supervisor = SimpleNamespace(prepare_fork_servers=list)
     # What is loaded already is served from a copy.
     assert not any(reload(server, 0.0))
@@ -340,12 +363,18 @@ def test_only_for_who_sees_all_is_memory_measured(tmp_path: Path) -> None:
     path.write_text('[tenants.ann]\nuids = [1]\n[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
     server = begun(path)
     server._process_supervisor, server._zmq_proxies = SimpleNamespace(processes={}, files={}), SimpleNamespace(pids=[])
-    server._request_router = SimpleNamespace(memory_budget=SimpleNamespace(used_bytes=1, max_bytes=2), dropped_responses=3)
+    server._request_router = SimpleNamespace(
+        memory_budget=SimpleNamespace(used_bytes=1, max_bytes=2), dropped_responses=3
+    )
     begun_to: list[object] = []
     server._memory_sampler = MemorySampler(begun_to.append)
     ann = server._tenant_resolver.get("ann")
     own = server.metrics("7", Viewer(ann, can_see_all=False))
     assert ([each.name for each in own.tenants], own.dropped_responses, begun_to) == (["ann"], 0, [])
     told = server.metrics("8", Viewer(ann, can_see_all=True))
-    assert ([each.name for each in told.tenants], told.dropped_responses, len(begun_to)) == (["ann", "(operators)"], 3, 1)
+    assert ([each.name for each in told.tenants], told.dropped_responses, len(begun_to)) == (
+        ["ann", "(operators)"],
+        3,
+        1,
+    )
     assert (told.id, told.state, told.buffered_bytes, told.max_memory_bytes) == ("8", "running", 1, 2)

@@ -58,7 +58,11 @@ CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
         "memory can be shared on the unix socket alone",
     ),
     "a tensor in such memory": (
-        [envelope(parameters={"regions": {"inputs": [{"tensor": 0, "region": "0" * 32, "offset": 0}]}}), ASKED, TENSOR],
+        [
+            envelope(parameters={"regions": {"inputs": [{"tensor_index": 0, "region": "0" * 32, "offset": 0}]}}),
+            ASKED,
+            TENSOR,
+        ],
         "bad",
         "parameters.regions: memory can be shared on the unix socket alone",
     ),

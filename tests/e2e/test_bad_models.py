@@ -192,8 +192,8 @@ def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path
             x = np.ones((batch, 2, 3), np.float32)
             assert np.array_equal(client.infer("off", {"x": x})["y"], x)
             assert client.infer("random", {"x": x})["y"].shape == x.shape
-        for name, canary in (("off", "none: it is off"), ("random", "none: the model gives different answers")):
+        for name, selftest in (("off", "none: it is off"), ("random", "none: the model gives different answers")):
             model = model_status(service, name)
             assert (model.unexpected_exits, model.failed) == (0, 0)
-            assert model.generations[0].selftest.startswith(canary)
-            assert f"{name}.1: no {canary.replace('none', 'canary')}" in service.log
+            assert model.generations[0].selftest.startswith(selftest)
+            assert f"{name}.1: no {selftest.replace('none', 'self-test')}" in service.log

@@ -90,8 +90,8 @@ def test_run_serves_one_model_without_a_configuration(
         with daemon.client(place.address) as client:
             ask_all(client, "two_inputs", bare.questions(path, pairs((2, 1))))
             daemon.wait_for("two_inputs.1: serving")
-            daemon.wait_for("it serves; to ask it: ")
-            said = (tmp_path / "log").read_text("utf-8").partition("it serves; to ask it: ")[2].splitlines()[0]
+            daemon.wait_for("ready; try: ")
+            said = (tmp_path / "log").read_text("utf-8").partition("ready; try: ")[2].splitlines()[0]
             command = [str(SCRIPTS / "weightctl"), *shlex.split(said)[1:]]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert (done.returncode, done.stderr) == (0, "")

@@ -52,7 +52,7 @@ def seeds() -> dict[str, bytes]:
 def message(cls: type[Any]) -> Any:
     """Return a message of this type with a value in each field, also in those that may be left out."""
     hints = typing.get_type_hints(cls)
-    kinds = {field.name: field.metadata.get("kind") for field in dataclasses.fields(cls)}
+    kinds = {field.name: field.metadata.get("field_type") for field in dataclasses.fields(cls)}
     made = {name: _value(hints[name], kind.description if kind else "") for name, kind in kinds.items()}
     # The first of the tensors: there is no seventh.
     made.update({name: value for name, value in (("tensor_index", 0), ("shared_outputs", (0,))) if name in made})
@@ -117,7 +117,9 @@ def _decoder() -> dict[str, bytes]:
         for tag, cls in table.items():
             made = message(cls)
             # Its only tensor may be elsewhere.
-            found[f"decoder/{tag}"] = decoder.written(encode(made), table, () if hasattr(made, "shared_positions") else None)
+            found[f"decoder/{tag}"] = decoder.written(
+                encode(made), table, () if hasattr(made, "shared_positions") else None
+            )
     tensors = encode(Infer("7", RequestDescription("m", _SPECS), Parameters(500_000)))
     found["decoder/tensors"] = decoder.written(tensors, FROM_CLIENT)
     found["decoder/lengths"] = decoder.written(tensors, FROM_CLIENT, (16, 0, 8))

@@ -218,7 +218,9 @@ def coherent(raw: Raw) -> Raw:
         if "shared_outputs" in raw:
             raw["shared_outputs"] = positions
         else:
-            places(raw)["inputs"] = [{**each, "tensor_index": index} for index, each in enumerate(places(raw)["inputs"])]
+            places(raw)["inputs"] = [
+                {**each, "tensor_index": index} for index, each in enumerate(places(raw)["inputs"])
+            ]
     if positions:
         described: Raw = raw["description"]
         tensors = "inputs" if "inputs" in described else "outputs"
@@ -267,7 +269,7 @@ def complete(description: str, raw: Any) -> Any:
             whole[name] = {} if default == messages.NO_PARAMETERS else [] if default == () else default
     for field in dataclasses.fields(RECORDS[description]):
         without: Any = [] if field.default == () else field.default
-        if "left_out" in field.metadata and whole[field.name] == without:
+        if "omit_default" in field.metadata and whole[field.name] == without:
             del whole[field.name]
     return whole
 

@@ -56,7 +56,7 @@ class Number(int):
 
 def problem(kind: Metadata, value: object) -> str:
     with pytest.raises(FieldError) as caught:
-        kind["kind"].check(value)
+        kind["field_type"].check(value)
     return str(caught.value)
 
 
@@ -137,9 +137,9 @@ def test_the_way_back_is_as_strict(message: object, expected: str) -> None:
     ],
 )
 def test_a_value_within_its_bounds(kind: Metadata, value: Any) -> None:
-    checked = kind["kind"].check(value)
+    checked = kind["field_type"].check(value)
     assert checked == value
-    assert type(checked) is (float if kind["kind"].description.startswith("number") else type(value))
+    assert type(checked) is (float if kind["field_type"].description.startswith("number") else type(value))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_value_beyond_its_bounds(kind: Metadata, value: object, got: str) -> N
 def test_a_map_holds_its_names_and_values_to_their_bounds() -> None:
     kind = mapping(number(), 2)
     given = {"a": 1, "b": 2.0}
-    checked = kind["kind"].check(given)
+    checked = kind["field_type"].check(given)
     given["c"] = 3
     assert checked == {"a": 1.0, "b": 2.0}
     assert type(checked["a"]) is float
@@ -184,7 +184,7 @@ def test_a_map_holds_its_names_and_values_to_their_bounds() -> None:
 
 def test_lists_nest() -> None:
     kind = list_of(list_of(integer(0, 9), 2), 2)
-    assert kind["kind"].check([[1, 2], []]) == ((1, 2), ())
+    assert kind["field_type"].check([[1, 2], []]) == ((1, 2), ())
     assert problem(kind, [[1], [2, 10]]) == "[1][1]: expected integer, 0 to 9, got int 10"
 
 

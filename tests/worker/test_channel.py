@@ -24,7 +24,7 @@ class Daemons:
     """One after another, at the same path; there is one, and it has let the connection in."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = str(directory / "children.lane")
+        self._path = str(directory / "children.channel")
         self._listener: Optional[socket.socket] = None
         self.lane: Optional[Stream] = None
         self.listen()

@@ -32,7 +32,7 @@ class Ends:
         self._daemon: Optional[zmq.Socket[bytes]] = None
         self._connected: Optional[zmq.Socket[bytes]] = None
         self._listener: Optional[socket.socket] = None
-        self._lane_path = directory / "children.lane"
+        self._lane_path = directory / "children.channel"
         self.lane: Optional[Stream] = None
         self.worker = context.socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, b"w1")

@@ -81,24 +81,24 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
     """What is done with that of the session."""
     done: List[str] = []
 
-    class Told:
-        def __init__(self, give_back: Callable[[], None]) -> None:
-            self._give_back = give_back
+    class FakeMallocTuner:
+        def __init__(self, release_engine_memory: Callable[[], None]) -> None:
+            self._release_engine_memory = release_engine_memory
 
-        def keep(self) -> None:
+        def retain_freed_memory(self) -> None:
             done.append("keep")
 
-        def bound(self) -> None:
+        def limit_retained(self) -> None:
             done.append("bound")
 
-        def give_back(self) -> None:
+        def release_retained(self) -> None:
             done.append("give back")
-            self._give_back()
+            self._release_engine_memory()
 
         def trim(self) -> None:
             pass
 
-    monkeypatch.setattr(session_module, "Heap", Told)
+    monkeypatch.setattr(session_module, "MallocTuner", FakeMallocTuner)
     return done
 
 
@@ -365,7 +365,7 @@ class FakeForker:
 def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Have the process grow by so much with a build."""
     sizes = [1000, 1000 + nbytes]
-    monkeypatch.setattr(session_module, "own_bytes", lambda: sizes.pop(0))
+    monkeypatch.setattr(session_module, "private_bytes", lambda: sizes.pop(0))
 
 
 def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
         "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
     )
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
-    parser.add_argument("--snapshot-identity", default="", help="the model's identity and digest, by which it is not read again")
+    parser.add_argument(
+        "--snapshot-identity", default="", help="the model's identity and digest, by which it is not read again"
+    )
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
     parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
     parser.add_argument("--device", required=True, help="where to run: cpu, a set cpu:N of its cores, or card ascend:N")

@@ -1,4 +1,4 @@
-"""The lane: a stream to the daemon. For a child that was spawned it is one of two ways (`connection`).
+"""The channel: a stream to the daemon. For a child that was spawned it is one of two ways (`connection`).
 
 For one that was forked it is the only way: a ZeroMQ context has threads, which a process that is to be forked must not
 have, and takes memory, which each has for itself.
@@ -27,7 +27,7 @@ _frames_of = operator.attrgetter("frames")
 
 
 def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
-    """Return a lane to the daemon that listens there, None if there is none."""
+    """Return a channel to the daemon that listens there, None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
@@ -82,10 +82,10 @@ def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
 
 
 class ChannelConnection:
-    """What a `Connection` is, over a lane alone: to the daemon that is there, and then to the one that follows it.
+    """What a `Connection` is, over a channel alone: to the daemon that is there, and then to the one that follows it.
 
     Args:
-        address: of the daemon; the lane lies beside.
+        address: of the daemon; the channel's socket is next to it.
     """
 
     def __init__(self, address: str) -> None:

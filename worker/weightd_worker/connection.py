@@ -20,14 +20,14 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class WorkerConnection:
-    """Two ways to one daemon: a ZeroMQ socket for the life of this process, and a lane for requests and answers.
+    """Two ways to one daemon: a ZeroMQ socket for the life of this process, and a channel for requests and answers.
 
-    The lane is connected anew whenever the socket is, so that nothing of an earlier daemon's reaches the next one. A
+    The channel is connected anew whenever the socket is, so that nothing of an earlier daemon's reaches the next one. A
     daemon that has none asks over the socket, and is answered there.
 
     Args:
         socket: a DEALER, not connected yet.
-        address: to connect it to; the lane lies beside.
+        address: to connect it to; the channel's socket is next to it.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
@@ -38,7 +38,7 @@ class WorkerConnection:
         self._connection_count = 0
         self._channel: Optional[Stream] = None
         # Of the two sockets of the library the descriptors only tell that there is something to look at, and not again
-        # before it was looked at; asking for the events is looking. It takes longer than to read from the lane.
+        # before it was looked at; asking for the events is looking. It takes longer than to read from the channel.
         self._has_zmq_event = True
         self._zmq_fds = [int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor)]
         self._epoll = select.epoll()
@@ -48,7 +48,7 @@ class WorkerConnection:
         socket.connect(address)
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """Return the messages that have come, those of the lane first; None when another daemon is there.
+        """Return the messages that have come, those of the channel first; None when another daemon is there.
 
         Args:
             timeout_s: seconds to wait for one of the two, -1 for any time; if nothing comes, no message is returned.

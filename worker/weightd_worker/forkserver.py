@@ -1,6 +1,6 @@
 """The process that children are forked from: ``python -m weightd_worker.forkserver``, started by the daemon.
 
-It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its lane, and ends with it.
+It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its channel, and ends with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     signals.reset(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
-# What a canary needs, and numpy may not import before.
+# What a self-test needs, and numpy may not import before.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from weightd_common import paths
@@ -57,7 +57,7 @@ def main() -> int:
     forker.freeze_memory()
     channel = channels.connect(paths.channel_path(arguments.address))
     if channel is None:
-        _log.error("%s: nobody listens", paths.channel_path(arguments.address))
+        _log.error("%s: no process listens", paths.channel_path(arguments.address))
         return exit_codes.FAILED
     return _serve(channel, forker)
 
@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Forks processes of weightd. It is started by the daemon, not by hand.",
     )
     parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that they use")
-    parser.add_argument("--address", required=True, help="the daemon's socket for its children; the lane lies beside")
+    parser.add_argument(
+        "--address", required=True, help="the daemon's socket for its children; the channel's socket is next to it"
+    )
     parser.add_argument("--name", required=True, help="this process's name")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
     return parser

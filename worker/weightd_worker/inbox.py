@@ -98,7 +98,7 @@ class Inbox:
             if not self._missing_count:
                 self._close_batch(batch)
         elif isinstance(order, BeginBatch):
-            raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got together")
+            raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got begin_batch")
         else:
             # A region that is taken away may be one that those before name; other orders come another way.
             self._deferred.append((order, tensors))

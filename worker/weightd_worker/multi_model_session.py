@@ -25,8 +25,7 @@ from weightd_worker.engines.mindspore_lite.group import ModelGroup
 from weightd_worker.engines.sharing import NotShared
 from weightd_worker.predictor import PredictItem, Predictor
 from weightd_worker.regions import AttachedRegions
-from weightd_worker.selftest import sample, selftest
-from weightd_worker.selftest import verifier
+from weightd_worker.selftest import sample, selftest, verifier
 from weightd_worker.session_base import SessionBase, all_versions, check_signature
 
 
@@ -69,7 +68,7 @@ class MultiModelSession(SessionBase):
         elif isinstance(order, Ping):
             self._send(Pong())
         elif not isinstance(order, TrimStore):
-            raise RemoteProtocolError(f"type: expected what a group is told, got {type(order).__name__.lower()}")
+            raise RemoteProtocolError(f"type: expected an order for a group, got {type(order).__name__.lower()}")
 
     def _join_group(self) -> None:
         self._group.build()
@@ -81,7 +80,7 @@ class MultiModelSession(SessionBase):
         )
 
     def _run_selftests(self) -> None:
-        """Run each canary before and after those of all others: what they share must change no answer."""
+        """Run each self-test before and after those of all others: what they share must change no answer."""
         selftest_inputs = [
             _selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)
         ]
@@ -92,7 +91,7 @@ class MultiModelSession(SessionBase):
             after = _run_selftest(engine, inputs)
             if selftest.difference(before, after) > tolerance:
                 path = self._members[number].model
-                raise BuildError(f"{path}: the canary's answer changed when the other models of the group had run")
+                raise BuildError(f"{path}: the self-test's answer changed when the other models of the group had run")
             predictor = self._predictors.predictors[number]
             predictor.verifier = verifier.AnswerVerifier(engine, before, inputs.sample, tolerance)
             results.append(SelfTestResult(before.digest, inputs.cases))

@@ -155,7 +155,7 @@ class Predictor:
         """Run them, and nothing together any more if their answers differ.
 
         Raises:
-            Spoilt: the model is.
+            ModelCorrupted: the model is.
         """
         if self._shadow_checks is not None:
             try:
@@ -260,7 +260,7 @@ class Predictor:
     def stop_batching(self, reason: str) -> None:
         """Run nothing together any more, for the reason that `reason` gives."""
         if self._is_batching:
-            _log.warning("no requests are run together any more: %s", reason)
+            _log.warning("batching is off: %s", reason)
             self._is_batching = False
             self._reply((BatchMismatch(clip(reason)), ()))
 
@@ -274,7 +274,7 @@ class Predictor:
             return
         if not new:
             return  # that was run before it was known
-        _log.warning("requests of %d parties are not run together with others any more: %s", len(new), note)
+        _log.warning("requests of %d parties are not batched any more: %s", len(new), note)
         self._unbatchable_parties = {**self._unbatchable_parties, **dict.fromkeys(new, note)}
         self._reply((BatchMismatch(note, tuple(new)), ()))
 
@@ -357,7 +357,9 @@ class Predictor:
         placed: List[int] = []
         for location in regions.outputs:
             index = location.tensor_index
-            if index < len(frames) and self.regions.write(frames[index], location.region, location.offset, location.nbytes):
+            if index < len(frames) and self.regions.write(
+                frames[index], location.region, location.offset, location.nbytes
+            ):
                 placed.append(index)
         if not placed:
             return None, frames

@@ -76,7 +76,7 @@ class ChildFiles(NamedTuple):
         model: the model's snapshot.
         store: where the holder may write its page store.
         weights_update: weights that replace those of the model, "" for none.
-        sample: what the canary asks, "" where it is made up.
+        sample: what the self-test asks, "" where it is made up.
     """
 
     model: str
@@ -86,7 +86,7 @@ class ChildFiles(NamedTuple):
 
     @property
     def answers_path(self) -> str:
-        """Where the holder leaves the canary's answers for workers whose own may differ a little."""
+        """Where the holder leaves the self-test's answers for workers whose own may differ a little."""
         return f"{self.store}.answers"
 
 
@@ -121,7 +121,7 @@ class WorkerSession(SessionBase):
         connection: to the daemon.
         engine: not built yet, unless it was made before.
         files: its files.
-        tolerance: how far the canary's answers may be apart (`canary.difference`).
+        tolerance: how far the self-test's answers may be apart (`selftest.difference`).
         origin: of this process.
         fork_targets: of a holder.
     """
@@ -197,7 +197,7 @@ class WorkerSession(SessionBase):
             self._trim_store(order)
 
     def _build(self, order: Build) -> None:
-        """Build, find the canary, export or be a template; and see that the answers are still the same."""
+        """Build, find the self-test, export or be a template; and see that the answers are still the same."""
         engine = self._engine
         bytes_before = private_bytes()
         build = functools.partial(self._build_model, pids=order.pids)
@@ -229,7 +229,7 @@ class WorkerSession(SessionBase):
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
             if self._prefer_holder_answers(self._run_selftest(reference.cases)).digest != reference.digest:
-                raise BuildError("the canary's answer changed when the weights were shared")
+                raise BuildError("the self-test's answer changed when the weights were shared")
             engine.release_cached_memory()
             engine.discard_model()
             self._malloc_tuner.trim()
@@ -385,7 +385,7 @@ class WorkerSession(SessionBase):
         return dataclasses.replace(row_support, batch_digest=digest)
 
     def _share_weights(self, reference: selftest.SelfTest, bytes_before: int) -> SharedWeights:
-        """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
+        """Share what was built: by a fork where that can be, and where it is held to a self-test, else as the engine does.
 
         What is forked from a model that draws at random would all draw the same.
         """
@@ -436,7 +436,7 @@ class WorkerSession(SessionBase):
         What was forked from a template has all that: it only answers.
         """
         engine, inherited_model = self._engine, self._origin.inherited_model
-        engine.should_rebuild_per_shape = order.by_shape
+        engine.should_rebuild_per_shape = order.rebuilds_per_shape
         if inherited_model is None:
             build = functools.partial(self._build_model, handle=order.handle)
             build()
@@ -508,7 +508,7 @@ class WorkerSession(SessionBase):
             order, _ = self._next_order()
             if not isinstance(order, ContinueSelfTest):
                 self._inbox.put_back(order)
-                raise BuildError("told to stop while it looked for a canary")
+                raise BuildError("stopped during the search for self-test inputs")
 
     def _load_sample(self) -> None:
         if self._files.sample:

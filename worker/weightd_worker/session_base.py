@@ -121,7 +121,7 @@ class SessionBase(abc.ABC):
         """Obey one that is no request. Whatever is raised is told, and ends the process."""
 
     def _next_order(self) -> Entry:
-        """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
+        """Wait for an order. What has come meanwhile is read first: a CancelPredict overtakes what it is about."""
         while True:
             messages = self._connection.receive(0 if self._inbox else self._idle_timeout_s)
             if messages:

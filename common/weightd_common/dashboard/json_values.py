@@ -23,7 +23,11 @@ def to_json_values(overview: Overview) -> Dict[str, Any]:
 
 
 def _model_values(row: ModelRow) -> Dict[str, Any]:
-    return {**_field_values(row), "throughput": _throughput_values(row.throughput), "memory": _memory_values(row.memory)}
+    return {
+        **_field_values(row),
+        "throughput": _throughput_values(row.throughput),
+        "memory": _memory_values(row.memory),
+    }
 
 
 def _throughput_values(throughput: Throughput) -> Dict[str, Any]:

@@ -38,8 +38,8 @@ _MODELS_FUNCTION = r"""_@NAME@_models() {
 _BODY = """\
 _@NAME@() {
     local current="${COMP_WORDS[COMP_CWORD]}"
-    local command="" place=0 option="" value="" wanted="" options="" index word line
-    local -a places
+    local command="" position=0 option="" value="" wanted="" options="" index word line
+    local -a positionals
     COMPREPLY=()
     # Which command it is, how many arguments it has before this one, and whether this one is an option's value.
     for ((index = 1; index < COMP_CWORD; index++)); do
@@ -50,7 +50,7 @@ _@NAME@() {
             (value*) value="" ;;
             (@VALUED@) value="value" option="$word" ;;
             (-*) option="" ;;
-            (*) if [ -n "$command" ]; then place=$((place + 1)); else command="$word"; fi ;;
+            (*) if [ -n "$command" ]; then position=$((position + 1)); else command="$word"; fi ;;
         esac
     done
     case "$current" in (=|:) current="" value="value" ;; esac
@@ -61,7 +61,7 @@ _@NAME@() {
         (value*) case "$command $option" in
 @VALUES@        esac ;;
         (-*) wanted="$options" ;;
-        (*) if [ "$place" -lt "${#places[@]}" ]; then wanted="${places[place]}"; fi ;;
+        (*) if [ "$position" -lt "${#positionals[@]}" ]; then wanted="${positionals[position]}"; fi ;;
     esac
     # So that a space in a name is quoted, and a directory can be gone into.
     case "$wanted" in (file|directory) compopt -o filenames 2>/dev/null ;; esac
@@ -133,10 +133,11 @@ def _value_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[
 def _command_cases(program: ProgramCommand, kinds: Mapping[str, str]) -> Iterator[str]:
     for command in _with_subcommands(program):
         options = shlex.quote(" ".join(flag for option in command.options for flag in option.flags))
-        positions = [_completion_of(each, kinds) for each in command.positionals]
+        completions = [_completion_of(each, kinds) for each in command.positionals]
         if command.commands:
-            positions.append(" ".join(each.name for each in command.commands))
-        yield f"({shlex.quote(command.name)}) options={options} places=({' '.join(map(shlex.quote, positions))}) ;;"
+            completions.append(" ".join(each.name for each in command.commands))
+        listed = " ".join(map(shlex.quote, completions))
+        yield f"({shlex.quote(command.name)}) options={options} positionals=({listed}) ;;"
 
 
 def _completion_of(argument: Argument, kinds: Mapping[str, str]) -> str:

@@ -35,11 +35,11 @@ def iterate_keys(cls: type[Any]) -> Iterator[Key]:
     """Yield the keys of a table of the configuration, without those that are tables themselves."""
     meanings = _docstrings(cls)
     for field in toml_schema.table_keys(cls):
-        if field.metadata["kind"].record:
+        if field.metadata["field_type"].record:
             continue
         required = field.default is dataclasses.MISSING
         default = "" if required or field.default is None else _toml(field.default)
-        yield Key(field.name, field.metadata["kind"].description, default, required, meanings[field.name])
+        yield Key(field.name, field.metadata["field_type"].description, default, required, meanings[field.name])
 
 
 def _toml(value: object) -> str:

@@ -57,7 +57,7 @@ _MAX_ROW_COUNTS = 64
 # What a worker that attaches runs at once.
 _MAX_DIGEST_ROWS = 64
 
-_SAMPLE_HINT = "set `canary` of the model to an .npz file of typical inputs, with several rows that differ"
+_SAMPLE_HINT = "set `selftest` of the model to an .npz file of typical inputs, with several rows that differ"
 
 
 class TestedModel(NamedTuple):

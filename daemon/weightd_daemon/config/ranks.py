@@ -42,20 +42,20 @@ _NAME_METADATA = text(limits.MAX_NAME_BYTES)
 _PATH_METADATA = user_path(limits.MAX_PATH_BYTES, empty=True)
 _GROUP_METADATA = list_of(_NAME_METADATA, MAX_RANKS)
 _GROUPS_METADATA = list_of(_GROUP_METADATA, MAX_RANKS)
-_RANK_KIND = integer(0, MAX_RANKS - 1)["kind"]
+_RANK_KIND = integer(0, MAX_RANKS - 1)["field_type"]
 _REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
 
 def _devices_metadata() -> Mapping[str, FieldType]:
     """Lists of names, one for each group; the list of a single group may stand alone."""
-    group_kind, groups_kind = _GROUP_METADATA["kind"], _GROUPS_METADATA["kind"]
+    group_kind, groups_kind = _GROUP_METADATA["field_type"], _GROUPS_METADATA["field_type"]
 
     def check(value: Any) -> Any:
         items = cast("list[object]", value) if type(value) is list else []
         alone = bool(items) and not any(type(each) is list for each in items)
         return (group_kind.check(value),) if alone else groups_kind.check(value)
 
-    return {"kind": FieldType(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
+    return {"field_type": FieldType(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
 
 
 def _reply_metadata() -> Mapping[str, FieldType]:
@@ -68,7 +68,7 @@ def _reply_metadata() -> Mapping[str, FieldType]:
         word: str = value
         return word
 
-    return {"kind": FieldType(check, check, check, _REPLY_EXPECTED)}
+    return {"field_type": FieldType(check, check, check, _REPLY_EXPECTED)}
 
 
 @dataclass(frozen=True)

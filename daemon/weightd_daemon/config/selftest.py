@@ -23,13 +23,13 @@ OFF = "off"
 _EXPECTED = '"auto", "off", a path that ends in .npz, or a table of shapes by input name'
 
 # A shape has no free dimension, and an input without elements shows nothing.
-_SHAPES_KIND = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["kind"]
-_PATH_KIND = text(limits.MAX_PATH_BYTES)["kind"]
+_SHAPES_KIND = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["field_type"]
+_PATH_KIND = text(limits.MAX_PATH_BYTES)["field_type"]
 
 
 def field_metadata() -> dict[str, FieldType]:
     """Return the metadata of the field."""
-    return {"kind": FieldType(_check_value, _check_value, _to_plain, _EXPECTED)}
+    return {"field_type": FieldType(_check_value, _check_value, _to_plain, _EXPECTED)}
 
 
 def parse_text(text: str) -> SelfTestSetting:

@@ -59,17 +59,17 @@ _WILDCARDS = re.compile(r"[*?]")
 
 def _account_metadata() -> Metadata:
     """A user or a group: its name, or its number as text."""
-    names, numbers = text(limits.MAX_NAME_BYTES)["kind"], integer(0, 2**32 - 2)["kind"]
+    names, numbers = text(limits.MAX_NAME_BYTES)["field_type"], integer(0, 2**32 - 2)["field_type"]
 
     def check(value: Any) -> str:
         return str(numbers.check(value)) if type(value) is int else cast(str, names.check(value))
 
-    return {"kind": FieldType(check, check, check, "name, or number")}
+    return {"field_type": FieldType(check, check, check, "name, or number")}
 
 
 def _pattern_metadata() -> Metadata:
     """A name, or with * for any characters and ? for one, all that are like it."""
-    names = text(limits.MAX_NAME_BYTES)["kind"]
+    names = text(limits.MAX_NAME_BYTES)["field_type"]
 
     def check(value: Any) -> str:
         checked: str = names.check(value)
@@ -78,7 +78,7 @@ def _pattern_metadata() -> Metadata:
             raise FieldError(f"expected {expected}, got {describe_value(checked)}")
         return checked
 
-    return {"kind": FieldType(check, check, check, "name, or pattern with * and ?")}
+    return {"field_type": FieldType(check, check, check, "name, or pattern with * and ?")}
 
 
 @dataclass(frozen=True)

@@ -232,11 +232,11 @@ class AttachControl:
         state = AttachState.LISTED if self.state is AttachState.ALLOW_PENDING else self.state
         return str(state.value)
 
-    def restore(self, persisted_state: str, why: str) -> None:
+    def restore(self, persisted_state: str, closed_reason: str) -> None:
         """Go on with what an earlier daemon has written down."""
         for event in _RESTORE_EVENTS[AttachState(persisted_state)]:
             self._advance(event)
-        self.closed_reason = why
+        self.closed_reason = closed_reason
 
     def _advance(self, event: AttachEvent) -> None:
         self._machine.advance(event)

@@ -179,10 +179,10 @@ class GenerationView:
     _processes_type: type[GenerationProcesses] = GenerationProcesses
 
     def __init__(
-        self, label: str, terms: GenerationSpec, device: str = CPU, source: ModelSource | None = None, number: int = 1
+        self, label: str, spec: GenerationSpec, device: str = CPU, source: ModelSource | None = None, number: int = 1
     ) -> None:
         self.label = label
-        self.spec = terms
+        self.spec = spec
         self.device = device
         self.source = source or ModelSource("")
         self.number = number
@@ -191,7 +191,7 @@ class GenerationView:
         self.unmerged_parties: dict[int, UnmergedParty] = {}
         self.deaths: int = 0
         self.counters = ProcessCounters()
-        self.selftest_search = SelfTestSearch(terms.selftest, terms.row_test)
+        self.selftest_search = SelfTestSearch(spec.selftest, spec.row_test)
         self.attach_limit: Callable[[], int] = single_attach
         self.device_usage = DeviceUsage()
         self._actions: list[Action] = []

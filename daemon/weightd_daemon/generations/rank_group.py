@@ -270,8 +270,8 @@ class RankGroup(GenerationBase):
         size, ready = self.group_spec.size, self.processes.count(ChildState.READY)
         match self.state:
             case GenerationState.SPAWNING | GenerationState.GATHERING:
-                up = sum(child.hello is not None for child in self.children.values())
-                return f"spawned, {up}/{size + self.group_spec.has_broker} processes up"
+                hello_count = sum(child.hello is not None for child in self.children.values())
+                return f"spawned, {hello_count}/{size + self.group_spec.has_broker} processes up"
             case GenerationState.BUILDING:
                 return f"loading, {len(self._joined)}/{size} ranks have joined"
             case GenerationState.ATTACHING | GenerationState.RESUMING:

@@ -39,8 +39,8 @@ class SelfTestSearch:
         current_cases: what the holder runs its model on; nothing while it does something else.
     """
 
-    def __init__(self, known: SelfTestSpec, row_test: RowTestSpec = NO_ROW_TEST) -> None:
-        self.spec = known
+    def __init__(self, spec: SelfTestSpec, row_test: RowTestSpec = NO_ROW_TEST) -> None:
+        self.spec = spec
         self._row_test = row_test
         self.current_cases: SelfTestCases = ()
         self._deaths = 0

@@ -1,4 +1,4 @@
 """One daemon after another, and the service manager above: what is claimed, handed over, kept and told.
 
-Asks the keeper of `children` and writes down what `models` say of themselves; may import those and what is below them.
+Asks the shim of `processes` and writes down what `models` say of themselves; may import those and what is below them.
 """

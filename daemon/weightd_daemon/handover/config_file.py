@@ -48,7 +48,7 @@ class ConfigFile:
 
         Raises:
             ConfigError: the file is wrong, and nothing was in force before that still can be.
-            ClaimError: the same of its directories.
+            PathInUse: the same of its directories.
         """
         try:
             config = self.read()

@@ -18,7 +18,7 @@ from weightd_daemon.platform.directories import PathInUse, check_not_replaceable
 from weightd_daemon.platform.listen import reserve_socket_path
 from weightd_daemon.processes.launchers.shim.client import wait_until_exited
 
-# What a keeper takes to end every process; the kernel has their memory to give back.
+# What a shim takes to end every process; the kernel has their memory to give back.
 _EXIT_TIMEOUT_S = 30.0
 
 
@@ -28,10 +28,10 @@ def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Ge
 
     Args:
         config: names them.
-        keep_private_dir: the private directory is a keeper's, who removes it.
+        keep_private_dir: the private directory is a shim's, who removes it.
 
     Raises:
-        ClaimError: another daemon is on the same socket, or a path cannot be used.
+        PathInUse: another daemon is on the same socket, or a path cannot be used.
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
     lock = _lock_path(config)
@@ -49,7 +49,7 @@ def check_directories(config: DaemonConfig) -> None:
     """Find out, before anything is claimed, whether its directories could be had.
 
     Raises:
-        ClaimError: one could not.
+        PathInUse: one could not.
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
     _make_cache_dir(Path(config.cache_dir))
@@ -122,7 +122,7 @@ def make_private_directory(path: Path) -> None:
     """Make an empty directory that nobody else can read, in the place of one that a killed daemon has left.
 
     Raises:
-        ClaimError: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
+        PathInUse: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
     """
     _make_cache_dir(path.parent)
     try:

@@ -1,4 +1,4 @@
-"""The keeper as a service has it: started once, found again by the next daemon, replaced where it is lost."""
+"""The shim as a service has it: started once, found again by the next daemon, replaced where it is lost."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from weightd_daemon.processes.spec import ProcessSpec
 
 _log = logging.getLogger("weightd")
 
-# What the kernel takes to end the children of a keeper that is killed.
+# What the kernel takes to end the children of a shim that is killed.
 _EXIT_TIMEOUT_S = 30.0
 
 
 class ShimLauncher:
-    """A `Launcher` that has holders and workers started by a keeper, which outlives this process.
+    """A `Launcher` that has holders and workers started by a shim, which outlives this process.
 
     Args:
-        manager: holds on to the keeper.
-        config: says what the keeper removes at its end.
+        manager: holds on to the shim.
+        config: says what the shim removes at its end.
 
     Attributes:
         inherited_state: what the daemon before this one has left; None where every model has to be loaded.
 
     Raises:
-        ClaimError: the private directory cannot be had.
+        PathInUse: the private directory cannot be had.
     """
 
     def __init__(self, manager: ServiceManager, config: DaemonConfig) -> None:
@@ -58,7 +58,7 @@ class ShimLauncher:
 
     @property
     def pid(self) -> int:
-        """The keeper's."""
+        """The shim's."""
         return self._shim.pid
 
     @property
@@ -121,7 +121,7 @@ class ShimLauncher:
             _log.warning("every model is loaded anew: %s", error)
             self._manager.remove_descriptor(SHIM)
             # At its end it removes what is its own, the socket too; in another directory than ours no lock tells when.
-            _log.info("waiting for the processes of the daemon before this one to end")
+            _log.info("waiting for the processes of the previous daemon to end")
             shim.stop(_EXIT_TIMEOUT_S)
             return None
         return shim
@@ -130,13 +130,13 @@ class ShimLauncher:
         try:
             shim = client.start_shim(self._directory, *self._extra_paths)
         except OSError as error:
-            raise PathInUse(with_limit_hint(f"cannot start the keeper of the processes: {error}")) from None
+            raise PathInUse(with_limit_hint(f"cannot start the shim: {error}")) from None
         self._manager.store_descriptor(SHIM, shim.descriptor)
         return shim
 
     def _replace_shim(self) -> None:
         if not client.wait_until_exited(self._directory, _EXIT_TIMEOUT_S):
-            raise ShimLost("the keeper is lost, and its children do not end")
+            raise ShimLost("the shim is lost, and its children do not end")
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._shim.pid, 0)
         self._shim = self._start_shim()

@@ -1,7 +1,7 @@
-"""What a daemon leaves to the next one of the same service, while a keeper holds its children.
+"""What a daemon leaves to the next one of the same service, while a shim holds its children.
 
 A file in the private directory, written anew after each change in the life of a generation. The next daemon believes it
-only as far as the keeper and the kernel confirm it: a process that is not the keeper's is gone.
+only as far as the shim and the kernel confirm it: a process that is not the shim's is gone.
 """
 
 from __future__ import annotations
@@ -98,4 +98,4 @@ def _check_sources(model: ModelRecord, path: str) -> None:
         if number not in known_numbers:
             raise FieldError(f"expected the number of one of its sources, got {number}").at(f"{path}.{what}")
     if len(model.last_ids) != 2:
-        raise FieldError(f"expected two numbers, got {len(model.last_ids)}").at(f"{path}.made")
+        raise FieldError(f"expected two numbers, got {len(model.last_ids)}").at(f"{path}.last_ids")

@@ -17,9 +17,9 @@ _log = logging.getLogger("weightd")
 CLIENTS = "clients"
 """FileDescriptorName= of the sockets on which clients connect."""
 
-SHIM = "keeper"
+SHIM = "shim"
 CONFIG = "config"
-"""Names of descriptors that are kept for the next daemon (FDSTORE=1): a link to the keeper, and what was configured."""
+"""Names of descriptors that are kept for the next daemon (FDSTORE=1): a link to the shim, and what was configured."""
 
 
 class ServiceManager:
@@ -92,7 +92,7 @@ class ServiceManager:
         except BlockingIOError:
             raise
         except OSError as error:
-            _log.warning("the service manager cannot be told %s: %s", message.partition("\n")[0], error)
+            _log.warning("cannot notify the service manager: %s: %s", message.partition("\n")[0], error)
 
 
 def _parse_watchdog(environment: Mapping[str, str]) -> float | None:

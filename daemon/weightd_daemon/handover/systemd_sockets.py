@@ -42,7 +42,7 @@ def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> 
         with_unix: whether clients of this host may connect without ZeroMQ.
 
     Raises:
-        ClaimError: a socket cannot be had.
+        PathInUse: a socket cannot be had.
     """
     with contextlib.ExitStack() as stack:
         passed_listeners = _adopt_passed(passed, stack)

@@ -296,8 +296,8 @@ class Deployment(DeploymentView):
         elif self.serving is None or loading.is_complete:
             self._take_over(loading, now)
 
-    def _take_over(self, coming: GenerationBase, now: float) -> None:
-        old, self.serving, self.loading = self.serving, coming, None
+    def _take_over(self, loading: GenerationBase, now: float) -> None:
+        old, self.serving, self.loading = self.serving, loading, None
         self._wanted_source, self._serving_since = None, now
         if self._state is DeploymentState.INITIAL:
             self._machine.advance(DeploymentEvent.SERVE)
@@ -307,11 +307,11 @@ class Deployment(DeploymentView):
         self._failed_generation = None
         self._is_failing = False
         if old is not None:
-            _log.info("%s takes over from %s", coming.label, old.label, extra=coming.log_extra())
+            _log.info("%s takes over from %s", loading.label, old.label, extra=loading.log_extra())
             self._drain_generation(old, now)
         # After the old one's workers are dismissed: no two generations are given requests.
         self._collect_actions()
-        self._actions += [(coming, AddSlot(name)) for name in coming.slots]
+        self._actions += [(loading, AddSlot(name)) for name in loading.slots]
 
     def _load_if_wanted(self, now: float) -> None:
         if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
@@ -326,46 +326,46 @@ class Deployment(DeploymentView):
         loading = self.loading
         return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
 
-    def _on_loading_failed(self, coming: GenerationBase, now: float) -> None:
+    def _on_loading_failed(self, failed: GenerationBase, now: float) -> None:
         self.loading, self._pending_snapshot = None, None
-        self.draining.append(coming)
-        self._failed_generation = coming
+        self.draining.append(failed)
+        self._failed_generation = failed
         if self._state is DeploymentState.STOPPING:
             return
         if self._state is DeploymentState.REPAIRING:
-            self._fail(coming)
+            self._fail(failed)
         elif self.is_updating:
             self._machine.advance(DeploymentEvent.FINISH_UPDATE)
-        elif coming.retry_hint is RetryHint.WAIT_FOR_MEMORY:
+        elif failed.retry_hint is RetryHint.WAIT_FOR_MEMORY:
             # Copies of the weights in each process would find less.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
-            self._retry_or_fail(coming)
-        elif self._should_fall_back(coming):
+            self._retry_or_fail(failed)
+        elif self._should_fall_back(failed):
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
-                coming.label,
-                coming.cause,
-                extra=coming.log_extra(),
+                failed.label,
+                failed.cause,
+                extra=failed.log_extra(),
             )
             self.spec = self.spec.without_sharing()
-            self._wanted_source = coming.source
+            self._wanted_source = failed.source
             return
-        elif coming.built is not None and coming.built.is_template and not coming.is_transient:
+        elif failed.built is not None and failed.built.is_template and not failed.is_transient:
             _log.warning(
                 "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
-                coming.label,
-                coming.cause,
-                extra=coming.log_extra(),
+                failed.label,
+                failed.cause,
+                extra=failed.log_extra(),
             )
             self.spec = self.spec.without_forking()
-            self._wanted_source = coming.source
+            self._wanted_source = failed.source
             return
-        elif self._state is DeploymentState.INITIAL and coming.retry_hint is not RetryHint.MAY_SUCCEED:
-            self._fail(coming)
+        elif self._state is DeploymentState.INITIAL and failed.retry_hint is not RetryHint.MAY_SUCCEED:
+            self._fail(failed)
         else:
             self._backoff.on_start_failed(now)
-            self._retry_or_fail(coming)
-        self._log_failure(coming)
+            self._retry_or_fail(failed)
+        self._log_failure(failed)
 
     def _should_fall_back(self, failed: GenerationBase) -> bool:
         """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""

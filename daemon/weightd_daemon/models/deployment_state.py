@@ -104,9 +104,9 @@ class DeploymentView:
         predecessor: whose place it may take where there is no room for both; None: nobody's.
     """
 
-    def __init__(self, device: Placement, terms: GenerationSpec) -> None:
-        self.placement = device
-        self.spec = terms
+    def __init__(self, placement: Placement, spec: GenerationSpec) -> None:
+        self.placement = placement
+        self.spec = spec
         self.serving: GenerationBase | None = None
         self.loading: GenerationBase | None = None
         self.draining: list[GenerationBase] = []
@@ -116,7 +116,7 @@ class DeploymentView:
         self._is_failing = False
         # What the next generation loads, once there may be one.
         self._wanted_source: ModelSource | None = None
-        self._machine = Machine(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {device.name}", {})
+        self._machine = Machine(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {placement.name}", {})
         self.predecessor: ReplacedDeployment | None = None
 
     @property

@@ -172,9 +172,9 @@ class ServedModel:
         loaded = list(record.generations)
         for deployment in self.deployments:
             # Several groups of ranks on the CPU are on one device.
-            there = next((each for each in loaded if each.device == deployment.placement.name), None)
-            loaded = [each for each in loaded if each is not there]
-            if there is None or not self._resume_generation(deployment, sources, there, now):
+            generation_record = next((each for each in loaded if each.device == deployment.placement.name), None)
+            loaded = [each for each in loaded if each is not generation_record]
+            if generation_record is None or not self._resume_generation(deployment, sources, generation_record, now):
                 deployment.start(self._versions.current)
         self._reconcile(now)
 
@@ -488,10 +488,10 @@ class ServedModel:
     def _perform_all(self, now: float) -> None:
         """Perform what is wanted, and what comes of it."""
         while True:
-            wanted = [(each, action) for each in self.deployments for action in each.take_actions()]
-            if not wanted:
+            actions = [(each, action) for each in self.deployments for action in each.take_actions()]
+            if not actions:
                 return
-            for deployment, (generation, action) in wanted:
+            for deployment, (generation, action) in actions:
                 self._process_events.perform(deployment, generation, action, now)
             self._report_snapshots(now)
 

@@ -224,8 +224,8 @@ class ProcessEvents:
             case Spawn(name, role, template):
                 self._by_process[name] = deployment, generation
                 snapshot = self._snapshots[generation.source]
-                what = self._rendezvous.program(self._config, generation, snapshot, name, deployment.placement)
-                self._process_manager.spawn(self._event_handler, generation, what, name, role, template)
+                program = self._rendezvous.program(self._config, generation, snapshot, name, deployment.placement)
+                self._process_manager.spawn(self._event_handler, generation, program, name, role, template)
             case Send(name, order):
                 self._process_manager.send_order(name, order)
             case Kill(name, abort):

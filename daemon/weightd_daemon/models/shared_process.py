@@ -56,13 +56,13 @@ class SharedProcessGroup:
     """
 
     def __init__(
-        self, config: ModelConfig, devices: Mapping[str, DeviceBudget], children: ProcessManager, ids: IdSequence
+        self, config: ModelConfig, devices: Mapping[str, DeviceBudget], process_manager: ProcessManager, ids: IdSequence
     ) -> None:
         if config.group is None:
             raise ValueError("expected a model of a group")
         self.group = config.group
         self.members: list[GroupedModel] = []
-        self.process_manager = children
+        self.process_manager = process_manager
         self._ids = ids
         self._source = ModelSource(self.group.name, number=ids.next_source())
         self._started_count = 0

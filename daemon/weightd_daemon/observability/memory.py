@@ -131,7 +131,7 @@ class MemorySampler:
                 self._start(lambda: self._measure(daemon_pids, subjects))
             except RuntimeError as error:
                 self._is_measuring = False
-                _log.warning("the memory of the processes is not measured: %s", with_limit_hint(str(error)))
+                _log.warning("cannot measure process memory: %s", with_limit_hint(str(error)))
         return self._report
 
     def _measure(self, daemon_pids: Sequence[int], subjects: MemorySubjects) -> None:

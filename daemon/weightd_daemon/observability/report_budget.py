@@ -61,7 +61,7 @@ class Reports:
             ResourceExhausted: the user has `MAX_PER_USER` already.
         """
         if self._counts_by_user[requester.user] == MAX_PER_USER:
-            text = f"{MAX_PER_USER} questions of this user for status, metrics and events wait already"
+            text = f"{MAX_PER_USER} status, metrics and events requests of this user are waiting already"
             raise ResourceExhausted(text, retry_after=self._retry_after_s(requester))
         self._pending.append(_PendingReport(requester, step))
         self._counts_by_user[requester.user] += 1
@@ -69,7 +69,7 @@ class Reports:
         if len(self._pending) > MAX_PENDING:
             last = self._next_to_evict()
             self._remove(last)
-            text = f"{MAX_PENDING} questions for status, metrics and events wait already, most of them of this user"
+            text = f"{MAX_PENDING} status, metrics and events requests are waiting already, most of them of this user"
             self._reject(last.requester, ResourceExhausted(text, retry_after=self._retry_after_s(last.requester)))
 
     def step(self) -> None:

@@ -49,7 +49,7 @@ from weightd_protocol.version import VERSION
 
 
 class ProxyView(Protocol):
-    """A gate, as who keeps it knows it: its listener's name and address, its process, and who has come and gone."""
+    """A proxy, as who keeps it knows it: its listener's name and address, its process, and who has come and gone."""
 
     name: str
     address: str
@@ -69,7 +69,7 @@ class StatusInputs(NamedTuple):
         dropped: answers that could not be sent.
         buffered_bytes: that are kept for clients.
         max_buffered_bytes: that may be.
-        daemon_pids: the daemon, what makes its gates, these, and its keeper if it has one.
+        daemon_pids: the daemon, what makes its proxies, these, and its shim if it has one.
         config_note: what is wrong with the configuration file.
         zmq_proxies: how they stand.
         fork_servers: of which children are forked.

@@ -149,19 +149,19 @@ def _usage_difference(now: Usage, before: Usage) -> Usage:
 def _usage_text(usage: Usage, seconds: float, total_seconds: float) -> str:
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(usage.refused.items()))
     refused = f"{usage.refused_total} refused ({reasons})" if reasons else "none refused"
-    share = f" ({usage.slot_seconds / total_seconds:.0%} of all)" if total_seconds else ""
+    share = f" ({usage.slot_seconds / total_seconds:.0%} of total)" if total_seconds else ""
     parts = [
         f"{usage.requests} requests in {seconds:.0f} s",
         f"{usage.served} served",
         refused,
         f"{usage.rows} rows",
-        f"{usage.slot_seconds:.3f} s of workers{share}",
-        f"{usage.queue_seconds:.3f} s waited",
+        f"{usage.slot_seconds:.3f} slot seconds{share}",
+        f"{usage.queue_seconds:.3f} s queued",
         f"{usage.bytes_in} bytes in",
         f"{usage.bytes_out} bytes out",
     ]
     if usage.unexpected_exits:
-        parts.append(f"{usage.unexpected_exits} workers lost")
+        parts.append(f"{usage.unexpected_exits} unexpected exits")
     return ", ".join(parts)
 
 

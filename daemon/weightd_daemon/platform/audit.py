@@ -71,7 +71,7 @@ def write(entry: AuditEntry, result: str, detail: str = "", **extra_fields: str)
 
 
 class RefusalLog:
-    """Writes what clients may bring about at will: at once, then for each user seldom, with how many are left out."""
+    """Writes what clients may bring about at will: at once, then for each user seldom, with how many are suppressed."""
 
     def __init__(self) -> None:
         self._rate_limited_log = RateLimitedLog(_REFUSAL_INTERVAL_S)
@@ -79,8 +79,8 @@ class RefusalLog:
     def write(self, entry: AuditEntry, result: str, detail: str, now: float) -> None:
         """Write the entry, or count it. Users of no tenant count as one, and so do hosts: there may be many."""
         has_own_limit = entry.tenant and not entry.user.startswith("host ")
-        left_out = self._rate_limited_log.record(
+        suppressed = self._rate_limited_log.record(
             f"{result} {entry.user} of {entry.tenant}" if has_own_limit else "", now
         )
-        if left_out is not None:
-            write(entry, result, detail, left_out=str(left_out) if left_out else "")
+        if suppressed is not None:
+            write(entry, result, detail, suppressed=str(suppressed) if suppressed else "")

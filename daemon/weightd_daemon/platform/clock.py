@@ -6,7 +6,7 @@ machine), it cannot receive their answers, and often they are stopped, too. That
 every deadline of another process is a time of this clock.
 
 Deadlines by which others judge the daemon, those of its clients and of the service manager, go by real time: see
-`Loop.on_pause`.
+`EventLoop.on_suspended`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many clients a process has descriptors for, and which connections end when there are more.
 
-The daemon, its gates and the metrics endpoint each have their own clients, and the same rule for them.
+The daemon, its proxies and the metrics endpoint each have their own clients, and the same rule for them.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class _Queue(Generic[G]):
     """Connections in the order in which they were added, in two tables."""
 
     def __init__(self) -> None:
-        # `first_to_go` moves connections that have spoken from the front of `others` to the end of `spoken`. So all
-        # connections in `others` were added after all in `spoken`.
+        # `next_to_evict` moves connections that have sent a message from the front of `unchecked` to the end of
+        # `active`. So all connections in `unchecked` were added after all in `active`.
         self.active: OrderedDict[G, None] = OrderedDict()
         self.unchecked: OrderedDict[G, None] = OrderedDict()
 
@@ -206,7 +206,9 @@ class ConnectionLimiter(Generic[G]):
             elif len(self) <= max_connections:
                 break
             else:
-                connection = self._next_to_evict(guaranteed) if strangers is None else strangers.next_to_evict(guaranteed)
+                connection = (
+                    self._next_to_evict(guaranteed) if strangers is None else strangers.next_to_evict(guaranteed)
+                )
                 account, user = self._account_and_user[connection]
                 count = len(self._accounts[account].user_queues[user])
                 why = (
@@ -223,4 +225,6 @@ class ConnectionLimiter(Generic[G]):
         """Of the accounts that have the most, return the connection whose end costs least."""
         size = max(map(len, self._accounts.values()))
         found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)
-        return min(found, key=lambda connection: (connection.is_busy, connection.has_sent_message, -connection.connected_at))
+        return min(
+            found, key=lambda connection: (connection.is_busy, connection.has_sent_message, -connection.connected_at)
+        )

@@ -28,7 +28,7 @@ class ExitInitiator(enum.Enum):
 
     UNKNOWN = ""
     DAEMON = "weightd has ended it"
-    SHIM = "its keeper is lost"
+    SHIM = "its shim is lost"
     KERNEL = "the kernel was out of memory"
 
 
@@ -72,7 +72,7 @@ class ExitCause:
 
     @property
     def is_external(self) -> bool:
-        """Whether another has ended it: a person, the kernel for want of memory, its keeper's end."""
+        """Whether another has ended it: a person, the kernel for want of memory, its shim's end."""
         return self.is_killed and not self.may_be_own_fault
 
     @property
@@ -107,7 +107,7 @@ class ExitClassifier:
         self._signalled.add(name)
 
     def classify(self, name: str, status: int | None, detail: str) -> ExitCause:
-        """Return how a child has ended: with this status, None if it has gone with its keeper, and these last words."""
+        """Return how a child has ended: with this status, None if it has gone with its shim, and these last words."""
         was_signalled = name in self._signalled
         self._signalled.discard(name)
         if status is None:

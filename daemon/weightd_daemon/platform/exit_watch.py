@@ -43,7 +43,7 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has exited.
 
     A pidfd cannot name another process by mistake. Nor can a pid, as long as the process's parent has not reaped it:
-    that parent is this process or its keeper, and a keeper that ends takes its children along.
+    that parent is this process or its shim, and a shim that ends takes its children along.
 
     Args:
         descriptor: `watch_exit` has returned it for the process.
@@ -77,7 +77,7 @@ def _open_pidfd(pid: int) -> int:
 
 
 def _open_exit_pipe(pid: int) -> int:
-    import threading  # noqa: PLC0415 - the keeper stays smaller without it
+    import threading  # noqa: PLC0415 - the shim stays smaller without it
 
     reader, writer = os.pipe()
 

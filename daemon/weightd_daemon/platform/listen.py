@@ -27,7 +27,7 @@ def listen_addresses(descriptors: Sequence[int]) -> list[str]:
     """Return where these listening sockets listen: ipc://PATH, unix://PATH where it has that suffix, tcp://HOST:PORT.
 
     Raises:
-        ClaimError: one is of a kind that has no such address.
+        PathInUse: one is of a kind that has no such address.
     """
     return [_listen_address(descriptor) for descriptor in descriptors]
 
@@ -59,7 +59,7 @@ def listen_on(address: str) -> Generator[socket.socket, None, None]:
     """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block, and leave no path behind.
 
     Raises:
-        ClaimError: somebody listens there, or something else is there, or it cannot be had.
+        PathInUse: somebody listens there, or something else is there, or it cannot be had.
     """
     path = _unix_path(address)
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def reserve_socket_path(path: Path) -> Generator[None, None, None]:
     """Have the path for a socket within the block; what a killed process left there, and what is there then, goes.
 
     Raises:
-        ClaimError: somebody listens there, or it is no socket.
+        PathInUse: somebody listens there, or it is no socket.
     """
     _check_no_listener(path)
     _remove_socket(path)
@@ -105,7 +105,7 @@ def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.so
     """Return a socket that is bound to the path, which the address says to people.
 
     Raises:
-        ClaimError: it cannot be had.
+        PathInUse: it cannot be had.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.

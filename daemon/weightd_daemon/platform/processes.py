@@ -26,7 +26,7 @@ _FLAGS_FIELD = 6
 
 @dataclass(frozen=True)
 class ChildProcess:
-    """A child, of this process or of its keeper.
+    """A child, of this process or of its shim.
 
     Attributes:
         pid: of the process.
@@ -51,7 +51,7 @@ def start(
 ) -> ChildProcess:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
-    It is born with SIGINT blocked: see `parent.without_interrupts`.
+    It is born with SIGINT blocked: see `pdeathsig.sigint_blocked`.
 
     Args:
         argv: the command, which every user of the host may read.

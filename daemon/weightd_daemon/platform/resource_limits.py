@@ -63,7 +63,7 @@ def check_threads(count: int) -> None:
     """Check that this process may have so many threads more. libzmq aborts the process if it cannot start its own.
 
     Raises:
-        ClaimError: it may not; the text names the limit.
+        PathInUse: it may not; the text names the limit.
     """
     stop = threading.Event()
     started: list[threading.Thread] = []

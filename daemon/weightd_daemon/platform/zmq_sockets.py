@@ -44,7 +44,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
     """Return a ROUTER socket bound to `address`, to which processes of this user can connect.
 
     Raises:
-        ClaimError: the address cannot be bound.
+        PathInUse: the address cannot be bound.
     """
     seed_routing_ids()
     socket = context.socket(zmq.ROUTER)

@@ -1,4 +1,4 @@
-"""The lanes: a stream to each child, by which requests go there and answers come back, without libzmq."""
+"""The channels: a stream to each child, by which requests go there and answers come back, without libzmq."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerChannels:
         loop: calls when something can be read or written.
         name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
         on_message: is given the name of a child and the frames of its next message.
-        on_protocol_error: is given the name of a child and how it has broken the protocol: then its lane is closed.
+        on_protocol_error: is given the name of a child and how it has broken the protocol: then its channel is closed.
 
     Attributes:
         on_message_burst: called before more than one message is heard that have come at once.
@@ -70,11 +70,11 @@ class WorkerChannels:
         self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
-        """Whether the child has connected its lane, and that is not closed."""
+        """Whether the child has connected its channel, and that is not closed."""
         return self._channels.get(name) is not None
 
     def is_open_or_pending(self, name: str) -> bool:
-        """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
+        """Whether the child has a channel, or will have one for what waits: what comes after that has to go there."""
         return self.is_open(name) or name in self._held_messages
 
     def send(self, name: str, frames: Sequence[Any], regions: Sequence[SharedRegion] = ()) -> None:

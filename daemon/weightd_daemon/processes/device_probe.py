@@ -69,7 +69,7 @@ class DeviceProbe:
             name = f"{log.parent.name}.{device.name}"
             oneshot.run(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
         except OSError as error:
-            _log.warning("%s: cannot be asked for its memory: %s", device.name, error.strerror)
+            _log.warning("%s: cannot query its memory: %s", device.name, error.strerror)
             probe_next()
 
     def _is_unprobed(self, name: str) -> bool:
@@ -84,5 +84,5 @@ class DeviceProbe:
             _log.info("%s: %d MiB are free", device.name, free // MIB)
         else:
             why = result.get("error") or exit_cause.detail or exit_cause.description
-            _log.warning("%s: cannot be asked for its memory: %s", device.name, why)
+            _log.warning("%s: cannot query its memory: %s", device.name, why)
         probe_next()

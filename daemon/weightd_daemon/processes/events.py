@@ -36,7 +36,7 @@ class Snapshot:
         weights: the copy of the arrays to load over its weights, or "".
         sha256: of the model, or of the digests of all slices in the order of their ranks.
         nbytes: of all files of the model.
-        sample: the copy of the inputs that the canary is run on, or "".
+        sample: the copy of the inputs that the self-test is run on, or "".
         identity: of the files of the model: another one as soon as one was written or replaced.
         slices: what each rank loads; none: the model is whole.
         rank_tables: the copy of the rank table of each group, if they are configured.

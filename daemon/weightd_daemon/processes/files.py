@@ -31,8 +31,8 @@ class SnapshotFiles:
 
     @property
     def sample(self) -> Path:
-        """The inputs that the canary asks, if they are configured."""
-        return self.directory / "canary.npz"
+        """The inputs that the self-test runs on, if they are configured."""
+        return self.directory / "selftest.npz"
 
     def group_info(self, rank: int) -> Path:
         """What a rank is told of the groups of ranks within the model, if that is configured."""
@@ -56,7 +56,7 @@ class SnapshotFiles:
         """Make the directory; nothing of an earlier attempt is left in it.
 
         Raises:
-            ClaimError: it cannot be made.
+            PathInUse: it cannot be made.
         """
         self.remove()
         # Somebody may have removed all of the cache.
@@ -92,7 +92,7 @@ class GenerationFiles:
         """Make the directory, with this rank table in it if there is one.
 
         Raises:
-            ClaimError: the directory cannot be made.
+            PathInUse: the directory cannot be made.
             OSError: the table cannot be written.
         """
         # Somebody may have removed all of the cache.

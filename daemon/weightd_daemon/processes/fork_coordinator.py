@@ -104,6 +104,6 @@ class ForkCoordinator:
         """End whoever has not answered in time: that end is told, and what it was asked for with it."""
         late = self._pending_forks.overdue_parents(now)
         for parent in late:
-            _log.warning("%s has not forked in time what it was asked for: it is ended", parent)
+            _log.warning("%s did not fork in time: killing it", parent)
             self._on_timeout(parent)
         self._timer.set(now + _RECHECK_INTERVAL_S if late else self._pending_forks.next_deadline)

@@ -110,7 +110,7 @@ class ForkServers:
 
         Args:
             name: of the process.
-            has_channel: whether it has connected its lane, which it does when it has loaded everything.
+            has_channel: whether it has connected its channel, which it does when it has loaded everything.
         """
         server = self._find_by_name(name)
         deadline = clock.now() + FORK_TIMEOUT_S
@@ -135,7 +135,7 @@ class ForkServers:
         now = clock.now()
         server.restart_backoff.on_death(now - server.started_at, now)
         server.name, server.reason = "", f"its fork server is lost: {exit_cause}"
-        _log.warning("the fork server of %s under %s is lost: %s", server.engine, server.python, exit_cause)
+        _log.warning("the fork server of %s under %s exited: %s", server.engine, server.python, exit_cause)
         if server.restart_backoff.delay_s == 0.0:
             self._start(server)
 

@@ -153,7 +153,9 @@ class SnapshotService:
         models = _models_to_copy(config, source, files)
         try:
             copies = [str(directory / Path(path).name) for path, directory in models]
-            results = [SnapshotResult(copy, *each) for copy, each in zip(copies, reply.get("snapshots", ()), strict=True)]
+            results = [
+                SnapshotResult(copy, *each) for copy, each in zip(copies, reply.get("snapshots", ()), strict=True)
+            ]
         except (TypeError, ValueError):
             results = []
         if exit_cause.status != 0 or not results:

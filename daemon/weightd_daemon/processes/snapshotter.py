@@ -1,7 +1,7 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its argument is the
-pid of its parent. It reads an `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and
+pid of its parent. It reads a `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and
 the order names models. It answers on stdout, a pipe, with an object in JSON: the `snapshots`, each without its path,
 or an `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon
 removes.

@@ -29,8 +29,8 @@ class WorkerProgram:
         sharing: whether weights are shared.
         options: of the engine, as JSON.
         weights: a file of arrays to load over the model's weights, or "".
-        sample: a file of inputs for the canary, or "".
-        tolerance: how far answers to the canary may be apart.
+        sample: a file of inputs for the self-test, or "".
+        tolerance: how far answers to the self-test may be apart.
         environment: all of it; None for that of this process.
         spawn_reason: why it is not forked, "" where it may be.
         can_be_template: whether workers may be forked of it once it has built.
@@ -73,7 +73,7 @@ class ProcessSpec:
         arguments: of that, but for who is the parent; the process reads them from stdin.
         log: where its output goes.
         environment: all of it.
-        is_channel_only: whether it speaks over its lane alone, however it comes to be.
+        is_channel_only: whether it speaks over its channel alone, however it comes to be.
     """
 
     name: str

@@ -125,7 +125,7 @@ class ProcessSupervisor:
         self._has_changed = False
         # Whose each child is, by its name, from the moment in which it is wanted.
         self._event_handlers: dict[str, ProcessEventHandler] = {}
-        # Who has a lane and nothing else: what was forked, and what processes are forked of.
+        # Who has a channel and nothing else: what was forked, and what processes are forked of.
         self._channel_only: set[str] = set()
         # With what each was started, unless that was by the daemon before this one.
         self._interpreters: dict[str, str] = {}
@@ -133,7 +133,7 @@ class ProcessSupervisor:
         self._deferred: list[Callable[[float], None]] = []
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
         self._held_orders: dict[str, list[ChildOrder]] = {}
-        # A child that finds the socket finds the lane.
+        # A child that finds the socket finds the channel.
         self._channels = WorkerChannels(
             config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error
         )
@@ -354,7 +354,7 @@ class ProcessSupervisor:
         self._process_table.kill_all()
 
     def close(self) -> None:
-        """Close the lanes."""
+        """Close the channels."""
         self._channels.close()
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class ProcessSupervisor:
             if owner is not None:
                 message = self._parse_message(name, received)
                 if isinstance(message, Reconnected):
-                    # It has connected its lane before it said so.
+                    # It has connected its channel before it said so.
                     self._channels.accept()
                 for order in self._held_orders.pop(name, ()):
                     self.send_order(name, order)
@@ -474,7 +474,7 @@ class ProcessSupervisor:
         except RemoteProtocolError as error:
             return _protocol_failure(error)
         if isinstance(message, Forked):
-            return _protocol_failure(RemoteProtocolError("forked: expected it by the lane"))
+            return _protocol_failure(RemoteProtocolError("forked: expected it on the channel"))
         if isinstance(message, Hello):
             # The kernel knows who says HELLO: it must be the process that was started under that name.
             pid, expected = peer_pid(received.identity), self._pid_of(name)

@@ -38,7 +38,7 @@ _HIDDEN_UID = 65534
 
 _FILE_KEYS = ("tokens", "tls_cert", "tls_key", "client_ca")
 
-_CALLER_TABLE = mapping(text(limits.MAX_NAME_BYTES), _MAX_CALLERS)["kind"]
+_CALLER_TABLE = mapping(text(limits.MAX_NAME_BYTES), _MAX_CALLERS)["field_type"]
 
 
 class ConfigError(WeightdError):

@@ -142,16 +142,16 @@ class HttpInference:
             if each.region is not None
         }
 
-        def put(how: OutputJson, content: memoryview) -> None:
-            shm_slice = slices[how.name]
-            if len(content) > shm_slice.nbytes:
-                text = (
-                    f"output {how.name}: expected room for {len(content)} bytes in its region, got {shm_slice.nbytes}"
+        def write(output: OutputJson, content: memoryview) -> None:
+            shm_slice = slices[output.name]
+            size = len(content)
+            if size > shm_slice.nbytes:
+                raise InvalidArgument(
+                    f"output {output.name}: expected room for {size} bytes in its region, got {shm_slice.nbytes}"
                 )
-                raise InvalidArgument(text)
             shm_slice.region.write(shm_slice.offset, content)
 
-        return put
+        return write
 
 
 def _region_parameters(parameters: Any) -> tuple[object, object, object]:

@@ -46,7 +46,7 @@ class RankMember:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """What the canary of one of the models of a process has shown: the digest of its answer, "" where it has none."""
+    """What the self-test of one model of a process has shown: the digest of its answer, "" where it has none."""
 
     selftest_digest: str = field(metadata=DIGEST)
     selftest_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
@@ -76,7 +76,7 @@ class JoinedGroup:
 
 @dataclass(frozen=True)
 class RunSelfTest:
-    """daemon → rank: all have entered, and all are told this at once: run the canary.
+    """daemon → rank: all have joined, and all are told this at once: run the self-test.
 
     `max_rows`, `row_counts` as in `Build`.
     """
@@ -87,7 +87,7 @@ class RunSelfTest:
 
 @dataclass(frozen=True)
 class SelfTestDone:
-    """rank → daemon: I have run the canary, and what I had to compare was right.
+    """rank → daemon: I have run the self-test, and what I had to compare was right.
 
     `selftest_digest` is the digest of what was compared, "" where this rank has nothing to compare, and
     `selftest_cases` are its inputs. Of a process that has several models `members` has both of each, in their order;

@@ -124,11 +124,11 @@ class Reconnected:
 class Build:
     """daemon → holder: build the model and let these processes share its weights.
 
-    `search_selftest`: look for a canary; `selftest_cases` worked before and come first, `unfit_cases` did not and are
-    left out. Without it `selftest_cases` are what was configured and has to work, and where there are none there is no
-    canary, unless the process was given a sample. `max_rows` are the most of one predict of several requests, 1 where
-    each has its own: then nothing is found out about them; `row_counts` the only ones that a predict may have, none:
-    any; `exact`, whether it is tested that the answers are bit for bit those of each alone.
+    `search_selftest`: look for a self-test; `selftest_cases` worked before and come first, `unfit_cases` did not and
+    are left out. Without it `selftest_cases` are what was configured and has to work, and where there are none there is
+    no self-test, unless the process was given a sample. `max_rows` are the most of one predict of several requests, 1
+    where each has its own: then nothing is found out about them; `row_counts` the only ones that a predict may have,
+    none: any; `exact`, whether it is tested that the answers are bit for bit those of each alone.
     """
 
     pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
@@ -142,11 +142,12 @@ class Build:
 
 @dataclass(frozen=True)
 class TryingSelfTest:
-    """holder → daemon: I am about to run the canary on `cases`, which may be my end.
+    """holder → daemon: I am about to run the self-test on `cases`, which may be my end.
 
     `unfit_cases` is known not to work.
 
-    It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
+    It goes on when it hears `continue_selftest`, so that the daemon knows what it died of. With nothing to try the
+    search is over.
     """
 
     cases: SelfTestCases = field(metadata=SELFTEST_CASES)
@@ -164,9 +165,9 @@ class Built:
 
     `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
     is something that could have been. Of a holder that `is_template` workers are forked, which have all that it has.
-    `selftest_cases` are what the canary is run on, none where the model has no canary; `selftest_digest` is the digest
-    of its answers, "" for a model that does not repeat itself; `selftest_note` says why there is none, or what it is
-    worth.
+    `selftest_cases` are what the self-test is run on, none where the model has no self-test; `selftest_digest` is the
+    digest of its answers, "" for a model that does not repeat itself; `selftest_note` says why there is none, or what
+    it is worth.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -212,8 +213,8 @@ class Allowed:
 class Attach:
     """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
 
-    Then run the canary on these inputs. `max_rows`, `row_counts` and `exact` as in `Build`; `row_support`: what `Built`
-    said of them.
+    Then run the self-test on these inputs. `max_rows`, `row_counts` and `exact` as in `Build`; `row_support`: what
+    `Built` said of them.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -222,7 +223,7 @@ class Attach:
     row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
     exact: bool = field(default=True, metadata=boolean())
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
-    by_shape: bool = field(default=False, metadata=boolean())
+    rebuilds_per_shape: bool = field(default=False, metadata=boolean())
     """As in `Built`."""
     first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
     """As in `Built`."""
@@ -370,7 +371,7 @@ class Ping:
 class Pong:
     """worker → daemon: the answer to a `Ping`.
 
-    `selftest_digest` is the digest of what the canary gives now, else "".
+    `selftest_digest` is the digest of what the self-test gives now, else "".
     """
 
     selftest_digest: str = field(default="", metadata=DIGEST)

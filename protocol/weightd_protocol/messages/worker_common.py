@@ -10,7 +10,7 @@ from weightd_protocol.frozen import dataclass
 from weightd_protocol.schema import boolean, integer, list_of, mapping, omit_default, one_of, text
 
 SelfTestCase = Dict[str, Tuple[int, ...]]
-"""An input of the canary: the shape of each of the model's inputs, by its name."""
+"""An input of the self-test: the shape of each of the model's inputs, by its name."""
 
 SelfTestCases = Tuple[SelfTestCase, ...]
 
@@ -40,7 +40,7 @@ class RowSupport:
     reason that `note` gives. `is_equal`: those of many rows were, bit for bit, those of each alone; else `note` says
     which differed, by how much, and of how many rows, or why that was not found out. `batch_digest` is that of the
     answer to a predict of many rows, "" where none is to be compared. `compared_rows`: each number of rows up to this
-    one, of the other dimensions that the canary has, is among those that were compared. `row_kind` names the kind of
+    one, of the other dimensions that the self-test has, is among those that were compared. `row_kind` names the kind of
     rows that were used (`weightd_common.rowtest.rows.Kind`), of which the digest is. `unequal_specials` are kinds of
     floats: where rows have such values, answers together are not known to be those of each alone, though those of other
         rows are.

@@ -85,4 +85,4 @@ def test_a_file_is_needed_where_the_model_takes_no_rows_that_are_made_up(tmp_pat
     assert trial(positive).verify(source, 16, ()) == BatchTestResult("", needs_sample=True)
     assert trial(lambda x: x).verify(source, 16, ()) == BatchTestResult("")
     refused = trial(positive).verify(made_up(), 16, ())
-    assert refused.note.startswith("the model does not run on 1 rows: expected at least 3; set `canary`")
+    assert refused.note.startswith("the model does not run on 1 rows: expected at least 3; set `selftest`")

@@ -252,16 +252,16 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
 
 SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
     "hello": lambda group, name: group.hello(name),
-    "entered": lambda group, name: group.entered(name),
-    "warmed": lambda group, name: group.warmed(name),
-    "back": lambda group, name: group.back(name),
+    "joinedgroup": lambda group, name: group.entered(name),
+    "selftestdone": lambda group, name: group.warmed(name),
+    "reconnected": lambda group, name: group.back(name),
 }
 
 
 @pytest.mark.parametrize("what", SAYS)
 @pytest.mark.parametrize("when", LOADS)
 def test_who_speaks_out_of_turn_does_not_know_where_it_is(when: str, what: str) -> None:
-    if (when, what) in {("spawned", "hello"), ("loading", "entered"), ("warming", "warmed"), ("resumed", "back")}:
+    if (when, what) in {("spawned", "hello"), ("loading", "joinedgroup"), ("warming", "selftestdone"), ("resumed", "reconnected")}:
         return
     group = LOADS[when](RankGroupHarness())
     group.wanted()

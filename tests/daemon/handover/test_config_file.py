@@ -23,7 +23,7 @@ class Holder(SimpleNamespace):
 
     inherited: dict[str, list[int]]
 
-    def keep(self, name: str, descriptor: int) -> None:
+    def store_descriptor(self, name: str, descriptor: int) -> None:
         self.inherited = {name: [descriptor]}
 
 

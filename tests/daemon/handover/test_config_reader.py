@@ -52,7 +52,7 @@ def test_what_a_file_says_is_read_as_at_a_start(scene: Scene, tmp_path: Path) ->
     scene.path.write_text(
         f'[listeners.l]\naddress = "ipc://{tmp_path}/l"\n[tenants.ann]\nuids = [1]\n'
         f'[devices."cpu:0"]\ncpus = "0"\n{MODEL}'
-        'canary = {x = [1, 2]}\n[models.n]\npath = "n.onnx"\n[models.n.batching]\nmax_rows = 4\n'
+        'selftest = {x = [1, 2]}\n[models.n]\npath = "n.onnx"\n[models.n.batching]\nmax_rows = 4\n'
     )
     found = scene.read()
     assert found.config == load(scene.path)

@@ -163,9 +163,9 @@ def test_what_is_there_already_is_not_written_again(path: Path) -> None:
         b'{"account": {"tenant": "ann"}}\n{"lines": 1}\n',
         b'{"account": 1, "model": 1}\n{"lines": 1}\n',
         b'{"shoe": {}}\n{"lines": 1}\n',
-        b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": -1}}\n{"lines": 1}\n',
-        b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": NaN}}\n{"lines": 1}\n',
-        2 * b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": 1}}\n' + b'{"lines": 2}\n',
+        b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped_responses": -1}}\n{"lines": 1}\n',
+        b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped_responses": NaN}}\n{"lines": 1}\n',
+        2 * b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped_responses": 1}}\n' + b'{"lines": 2}\n',
         b"[" * 100_000,
     ],
 )
@@ -181,8 +181,8 @@ def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, cap
 
 
 def test_what_is_wrong_is_told_with_its_place(path: Path) -> None:
-    path.write_bytes(b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": -1}}\n{"lines": 1}\n')
-    with pytest.raises(CounterStoreError, match=r"^daemon\.dropped: expected integer"):
+    path.write_bytes(b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped_responses": -1}}\n{"lines": 1}\n')
+    with pytest.raises(CounterStoreError, match=r"^daemon\.dropped_responses: expected integer"):
         counter_store.read(path, {"daemon": DaemonCounterRecord})
 
 

@@ -29,10 +29,10 @@ from weightd_daemon.processes.launchers.shim.client import ShimClient
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """
 import socket, sys
-from weightd_daemon.handover.instance_lock import claim
+from weightd_daemon.handover.instance_lock import lock_instance
 from weightd_daemon.config.daemon import DaemonConfig
 config = DaemonConfig(*sys.argv[1:])
-with claim(config), socket.socket(socket.AF_UNIX) as listener:
+with lock_instance(config), socket.socket(socket.AF_UNIX) as listener:
     listener.bind(str(config.children_socket))
     listener.listen()
     (config.private_dir / "left").mkdir()
@@ -197,7 +197,7 @@ def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonC
         os.umask(before)
 
 
-@pytest.mark.parametrize("step", ["weightd_daemon.handover.instance_lock.wait_until_gone", "pathlib.Path.unlink"])
+@pytest.mark.parametrize("step", ["weightd_daemon.handover.instance_lock.wait_until_exited", "pathlib.Path.unlink"])
 def test_another_users_files_are_an_error_of_one_line(
     config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -256,9 +256,7 @@ def test_a_private_directory_is_made_once_its_keeper_has_ended(
     monkeypatch.setattr(time, "sleep", sleep)
     with caplog.at_level(logging.INFO, "weightd"):
         make_private_directory(config.private_dir)
-    assert [each.getMessage() for each in caplog.records] == [
-        "waiting for the processes of the daemon before this one to end"
-    ]
+    assert [each.getMessage() for each in caplog.records] == ["waiting for the processes of the previous daemon to end"]
     assert list(config.private_dir.iterdir()) == []
     assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
 

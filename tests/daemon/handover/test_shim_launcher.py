@@ -140,7 +140,7 @@ def test_with_another_directory_the_old_processes_end_first(
         assert select.select([child.pidfd], [], [], 0)[0]
         make_private_directory(path)
 
-    monkeypatch.setattr(shim_launcher, "make_private", make)
+    monkeypatch.setattr(shim_launcher, "make_private_directory", make)
     second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
     assert (second.inherited_state, second.pid != first.pid) == (None, True)
     assert ended(first.pid)
@@ -219,10 +219,8 @@ def test_a_directory_that_is_not_free_is_refused(
     other = client.start_shim(config.private_dir)
     service.keepers.add(other.pid)
     # As if it had been free when it was looked at.
-    monkeypatch.setattr(shim_launcher, "make_private", mock.Mock())
-    with pytest.raises(
-        PathInUse, match=r"^cannot start the keeper of the processes: .*another keeper has the directory"
-    ):
+    monkeypatch.setattr(shim_launcher, "make_private_directory", mock.Mock())
+    with pytest.raises(PathInUse, match=r"^cannot start the shim: .*another shim has the directory"):
         service.start(config)
     assert other.surviving_processes() == []
     other.kill()

@@ -129,7 +129,7 @@ LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {
         ({}, {"version": "9.9", "protocol": LATER, "models": "other", "devices": None}, LATER_TEXT),
         ({}, {"models": None}, "{}: models"),
         ({}, {"models": [{"name": ""}]}, "{}: models[0]"),
-        ({}, {"devices": [{"name": "cpu", "free": -1}]}, "{}: devices[0].free"),
+        ({}, {"devices": [{"name": "cpu", "free_bytes": -1}]}, "{}: devices[0].free_bytes: expected"),
         ({}, {"surprise": 1}, "{}: surprise"),
         ({}, {"version": 3}, "{}: version"),
         ({}, {"protocol": float(CHILD_PROTOCOL_VERSION)}, "{}: protocol"),
@@ -139,7 +139,7 @@ LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {
             {},
             "{}: models[0].generations.source: expected the number of",
         ),
-        ({"made": (12,)}, {}, "{}: models[0].made: expected two numbers, got 1"),
+        ({"last_ids": (12,)}, {}, "{}: models[0].last_ids: expected two numbers, got 1"),
     ],
 )
 def test_what_is_wrong_is_named(path: Path, model: dict[str, Any], values: dict[str, object], text: str) -> None:

@@ -19,7 +19,7 @@ from weightd_daemon.handover.systemd_manager import CLIENTS, CONFIG, SHIM, Servi
 # Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
 _SERVICE = """
 import json, os, sys
-from weightd_daemon.handover.systemd_manager import Manager
+from weightd_daemon.handover.systemd_manager import ServiceManager
 read, write = os.pipe()
 free = os.dup2(read, 100), os.dup2(write, 101)
 for row in json.loads(sys.argv[1]):
@@ -27,7 +27,7 @@ for row in json.loads(sys.argv[1]):
     os.environ.update({**row, "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "NOTIFY_SOCKET": "/notify"})
     if os.environ.get("LISTEN_PID") == "own":
         os.environ["LISTEN_PID"] = str(os.getpid())
-    inherited = Manager(os.environ).inherited
+    inherited = ServiceManager(os.environ).inherited
     left = [name for name in os.environ if name.startswith(("LISTEN_", "WATCHDOG_", "NOTIFY_"))]
     print(json.dumps([inherited, [os.get_inheritable(each) for each in (3, 4)], left]))
 """
@@ -77,7 +77,7 @@ def test_each_time_it_is_told_in_one_datagram(manager: ServiceManager, listener:
     manager.notify("READY=1", "STATUS=two models")
     manager.remove_descriptor(SHIM)
     assert received(listener) == ["READY=1", "STATUS=two models"]
-    assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=keeper"]
+    assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=shim"]
 
 
 def test_a_reload_tells_when_it_began(manager: ServiceManager, listener: socket.socket) -> None:
@@ -95,9 +95,9 @@ def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         manager.store_descriptor(SHIM, ours.fileno())
-        assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=keeper"]
+        assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=shim"]
         message, descriptors, _, _ = socket.recv_fds(listener, 65536, 4)
-        assert message.decode().split("\n") == ["FDSTORE=1", "FDNAME=keeper"]
+        assert message.decode().split("\n") == ["FDSTORE=1", "FDNAME=shim"]
         [descriptor] = descriptors
         assert os.path.sameopenfile(descriptor, ours.fileno())
         os.close(descriptor)
@@ -117,13 +117,13 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
 def test_a_socket_that_is_full_keeps_nobody(
     manager: ServiceManager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.handover.systemd_manager.PATIENCE_S", 0.05)
+    monkeypatch.setattr("weightd_daemon.handover.systemd_manager.SEND_TIMEOUT_S", 0.05)
     sent = 1000
     for number in range(sent):
         manager.notify(f"STATUS={number} {'x' * 1000}")
     manager.notify("READY=1")
     manager.store_descriptor(SHIM, listener.fileno())
-    assert "does not hold keeper: a restart will not go on with that" in caplog.text
+    assert "does not hold shim: a restart will not go on with that" in caplog.text
     listener.setblocking(False)
     count = 0
     with contextlib.suppress(BlockingIOError):
@@ -165,13 +165,13 @@ def test_what_was_passed_is_told_by_its_name_and_what_was_not_is_left_alone() ->
     names, own = "LISTEN_FDNAMES", {"LISTEN_PID": "own", "LISTEN_FDS": "2"}
     alone: tuple[dict[str, list[int]], list[bool]] = ({}, [True, True])
     table = [
-        ({**own, names: "weightd.socket:keeper"}, ({CLIENTS: [3], SHIM: [4]}, [False, False])),
+        ({**own, names: "weightd.socket:shim"}, ({CLIENTS: [3], SHIM: [4]}, [False, False])),
         # What has no known name is for clients.
         (own, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: ""}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: "clients"}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: "unknown:stored"}, ({CLIENTS: [3, 4]}, [False, False])),
-        ({**own, "LISTEN_FDS": "1", names: "keeper:x"}, ({SHIM: [3]}, [False, True])),
+        ({**own, "LISTEN_FDS": "1", names: "shim:x"}, ({SHIM: [3]}, [False, True])),
         # Passed to another process, or not at all.
         ({"LISTEN_PID": "1", "LISTEN_FDS": "2"}, alone),
         ({"LISTEN_FDS": "2"}, alone),

@@ -22,17 +22,17 @@ class FakeModel:
     def __init__(self, name: str = "m", *, required: bool = True, device: str = "cpu") -> None:
         self.name = name
         self.config = ModelConfig(path="/m.onnx", required=required, load_timeout=LOAD_TIMEOUT_S)
-        self.main = SimpleNamespace(progress="snapshotting", cause="", device=device)
-        self.deployments = [SimpleNamespace(main=self.main, serving=None)]
-        self.serves = self.has_failed = False
+        self.main_generation = SimpleNamespace(progress="snapshotting", cause="", device=device)
+        self.deployments = [SimpleNamespace(main_generation=self.main_generation, serving=None)]
+        self.is_serving = self.has_failed = False
         self.why_unready = "it loads"
 
-    def unready(self, now: float) -> str:
+    def unready_reason(self, now: float) -> str:
         return self.why_unready
 
     def serving(self, workers: int = 2) -> FakeModel:
-        self.serves, self.why_unready, self.main.progress = True, "", "serving"
-        self.deployments[0].serving = SimpleNamespace(enlisted=dict.fromkeys(map(str, range(workers))))
+        self.is_serving, self.why_unready, self.main_generation.progress = True, "", "serving"
+        self.deployments[0].serving = SimpleNamespace(serving_processes=dict.fromkeys(map(str, range(workers))))
         return self
 
 
@@ -89,7 +89,7 @@ def test_it_is_ready_once_every_required_model_serves() -> None:
     assert stage.told(1.0)[0] == "READY=1"
     assert stage.ready()
     # It is told once, and then there is nothing to extend.
-    for two.serves, two.main.progress in ((False, "building"), (True, "serving")):
+    for two.is_serving, two.main_generation.progress in ((False, "building"), (True, "serving")):
         assert stage.told(1.0) == []
 
 
@@ -97,7 +97,7 @@ def test_a_start_may_take_longer_while_it_goes_on() -> None:
     model = FakeModel()
     stage = Stage(model)
     for progress in ("snapshotting", "spawned, 0/3 processes up", "building", "attaching 0/2"):
-        model.main.progress = progress
+        model.main_generation.progress = progress
         assert stage.told(LOAD_TIMEOUT_S) == [EXTEND]
         # What copies or waits for memory is not bounded by load_timeout alone.
         assert stage.told(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
@@ -108,11 +108,11 @@ def test_a_start_that_is_stuck_gets_no_more_time() -> None:
     stage = Stage(ready, stuck, other)
     assert stage.told() == [EXTEND]
     # Who serves need not go on, and who is not required gets no time.
-    other.main.progress = "building"
+    other.main_generation.progress = "building"
     assert stage.told(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
-    other.main.progress = "attaching 0/1"
+    other.main_generation.progress = "attaching 0/1"
     assert stage.told(0.1) == []
-    stuck.main.progress = "building"
+    stuck.main_generation.progress = "building"
     assert stage.told(1.0) == [EXTEND]
 
 
@@ -129,7 +129,7 @@ def test_it_has_failed_if_a_required_model_fails_before_it_is_ready() -> None:
     required.has_failed = False
     required.serving()
     stage.look()
-    required.serves, required.has_failed = False, True
+    required.is_serving, required.has_failed = False, True
     assert not stage.failed()
 
 
@@ -206,7 +206,7 @@ def test_what_a_reload_adds_is_not_missed_before_it_has_served() -> None:
     stage.look()
     added = FakeModel("added")
     stage.models.append(added)
-    added.main.progress = "building"
+    added.main_generation.progress = "building"
     assert signs(stage, 10 * LOAD_TIMEOUT_S)[-1] > 9 * LOAD_TIMEOUT_S
     added.has_failed = True
     assert signs(stage, 10.0)
@@ -226,10 +226,10 @@ def test_a_model_that_is_loaded_again_is_a_sign_of_life_as_long_as_that_goes_on(
     model = FakeModel().serving()
     stage = Stage(model, watchdog=3.0)
     stage.look()
-    model.serves, model.why_unready, model.main.progress = False, "it loads", "building"
+    model.is_serving, model.why_unready, model.main_generation.progress = False, "it loads", "building"
     assert signs(stage, 2 * LOAD_TIMEOUT_S)[-1] > LOAD_TIMEOUT_S
     assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1:] == pytest.approx([20.0], abs=3.0)
-    model.main.progress = "attaching 1/2"
+    model.main_generation.progress = "attaching 1/2"
     assert signs(stage, 10.0)
     model.has_failed = True
     assert signs(stage, 10.0) == []
@@ -241,7 +241,7 @@ def test_workers_that_are_replaced_are_a_sign_of_life_however_long_the_pauses_ar
     stage.look()
     model.serving(0).why_unready = "no worker is there; they are being replaced"
     for _ in range(20):
-        for model.main.progress in ("serving 0/2, backing off", "attaching 0/2"):
+        for model.main_generation.progress in ("serving 0/2, backing off", "attaching 0/2"):
             assert signs(stage, 30.0)[-1] > 27.0
     # Stuck: nothing that is bounded takes so long.
     assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1] < LOAD_TIMEOUT_S + 120.0
@@ -254,7 +254,7 @@ def test_workers_that_are_replaced_are_a_sign_of_life_however_long_the_pauses_ar
 
 def test_the_status_is_one_line_told_when_it_changes() -> None:
     one, two = FakeModel("one"), FakeModel("two", device="ascend:0", required=False)
-    two.main.progress, two.main.cause = "failed", "no such\nfile"
+    two.main_generation.progress, two.main_generation.cause = "failed", "no such\nfile"
     stage = Stage(one, two)
     stage.look()
     assert stage.herald.next_event_at == stage.now + 1.0
@@ -263,7 +263,9 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
     assert stage.status() == "1 model is snapshotting; 1 model is failed on ascend:0; serving 0 models from 0 workers"
     assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
     [status] = [each for each in stage.look(note="/etc/c: not TOML\nas before") if each.startswith("STATUS=")]
-    assert status.startswith("STATUS=the configuration file is not in force, see weightctl status; 1 model is snapshotting;")
+    assert status.startswith(
+        "STATUS=the configuration file is not in force, see weightctl status; 1 model is snapshotting;"
+    )
     assert stage.status()
     one.serving(3)
     assert stage.status() == "1 model is failed on ascend:0; serving 1 models from 3 workers"
@@ -274,7 +276,7 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
 
 def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> None:
     model = FakeModel(device="ascend:0")
-    model.main.progress, model.main.cause = "building", "the last one failed"
+    model.main_generation.progress, model.main_generation.cause = "building", "the last one failed"
     look = Stage(model).herald.poll(
         cast("list[ServedModel]", [model]), 0.0, load_progress=lambda _: "43 %, about 20 s left"
     )
@@ -285,7 +287,7 @@ def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> N
 def test_a_status_is_short_enough_to_be_heard_and_plain_text() -> None:
     models = [FakeModel(f"model{number}", device=f"ascend:{number}") for number in range(100)]
     for number, model in enumerate(models):
-        model.main.progress = "bad\0 \x1b[31m\udcff" + "é" * number
+        model.main_generation.progress = "bad\0 \x1b[31m\udcff" + "é" * number
     stage = Stage(*models, watchdog=3.0)
     message = "\n".join(stage.look()).encode()
     [status] = [each for each in message.split(b"\n") if each.startswith(b"STATUS=")]

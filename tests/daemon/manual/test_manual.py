@@ -111,7 +111,7 @@ def test_each_key_is_there_with_its_meaning() -> None:
     for table, cls in configuration.TABLES.items():
         heading = table.replace('"', "\\(dq")
         part = TOML.partition(f'.SH "[{heading}]"\n')[2].partition("\n.SH")[0]
-        names = [field.name for field in toml_schema.table_keys(cls) if not field.metadata["kind"].record]
+        names = [field.name for field in toml_schema.table_keys(cls) if not field.metadata["field_type"].record]
         assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
         for key in iterate_keys(cls):
             assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
@@ -119,7 +119,7 @@ def test_each_key_is_there_with_its_meaning() -> None:
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
     outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig}
-    inner = {field.metadata["kind"].record for cls in outer for field in toml_schema.table_keys(cls)} - {None}
+    inner = {field.metadata["field_type"].record for cls in outer for field in toml_schema.table_keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = iterate_keys(DaemonConfig)
     assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")

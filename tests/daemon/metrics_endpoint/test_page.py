@@ -67,7 +67,7 @@ def test_what_takes_the_loop_long_is_told_the_more_seldom() -> None:
 
 def test_others_have_their_turn_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     # This text has few pieces: one each turn.
-    monkeypatch.setattr(page, "_PIECES_PER_CLOCK_CHECK", 1)
+    monkeypatch.setattr(page, "_SECTIONS_PER_CLOCK_CHECK", 1)
     desk, given = PageMaker(), list[bytes]()
     desk.page.request_text(given.append)
     desk.soon.pop(0)()

@@ -346,7 +346,7 @@ def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: Replac
     life = frozen(policy, ONE)
     life.device.capacity_bytes = ONE - 1
     assert life.pinned().serving == "m.1"
-    assert "no room: m.2 needs" in life.deployment.cause
+    assert "has not enough memory: m.2 needs" in life.deployment.cause
     assert "m.1 has" not in life.deployment.cause
 
 

@@ -288,7 +288,7 @@ class ModelWorld(RuleBasedStateMachine):
         elif "others of its client" in error:
             assert self.blamed[request.number] >= 1
             assert max(self.killers[name] for name in request.origin) >= MAX_PEER_DEATHS
-        elif "workers were lost to requests of" in error:
+        elif "workers: they are rejected for" in error:
             assert max(self.killers[name] for name in request.origin) > MAX_PEER_DEATHS
 
     def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
@@ -527,7 +527,10 @@ class ModelWorld(RuleBasedStateMachine):
                 if data.draw(st.booleans()):
                     self.says(process, Allowed("no pids after the build"))
             case Predict(number, _):
-                self.says(process, Failed(number, "INTERNAL", "spoilt", is_exiting=data.draw(st.booleans())))
+                is_exiting = data.draw(st.booleans())
+                if is_exiting:  # a worker that leaves is as lost as one that died
+                    self.killers.update(self.requests[number].origin)
+                self.says(process, Failed(number, "INTERNAL", "spoilt", is_exiting=is_exiting))
             case _:
                 process.orders.insert(0, order)
 

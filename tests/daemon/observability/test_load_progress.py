@@ -27,7 +27,7 @@ class Stage:
         self.generation: Any = SimpleNamespace(label="m.1", state=GenerationState.SNAPSHOTTING, source=SOURCE)
         self.deployment = SimpleNamespace(generations=[self.generation])
         self.model: Any = SimpleNamespace(name="m", config=SimpleNamespace(group=None), deployments=[self.deployment])
-        self.model.pinned_bytes = self._pinned_bytes
+        self.model.snapshot_bytes = self._pinned_bytes
         self.loading = LoadMonitor(self._copied)
 
     def _copied(self, model: str, source: ModelSource) -> Any:

@@ -29,13 +29,13 @@ class Kernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
-        monkeypatch.setattr(memory, "held", self.held)
+        monkeypatch.setattr(memory, "read_process_memory", self.read_process_memory)
         monkeypatch.setattr(memory, "resident_bytes", self.resident_bytes)
 
     def resident_bytes(self, path: Path) -> int | None:
         return int(path.name) if path.name != "none" else None
 
-    def held(self, pid: int) -> ProcessMemory | None:
+    def read_process_memory(self, pid: int) -> ProcessMemory | None:
         self.asked.append(pid)
         return ProcessMemory(pid, pid, 0) if pid != 13 else None
 
@@ -110,7 +110,7 @@ def test_a_measurement_that_fails_is_not_the_last_one(monkeypatch: pytest.Monkey
     begun: list[Callable[[], None]] = []
     knows = MemorySampler(begun.append, lambda: 100.0 * len(begun))
     knows.poll([7], dict)
-    monkeypatch.setattr(memory, "held", mock.Mock(side_effect=ZeroDivisionError))
+    monkeypatch.setattr(memory, "read_process_memory", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         begun[0]()
     knows.poll([7], dict)
@@ -128,7 +128,7 @@ def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPat
         assert go_on.wait(60.0)
         return ProcessMemory(pid, pid, 0)
 
-    monkeypatch.setattr(memory, "held", slow)
+    monkeypatch.setattr(memory, "read_process_memory", slow)
     knows = MemorySampler()
     assert knows.poll([os.getpid()], dict).pss_bytes is None
     assert said.wait(60.0)

@@ -14,7 +14,7 @@ class Kernel:
         self.now = 0.0
         self.asked: list[int] = []
 
-    def held(self, pid: int) -> ProcessMemory | None:
+    def read_process_memory(self, pid: int) -> ProcessMemory | None:
         self.asked.append(pid)
         return None if pid == 7 else ProcessMemory(1000 * pid + len(self.asked), pid, 0)
 
@@ -22,7 +22,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     made = Kernel()
-    monkeypatch.setattr(memory_scan, "held", made.held)
+    monkeypatch.setattr(memory_scan, "read_process_memory", made.read_process_memory)
     return made
 
 

@@ -57,10 +57,15 @@ def test_what_was_counted_and_how_things_stand() -> None:
     world.totals.reloads, world.totals.refused_reloads = 1, 2
     world.meters.counters_of("digits").unexpected_exits = 8
     footings = {"digits": MemoryFootprint(100, 50, 40, 10)}
-    told = world.tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, footings=footings, pss_bytes=9)
+    told = world.tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, footprints=footings, pss_bytes=9)
     assert (told.id, told.state, told.uptime_s, told.pss_bytes) == ("7", "running", 2.0, 9)
     assert (told.seconds_bounds, told.rows_bounds) == (SECONDS_BOUNDS, ROWS_BOUNDS)
-    assert (told.held_bytes, told.max_memory_bytes, told.dropped, told.reloads) == (4, 5, 3, ReloadCounts(1, 2))
+    assert (told.buffered_bytes, told.max_memory_bytes, told.dropped_responses, told.reloads) == (
+        4,
+        5,
+        3,
+        ReloadCounts(1, 2),
+    )
     [everyone] = told.tenants
     assert (everyone.name, everyone.accounts[0].served) == ("default", 1)
     digits, secret = told.models
@@ -72,7 +77,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
         ProcessCount("spare", "ready", 1),
         ProcessCount("worker", "ready", 1),
     )
-    assert (digits.executions, digits.deaths) == (1, 8)
+    assert (digits.executions, digits.unexpected_exits) == (1, 8)
     bucket = SECONDS_BOUNDS.index(0.25)
     assert (digits.request_seconds.counts[bucket], digits.request_seconds.sum) == (1, 0.25)
     assert digits.compute_seconds == digits.request_seconds
@@ -96,14 +101,19 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     world = World()
     busy(world.accounts, "ann", "digits")
     busy(world.accounts, "bob", "digits")
-    measured: dict[str, Any] = {"footings": {"digits": MemoryFootprint(100, 50, 40, 10)}, "pss_bytes": 9}
+    measured: dict[str, Any] = {"footprints": {"digits": MemoryFootprint(100, 50, 40, 10)}, "pss_bytes": 9}
     told = world.tell(Viewer(ANN, can_see_all=False), ANN, BOB, **measured)
     numbers = (0, 0, (), 0, 0, 0, 0, 0, 0)
     assert told.models == (
         ModelMetrics("digits", "onnxruntime", "serving", True, 0, "", *numbers, NONE, NONE, NONE, NONE),
     )
     assert [each.name for each in told.tenants] == ["ann"]
-    assert (told.held_bytes, told.max_memory_bytes, told.dropped, told.reloads) == (0, 0, 0, ReloadCounts(0, 0))
+    assert (told.buffered_bytes, told.max_memory_bytes, told.dropped_responses, told.reloads) == (
+        0,
+        0,
+        0,
+        ReloadCounts(0, 0),
+    )
     assert (told.pss_bytes, told.seconds_bounds, told.rows_bounds) == (None, (), ())
     for secret in ("bob", "secret", SHA):
         assert secret not in str(told)
@@ -122,7 +132,7 @@ def test_the_largest_answer_fits() -> None:
             busy(accounts, tenant.name, name).refused = {**refused}
     models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
     for each in models:
-        each.main, each.state, each.generations, each.unready = (
+        each.main_generation, each.state, each.generations, each.unready_reason = (
             model.main_generation,
             model.state,
             model.generations,

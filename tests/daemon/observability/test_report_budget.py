@@ -122,7 +122,9 @@ def test_a_user_has_few_that_wait(scene: Scene) -> None:
     for number in range(MAX_PER_USER):
         scene.ask(f"a{number}")
     for _ in range(2):
-        with pytest.raises(ResourceExhausted, match=f"{MAX_PER_USER} questions of this user") as caught:
+        with pytest.raises(
+            ResourceExhausted, match=f"{MAX_PER_USER} status, metrics and events requests of this user"
+        ) as caught:
             scene.ask("a9")
         assert caught.value.retry_after is not None
         scene.ask("b1")

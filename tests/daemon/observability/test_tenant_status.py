@@ -22,12 +22,12 @@ BOB = Tenant("bob", TenantConfig())
 
 
 def model(name: str, *queued: Tenant) -> Any:
-    line = SimpleNamespace(counts=Counter(queued))
+    queue = SimpleNamespace(counts_by_tenant=Counter(queued))
     return SimpleNamespace(
         name=name,
         config=SimpleNamespace(engine="onnxruntime"),
-        state=SimpleNamespace(told="serving"),
-        desk=SimpleNamespace(scheduler=SimpleNamespace(line=line)),
+        state=SimpleNamespace(display_name="serving"),
+        dispatcher=SimpleNamespace(scheduler=SimpleNamespace(queue=queue)),
     )
 
 
@@ -85,7 +85,7 @@ def test_the_largest_answer_fits() -> None:
     for tenant in tenants:
         for number in range(limits.MAX_MODELS):
             account = accounts.usage_of(tenant.name, f"{number:064d}")
-            for field in ("requests", "served", "rows", "bytes_in", "bytes_out", "deaths", "in_flight"):
+            for field in ("requests", "served", "rows", "bytes_in", "bytes_out", "unexpected_exits", "in_flight"):
                 setattr(account, field, 2**54)
             account.refused = {f"{reason:020d}": 2**54 for reason in range(limits.MAX_REFUSAL_REASONS // 2)}
     whole = tenant_statuses(tenants, accounts, {})

@@ -33,16 +33,16 @@ def test_a_line_tells_what_has_come_since_the_last_one() -> None:
     assert [*intervals.lines(["ann", "bob", "eve"], 60.0)] == [
         (
             "tenant ann: 5 requests in 60 s, 2 served, 3 refused (CANCELLED 1, max_rate 2), 8 rows, "
-            "3.000 s of workers (75% of all), 0.500 s waited, 200 bytes in, 20 bytes out, 1 workers lost; "
+            "3.000 slot seconds (75% of total), 0.500 s queued, 200 bytes in, 20 bytes out, 1 unexpected exits; "
             "n 2.000 s, m 1.000 s"
         ),
         (
             "tenant bob: 1 requests in 60 s, 0 served, 1 refused (NOT_FOUND 1), 0 rows, "
-            "0.000 s of workers (0% of all), 0.000 s waited, 0 bytes in, 0 bytes out"
+            "0.000 slot seconds (0% of total), 0.000 s queued, 0 bytes in, 0 bytes out"
         ),
         (
-            "tenant eve: 1 requests in 60 s, 1 served, none refused, 4 rows, 1.000 s of workers (25% of all), "
-            "0.250 s waited, 100 bytes in, 10 bytes out; m 1.000 s"
+            "tenant eve: 1 requests in 60 s, 1 served, none refused, 4 rows, 1.000 slot seconds (25% of total), "
+            "0.250 s queued, 100 bytes in, 10 bytes out; m 1.000 s"
         ),
     ]
     assert [*intervals.lines(["ann", "bob", "eve"], 60.0)] == []

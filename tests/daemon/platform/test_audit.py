@@ -83,7 +83,11 @@ def test_what_a_user_repeats_is_counted_and_hides_nobody_else(caplog: pytest.Log
     refusals.write(other, audit.REFUSED, "no", 1.0)
     refusals.write(ENTRY, audit.REFUSED, "no", 10.0)
     found = [parsed(each) for each in lines(caplog)]
-    assert [(each["tenant"], each.get("left_out", "")) for each in found] == [("ann", ""), ("ben", ""), ("ann", "999")]
+    assert [(each["tenant"], each.get("suppressed", "")) for each in found] == [
+        ("ann", ""),
+        ("ben", ""),
+        ("ann", "999"),
+    ]
 
 
 def test_who_is_in_no_tenant_and_hosts_have_one_entry_together(caplog: pytest.LogCaptureFixture) -> None:

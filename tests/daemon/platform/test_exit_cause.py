@@ -32,7 +32,7 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
             True,
         ),
         (ExitCause(-63), "killed by signal 63", False, True),
-        (ExitCause(None, initiator=ExitInitiator.SHIM), "its keeper is lost", False, True),
+        (ExitCause(None, initiator=ExitInitiator.SHIM), "its shim is lost", False, True),
         (ExitCause(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )

@@ -56,4 +56,4 @@ def test_what_a_card_says_is_what_it_has(
     assert (devices["ascend:1"].reported_bytes, devices["cpu"].reported_bytes) == (None, None)
     # Once, though in vain.
     assert script is None or (tmp_path / "asked").read_text() == "ascend:0\n"
-    assert said is not None or "ascend:0: cannot be asked for its memory: " in caplog.text
+    assert said is not None or "ascend:0: cannot query its memory: " in caplog.text

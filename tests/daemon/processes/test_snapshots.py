@@ -158,8 +158,8 @@ def test_a_model_that_is_cut_has_a_snapshot_of_all_its_slices(scene: Scene, tmp_
         assert (each.sha256, each.nbytes, Path(each.path).name) == (digests[rank], 7, f"m{rank}.mindir")
         assert each.identity == files_identity(model_files(Path(each.path)))
         assert Path(each.group_info).read_text() == "g"
-    assert [Path(each).read_text() for each in snapshot.tables] == ["t0.json", "t1.json"]
-    assert all(Path(each).is_relative_to(scene.directory) for each in snapshot.tables)
+    assert [Path(each).read_text() for each in snapshot.rank_tables] == ["t0.json", "t1.json"]
+    assert all(Path(each).is_relative_to(scene.directory) for each in snapshot.rank_tables)
 
 
 def test_one_that_cannot_be_taken_is_told_with_the_cause_and_leaves_nothing(scene: Scene) -> None:

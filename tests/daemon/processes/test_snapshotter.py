@@ -292,7 +292,7 @@ def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_p
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
     wanted, files = [SnapshotRequest(str(model), str(directory))], [SingleFile(str(weights), str(copy))]
-    [(sha256, nbytes, *_)] = snapshotter.run_requests(wanted, files)["taken"]
+    [(sha256, nbytes, *_)] = snapshotter.run_requests(wanted, files)["snapshots"]
     assert (sha256, nbytes) == (digest(model), len(CONTENT))
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
     shutil.rmtree(directory)
@@ -354,7 +354,7 @@ def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, t
     assert snapshotter.run_requests(wanted) == {"error": error, "transient": False}
     for rank in (0, 1):
         shutil.rmtree(tmp_path / f"rank{rank}")
-    assert [each[0] for each in snapshotter.run_requests(wanted)["taken"]] == [digest(model), digest(other)]
+    assert [each[0] for each in snapshotter.run_requests(wanted)["snapshots"]] == [digest(model), digest(other)]
 
 
 # Looks at the process's score for the end by want of memory when it ends.
@@ -384,7 +384,7 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path,
     before, after = map(int, scores.split())
     assert (done.stderr, after) == ("", min(before + 400, 1000))
     if limit == "unlimited":
-        assert (done.returncode, json.loads(answer)["taken"][0][0]) == (0, digest(model))
+        assert (done.returncode, json.loads(answer)["snapshots"][0][0]) == (0, digest(model))
         nbytes = sum(file.nbytes for file in model_files(model))
         assert copy_progress.read(tmp_path / "copied") == (nbytes, nbytes)
     else:

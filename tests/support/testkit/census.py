@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping
 
-SHIM_MARK = b"launchers.keeper import process"
+SHIM_MARK = b"launchers.shim import process"
 
 # What the command line or the name of a process that is no model's shows it to be; the first that fits.
 _ROLES: Mapping[str, str] = {
     "weightd_worker.forkserver": "fork server",
     SHIM_MARK.decode(): "keeper",
     "weightd_daemon.processes.snapshotter": "snapshotter",
-    "name gate ": "gate",
+    "name zmq-proxy ": "gate",
     "name weightd-zygote": "zygote",
 }
 
 
 def shims(directory: Path) -> List[int]:
-    """Return the keepers that have this private directory; the daemon that has started one may be gone."""
+    """Return the shims that have this private directory; the daemon that has started one may be gone."""
     there = os.fsencode(directory)
     return [pid for pid in _pids() if there in _command(pid) and SHIM_MARK in _command(pid)]
 

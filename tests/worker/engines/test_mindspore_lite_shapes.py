@@ -281,7 +281,7 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
             built.selftest_cases,
             rows,
             row_support=built.row_support,
-            by_shape=built.rebuilds_per_shape,
+            rebuilds_per_shape=built.rebuilds_per_shape,
             first_shapes=built.first_shapes,
         ),
     )

@@ -92,7 +92,7 @@ class Forking:
         self.address = f"ipc://{daemon.runtime}/lanes"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(LIMIT_MS / 1000)
-        self._listener.bind(f"{daemon.runtime}/lanes.lane")
+        self._listener.bind(f"{daemon.runtime}/lanes.channel")
         self._listener.listen()
         self.variables = {**ONE_THREAD, **variables}
         daemon.launch("server", self.command(os.getpid()), self.variables, self.arguments())

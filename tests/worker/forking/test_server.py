@@ -118,7 +118,7 @@ def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_
 def test_where_nobody_listens_it_ends(daemon: Daemon) -> None:
     daemon.launch("server", command(), None, arguments(daemon))
     assert daemon.children["server"].wait(60) == exit_codes.FAILED
-    assert f"{daemon.runtime}/children.lane: nobody listens" in daemon.log("server")
+    assert f"{daemon.runtime}/children.channel: no process listens" in daemon.log("server")
 
 
 def test_one_without_its_library_says_so(daemon: Daemon, tmp_path: Path) -> None:

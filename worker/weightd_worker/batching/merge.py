@@ -115,7 +115,10 @@ class MergedRequest:
         begin = 0
         for description, count in zip(self.descriptions, self.row_counts):
             end = begin + count
-            own = {name: arrays[name][begin:end] for name in (arrays if description.outputs is None else description.outputs)}
+            own = {
+                name: arrays[name][begin:end]
+                for name in (arrays if description.outputs is None else description.outputs)
+            }
             byte_ranges = [(positions[name], *_byte_range(arrays[name], begin, end)) for name in own]
             slices.append(OutputSlice(describe_response(description.model_name, own), tuple(byte_ranges)))
             begin = end
@@ -133,7 +136,7 @@ def _position_of(description: RequestDescription, spec: TensorSpec) -> int:
     for position, each in enumerate(description.inputs):
         if each.name == spec.name and each.datatype == spec.datatype and each.shape[1:] == spec.shape[1:]:
             return position
-    raise InvalidArgument(f"{spec.name}: expected the same but for its rows in all requests that are together")
+    raise InvalidArgument(f"{spec.name}: expected the same but for its rows in all requests of a batch")
 
 
 def _last_row(spec: TensorSpec, arrays: Sequence[Any]) -> Any:

@@ -34,11 +34,11 @@ def find_row_support(
     Args:
         engine: built.
         order: how many rows there may be, and whether it is tested that their answers are those of each alone.
-        reference: the canary.
+        reference: the self-test.
         rebuild: called where a try has spoilt the engine.
         announce: called before a number of rows is run for the first time, which may be the end of this process; and
             with nothing, when it was not.
-        sample: what the canary asks, if it is not made up.
+        sample: what the self-test asks, if it is not made up.
 
     Raises:
         BuildError: it has spoilt the engine, which cannot be rebuilt.
@@ -48,7 +48,7 @@ def find_row_support(
     try:
         inputs = comparison.inputs_with_rows(engine.signature.inputs, order.row_counts)
         if not reference.cases:
-            raise NotBatchable(f"there is no canary, by which rows are looked at: {reference.note}")
+            raise NotBatchable(f"there is no self-test to check rows with: {reference.note}")
     except NotBatchable as error:
         return RowSupport((), (), is_equal=False, note=clip(str(error)))
     try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
@@ -79,10 +79,10 @@ def rows_digest(
 
     Args:
         engine: built.
-        cases: of the canary.
+        cases: of the self-test.
         max_rows: the largest number of rows in one predict.
         allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
-        sample: what the canary asks, if it is not made up.
+        sample: what the self-test asks, if it is not made up.
         row_kind: the kind of rows that the holder has tested (`Rows.values`).
 
     Raises:
@@ -151,7 +151,7 @@ class _TryReporter:
         """
         if isinstance(error, ModelCorrupted):
             if not self._engine.can_rebuild:
-                raise BuildError(f"the model does not run on so many rows: {error}; run no requests together") from None
+                raise BuildError(f"the model does not run on so many rows: {error}; turn batching off") from None
             self.finish()
             self._rebuild()
 

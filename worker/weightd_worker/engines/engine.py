@@ -57,7 +57,7 @@ class ModelSignature(NamedTuple):
 class Engine(abc.ABC):
     """Runs one model: from one thread, or predicts from as many at once as `concurrency` tells.
 
-    After an error from `build`, or `Spoilt` from `predict`, only a new build makes it usable; where
+    After an error from `build`, or `ModelCorrupted` from `predict`, only a new build makes it usable; where
     `can_rebuild` is false there is none: only the end of the process gives back what the build took.
     """
 
@@ -156,6 +156,6 @@ class Engine(abc.ABC):
 
         Raises:
             InvalidArgument: the engine refuses these inputs; the model is as good as before.
-            Spoilt: the predict failed; the next call must be `build`.
-            Doubtful: another one did, that ran at the same time.
+            ModelCorrupted: the predict failed; the next call must be `build`.
+            MaybeCorrupted: another one did, that ran at the same time.
         """

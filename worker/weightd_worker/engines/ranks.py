@@ -117,7 +117,7 @@ class RankEngine(abc.ABC):
 
         Raises:
             RankRejected: before anything was sent.
-            Spoilt: the group is lost; this process can only end.
+            ModelCorrupted: the group is lost; this process can only end.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""A canary whose right answer is known: two ranks with one slice agree on a wrong one, so that only this is a proof."""
+"""A self-test whose right answer is known: two ranks with one slice agree on a wrong one, so that only this is a proof."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReferenceAnswer:
         path: an .npz with an array for each input, and one for each output.
         signature: of the model.
         row_share: which rows of the outputs this rank answers with; None if it does not answer.
-        tolerance: how far the answer may be from the known one (`canary.difference`).
+        tolerance: how far the answer may be from the known one (`selftest.difference`).
 
     Attributes:
         inputs: what is asked.
@@ -71,18 +71,18 @@ class ReferenceAnswer:
         if self._row_share is None:
             return ""
         if sorted(answer) != sorted(self._expected):
-            raise BuildError(f"canary: expected outputs {', '.join(self._expected)}, got {', '.join(answer)}")
+            raise BuildError(f"selftest: expected outputs {', '.join(self._expected)}, got {', '.join(answer)}")
         for name, right in self._expected.items():
             far = selftest.answer_difference({name: right}, {name: answer[name]})
             if far > self._tolerance:
                 problem = _describe_difference(right, answer[name], far, self._tolerance)
-                raise BuildError(f"the canary's answer is not the known one: output {name}: {problem}")
+                raise BuildError(f"the self-test's answer is not the known one: output {name}: {problem}")
         return selftest.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
 
     def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
-        """Return the canary with another number of rows; or nothing, and why.
+        """Return the self-test with another number of rows; or nothing, and why.
 
-        All ranks have the same canary and the same signature, and so the same of this.
+        All ranks have the same self-test and the same signature, and so the same of this.
 
         Args:
             allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
@@ -96,7 +96,7 @@ class ReferenceAnswer:
             )
         counts = sorted({len(self.inputs[name]) for name in inputs_with_rows})
         if len(counts) != 1 or 0 in counts:
-            return {}, f"the canary's inputs have {', '.join(map(str, counts))} rows, expected as many of each"
+            return {}, f"the self-test's inputs have {', '.join(map(str, counts))} rows, expected as many of each"
         count = counts[0]
         new_count = (
             next((size for size in sorted(allowed_batch_sizes) if size != count), 0)
@@ -140,7 +140,7 @@ def _shard_of(path: str, name: str, array: Any, row_share: RowShare) -> Any:
     each, rest = divmod(len(array) if array.ndim else 1, row_share.share_count)
     if rest or not array.ndim:
         raise BuildError(
-            f"canary: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got"
+            f"selftest: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got"
             f" {list(array.shape)}"
         )
     return array[row_share.share_index * each : (row_share.share_index + 1) * each]

@@ -53,7 +53,9 @@ def run(connection: Union[WorkerConnection, ChannelConnection], serve: Callable[
             elif isinstance(order, JoinGroup):
                 return _serve(serve)
             else:
-                raise RemoteProtocolError(f"type: expected enter, ping or stop, got {type(order).__name__.lower()}")
+                raise RemoteProtocolError(
+                    f"type: expected join_group, ping or stop, got {type(order).__name__.lower()}"
+                )
 
 
 def _serve(serve: Callable[[], None]) -> int:

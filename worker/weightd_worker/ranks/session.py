@@ -1,4 +1,4 @@
-"""The life of a rank: it says which slice it has, joins its group, runs the canary with all others, then requests."""
+"""The life of a rank: it says which slice it has, joins its group, runs the self-test with all others, then requests."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class RankSession(SessionBase):
         elif isinstance(order, RunSelfTest):
             self._run_selftest(order)
         elif isinstance(order, Ping):
-            # Not by the canary: that all ranks would have to run.
+            # Not by the self-test: that all ranks would have to run.
             self._send(Pong())
         elif not isinstance(order, TrimStore):
-            raise RemoteProtocolError(f"type: expected what a rank is told, got {type(order).__name__.lower()}")
+            raise RemoteProtocolError(f"type: expected an order for a rank, got {type(order).__name__.lower()}")
 
     def _join_group(self) -> None:
         self._engine.join_group()
@@ -103,7 +103,7 @@ class RankSession(SessionBase):
         self._send(JoinedGroup(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run what all ranks run now: that hangs on the order and on the canary's file, and on no answer."""
+        """Run what all ranks run now: that hangs on the order and on the self-test's file, and on no answer."""
         rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
         row_share = None
         if rendezvous.has_outputs:
@@ -116,7 +116,7 @@ class RankSession(SessionBase):
             try:
                 outputs = self._engine.predict(batch_inputs)
             except RankRejected as error:
-                reason = f"the model does not run on another number of rows than the canary has: {error}"
+                reason = f"the model does not run on another number of rows than the self-test has: {error}"
         digest = reference.digest_of(answer)
         if reference.sharded_inputs:
             self._lockstep.shard_rows(reference.sharded_inputs, rendezvous.size)
@@ -131,7 +131,7 @@ class RankSession(SessionBase):
         return Reconnected(self._lockstep.step)
 
     def _on_cancel_predict(self, order: CancelPredict) -> None:
-        raise RemoteProtocolError("type: expected no skip: what one rank runs, all run")
+        raise RemoteProtocolError("type: expected no cancel_predict: what one rank runs, all run")
 
     def _on_idle(self) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""Files of arrays that belong to a canary: a sample of the inputs that was configured, and the holder's answers."""
+"""Files of arrays that belong to a self-test: a sample of the inputs that was configured, and the holder's answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(path: str, signature: ModelSignature) -> Arrays:
     arrays = _read(path, limits.MAX_TENSORS)
     names = [each.name for each in signature.inputs]
     if sorted(arrays) != sorted(names):
-        raise BuildError(f"canary: {path}: expected arrays {', '.join(names)}, got {', '.join(arrays)}")
+        raise BuildError(f"selftest: {path}: expected arrays {', '.join(names)}, got {', '.join(arrays)}")
     return {each.name: _validated_array(path, each, arrays[each.name]) for each in signature.inputs}
 
 
@@ -63,10 +63,10 @@ def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arr
     names = [each.name for tensors in signature for each in tensors]
     duplicates = [name for name in names if names.count(name) > 1]
     if duplicates:
-        raise BuildError(f"canary: {path}: {duplicates[0]} is an input and an output: no array can be named for both")
+        raise BuildError(f"selftest: {path}: {duplicates[0]} is an input and an output: no array can be named for both")
     if sorted(arrays) != sorted(names):
         raise BuildError(
-            f"canary: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "
+            f"selftest: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "
             f"got {', '.join(arrays)}"
         )
     inputs, outputs = (
@@ -78,12 +78,12 @@ def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arr
 def _validated_array(path: str, tensor: TensorSignature, array: Any) -> Any:
     expected = np.dtype(NUMPY_DTYPE[tensor.datatype])
     if array.dtype.newbyteorder("=") != expected.newbyteorder("="):
-        raise BuildError(f"canary: {path}: {tensor.name}: expected {expected.name}, got {array.dtype}")
+        raise BuildError(f"selftest: {path}: {tensor.name}: expected {expected.name}, got {array.dtype}")
     return np.array(array, expected.newbyteorder("="), order="C")
 
 
 def save_answers(path: str, answers: Sequence[Arrays]) -> None:
-    """Write a canary's answers for `load_answers` of other processes.
+    """Write a self-test's answers for `load_answers` of other processes.
 
     Raises:
         BuildError: the file cannot be written.
@@ -97,7 +97,7 @@ def save_answers(path: str, answers: Sequence[Arrays]) -> None:
 
 
 def load_answers(path: str, cases: SelfTestCases) -> selftest.SelfTest:
-    """Return the canary with the answers that the holder has written.
+    """Return the self-test with the answers that the holder has written.
 
     Raises:
         BuildError: there are none.
@@ -119,18 +119,18 @@ def _read(path: str, max_arrays: int) -> Dict[str, Any]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except OSError as error:
-        raise BuildError(f"canary: {path}: {error.strerror or error}") from None
+        raise BuildError(f"selftest: {path}: {error.strerror or error}") from None
     except _MALFORMED_ERRORS as error:
-        raise BuildError(f"canary: {path}: expected an .npz of plain arrays: {error}") from None
+        raise BuildError(f"selftest: {path}: expected an .npz of plain arrays: {error}") from None
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):  # a member that is no .npy
-            raise BuildError(f"canary: {path}: expected an .npz of plain arrays, got {label(name)} in it")
+            raise BuildError(f"selftest: {path}: expected an .npz of plain arrays, got {label(name)} in it")
     return arrays
 
 
 def _check_size(path: str, members: List[Tuple[str, int]], max_arrays: int) -> None:
     if len(members) > max_arrays:
-        raise BuildError(f"canary: {path}: expected at most {max_arrays} arrays, got {len(members)}")
+        raise BuildError(f"selftest: {path}: expected at most {max_arrays} arrays, got {len(members)}")
     nbytes = sum(size for _, size in members)
     if nbytes > MAX_BYTES:
-        raise BuildError(f"canary: {path}: expected at most {MAX_BYTES} bytes, got {nbytes}")
+        raise BuildError(f"selftest: {path}: expected at most {MAX_BYTES} bytes, got {nbytes}")

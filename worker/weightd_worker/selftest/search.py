@@ -1,4 +1,4 @@
-"""How a holder finds its canary: inputs that the model runs on.
+"""How a holder finds its self-test: inputs that the model runs on.
 
 A model may refuse a size, fail on it, or die of it: MindSpore Lite crashes where an image is too small for a
 convolution. So sizes are tried in the order in which most models take one, and before each the daemon is told: if this
@@ -44,9 +44,9 @@ _RANKS = (2, 4, 3, 1, 0)
 _MAX_BYTES = 16 * 1024 * 1024
 
 _OFF = "it is off: nothing shows whether a worker answers as the model does"
-_GIVEN_UP = "the search was given up, it took too long or too many processes died; the key canary can name an input"
+_GIVEN_UP = "the search was given up, it took too long or too many processes died; the key selftest can name an input"
 _INCONCLUSIVE = "the model's answer to it has no finite number, which shows nothing"
-_NO_INPUT_RUNS = "the model runs on none of {} inputs made from its signature; the key canary can name one"
+_NO_INPUT_RUNS = "the model runs on none of {} inputs made from its signature; the key selftest can name one"
 
 
 def find_selftest(
@@ -58,9 +58,9 @@ def find_selftest(
     sample: Optional[Arrays] = None,
     tolerance: float = 0.0,
 ) -> SelfTest:
-    """Return the canary of the model that `engine` has built.
+    """Return the self-test of the model that `engine` has built.
 
-    An engine that cannot be rebuilt may stay spoilt, with a model that has no canary: it may share its weights, which
+    An engine that cannot be rebuilt may stay spoilt, with a model that has no self-test: it may share its weights, which
     no predict changes, but must not predict.
 
     Args:
@@ -69,7 +69,7 @@ def find_selftest(
         rebuild: called where a try has spoilt the engine.
         announce: called before each try, and after the last.
         sample: inputs that were configured.
-        tolerance: how far answers to the same input may be apart (`canary.difference`).
+        tolerance: how far answers to the same input may be apart (`selftest.difference`).
 
     Raises:
         BuildError: what was configured cannot be run, or a further try takes another process.
@@ -176,7 +176,7 @@ class _Search:
             self._exclude(cases)
         except ModelCorrupted as error:
             if has_more and not self._engine.can_rebuild:
-                raise BuildError(f"it does not run on the canary, {describe_cases(cases)}: {error}") from None
+                raise BuildError(f"it does not run on the self-test input, {describe_cases(cases)}: {error}") from None
             self._exclude(cases)
             if self._engine.can_rebuild:
                 self._rebuild()
@@ -199,7 +199,9 @@ def _run_configured(engine: Engine, cases: SelfTestCases, announce: AnnounceCase
     try:
         runs = selftest.run_twice(engine, cases, sample)
     except RequestError as error:
-        raise BuildError(f"the model does not run on the configured canary, {describe_cases(cases)}: {error}") from None
+        raise BuildError(
+            f"the model does not run on the configured self-test input, {describe_cases(cases)}: {error}"
+        ) from None
     announce((), ())
     return runs
 
@@ -207,14 +209,14 @@ def _run_configured(engine: Engine, cases: SelfTestCases, announce: AnnounceCase
 def _check_case(signature: ModelSignature, case: SelfTestCase) -> None:
     names = [each.name for each in signature.inputs]
     if sorted(case) != sorted(names):
-        raise BuildError(f"canary: expected inputs {', '.join(names)}, got {', '.join(case)}")
+        raise BuildError(f"selftest: expected inputs {', '.join(names)}, got {', '.join(case)}")
     for each in signature.inputs:
         shape = case[each.name]
         if each.shape is not None and not _is_shape_allowed(each.shape, shape):
-            raise BuildError(f"canary.{each.name}: expected a shape like {list(each.shape)}, got {list(shape)}")
+            raise BuildError(f"selftest.{each.name}: expected a shape like {list(each.shape)}, got {list(shape)}")
     nbytes = _case_bytes(signature, case)
     if nbytes > limits.MAX_FRAME_BYTES:
-        raise BuildError(f"canary: expected at most {limits.MAX_FRAME_BYTES} bytes, got {nbytes}")
+        raise BuildError(f"selftest: expected at most {limits.MAX_FRAME_BYTES} bytes, got {nbytes}")
 
 
 def _assess(first: SelfTest, second: SelfTest, tolerance: float) -> SelfTest:

@@ -32,11 +32,11 @@ class SelfTest(NamedTuple):
 
 
 def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> SelfTest:
-    """Return the canary with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
+    """Return the self-test with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
 
     Raises:
         InvalidArgument: the engine refuses the inputs.
-        Spoilt: the predict failed.
+        ModelCorrupted: the predict failed.
     """
     return from_answers(cases, [engine.predict(sample or make_inputs(engine.signature, case)) for case in cases])
 
@@ -49,7 +49,7 @@ def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = N
 
 
 def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTest:
-    """Return the canary with these answers."""
+    """Return the self-test with these answers."""
     state = hashlib.sha256()
     for outputs in answers:
         for name, array in outputs.items():
@@ -77,9 +77,9 @@ def difference(one: SelfTest, other: SelfTest) -> float:
 
 
 def with_observed_outputs(signature: ModelSignature, selftest: SelfTest) -> ModelSignature:
-    """Return `signature` with the shapes of outputs that the engine did not know, as the canary showed them.
+    """Return `signature` with the shapes of outputs that the engine did not know, as the self-test showed them.
 
-    Where an input may have any rank, the canary shows only one of them: then so may an output.
+    Where an input may have any rank, the self-test shows only one of them: then so may an output.
     """
     if any(each.shape is None for each in signature.inputs):
         return signature

@@ -1,7 +1,7 @@
-"""Whether a worker still answers rightly: what it gives is held against its signature, and itself against its canary.
+"""Whether a worker still answers rightly: what it gives is held against its signature, and itself against its self-test.
 
 A model that was spoilt answers with what is left of an earlier request, in silence. What shows is a failed predict, an
-output of another size than the request's, or the canary's answer.
+output of another size than the request's, or the self-test's answer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class AnswerVerifier:
 
     Args:
         engine: built and attached.
-        reference: the canary's answers then; its digest is "" where the model does not repeat itself.
-        sample: what the canary asks, if it is not made up.
-        tolerance: how far its answers may be apart (`canary.difference`).
+        reference: the self-test's answers then; its digest is "" where the model does not repeat itself.
+        sample: what the self-test asks, if it is not made up.
+        tolerance: how far its answers may be apart (`selftest.difference`).
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class AnswerVerifier:
         self._inputs_with_batch = {each.name for each in signature.inputs if (each.shape or ())[:1] == (-1,)}
         self._reference_shapes = reference.output_shapes
         self._outputs_with_batch = {name for name in self._outputs if self._has_batch_dim(name)}
-        # Without a canary the first request is the first predict: nothing can have spoilt the model before it.
+        # Without a self-test the first request is the first predict: nothing can have spoilt the model before it.
         self._is_untouched = not reference.cases
 
     def current_digest(self) -> str:
-        """Return the digest of the canary's answers now, the known one if they are near enough; "" without a canary.
+        """Return the digest of the self-test's answers now, the known one if they are near enough; "" without a self-test.
 
         Raises:
-            InvalidArgument: the engine refuses the canary.
-            Spoilt: it fails with it.
+            InvalidArgument: the engine refuses the self-test.
+            ModelCorrupted: it fails with it.
         """
         current = self._run_selftest()
         return self._reference.digest if self._is_near_reference(current) else current.digest
 
     def is_refuted(self) -> bool:
-        """Return whether the canary shows that the model is not what it was; where there is none, nothing does."""
+        """Return whether the self-test shows that the model is not what it was; where there is none, nothing does."""
         if not self._reference.cases:
             return False
         try:
@@ -76,12 +76,12 @@ class AnswerVerifier:
         """Return the outputs if they can be relied on: then all that are of their form, for inputs of the same form.
 
         What contradicts the signature may be the model's way with this input: a signature is not always true. Then the
-        canary's answer is right, and the model gives the same again. Without a canary that is believed of an engine
+        canary's answer is right, and the model gives the same again. Without a self-test that is believed of an engine
         whose models cannot be spoilt, and of the first predict of all, which finds the model as it was built. A
         signature that was once found untrue is never looked at again.
 
         Raises:
-            Spoilt: they contradict the signature, and nothing shows that it is not the model that is wrong.
+            ModelCorrupted: they contradict the signature, and nothing shows that it is not the model that is wrong.
         """
         if self._engine.was_rebuilt_larger:
             outputs = self._verify_after_rebuild(inputs, outputs)
@@ -94,7 +94,7 @@ class AnswerVerifier:
         else:
             is_legitimate = is_untouched or not self._engine.may_corrupt
         if not is_legitimate:
-            unproven = "" if self._reference.cases else "; it has no canary by which that could be looked into"
+            unproven = "" if self._reference.cases else "; it has no self-test to check that"
             raise ModelCorrupted(f"the answer contradicts the model's signature: {contradiction}{unproven}")
         _log.warning(
             "the model's signature is not true, and is not held against its answers any more: %s", contradiction
@@ -108,7 +108,7 @@ class AnswerVerifier:
         Where it has not, the engine builds a new model at each change of shape from now on, and computes them again.
 
         Raises:
-            Spoilt: even then the known answers do not come.
+            ModelCorrupted: even then the known answers do not come.
         """
         self._engine.was_rebuilt_larger = False
         if not self.is_refuted():
@@ -143,7 +143,7 @@ class AnswerVerifier:
         return sizes.pop() if self._is_only_batch_free and len(sizes) == 1 else None
 
     def _has_batch_dim(self, name: str) -> bool:
-        """Whether the output's first dimension was that of the canary's inputs, each time."""
+        """Whether the output's first dimension was that of the self-test's inputs, each time."""
         batches = [self._batch_size(case) for case in self._reference.cases]
         return len(set(batches)) > 1 and all(
             shapes.get(name, ())[:1] == (batch,) for batch, shapes in zip(batches, self._reference_shapes)

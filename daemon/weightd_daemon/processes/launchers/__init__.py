@@ -1,1 +1,1 @@
-"""How children are started: by this process, or by a keeper that outlives it."""
+"""How children are started: by this process, or by a shim that outlives it."""

@@ -26,20 +26,20 @@ class SplitRequest:
         is_ended: nobody waits for any of it.
     """
 
-    def __init__(self, request: Request, terms: BatchingPolicy, form: BatchKey) -> None:
+    def __init__(self, request: Request, policy: BatchingPolicy, batch_key: BatchKey) -> None:
         self.request = request
-        self.policy = terms
-        self.batch_key = form
+        self.policy = policy
+        self.batch_key = batch_key
         self.is_ended = False
         # Each part writes its own rows, as long as that is nothing that another one has still to read.
         self._output_locations = {
             index: output_location
             for index, output_location in request.locations.outputs.items()
-            if output_location.nbytes % form.rows == 0
+            if output_location.nbytes % batch_key.rows == 0
             and not any(map(output_location.overlaps, request.locations.inputs.values()))
         }
         # Pairs of the first row, and the one after the last, in ascending order.
-        self._pending_ranges = [(0, form.rows)]
+        self._pending_ranges = [(0, batch_key.rows)]
         # By the first row.
         self._partial_results: dict[int, PartialResult] = {}
         self._answered_rows = 0

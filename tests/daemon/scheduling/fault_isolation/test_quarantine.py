@@ -50,7 +50,7 @@ def quarantine(monkeypatch: pytest.MonkeyPatch) -> Quarantine:
 def test_what_is_held_is_refused_for_a_time_and_nothing_else_is(quarantine: Quarantine) -> None:
     quarantine.check_request(request(), 0.0)
     quarantine.add(request(), 100.0)
-    with pytest.raises(Internal, match=r"it is refused for 299 s more$"):
+    with pytest.raises(Internal, match=r"it is quarantined for 299 s more$"):
         quarantine.check_request(request(), 101.0)
     quarantine.check_request(request(b"abd"), 101.0)
     quarantine.check_request(request(b"abcd"), 101.0)

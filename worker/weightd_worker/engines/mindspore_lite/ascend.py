@@ -7,7 +7,7 @@ What the library does not do, read in the source of 2.7.0, and what this module 
 - It takes a list of pids or a handle apart only after it has taken memory, and a handle as far as it is a number: both
   are checked before.
 - A build whose sharing has failed is told as a success to the layer above, which then fails for another reason, or runs
-  whichever model of this process has the id 0: there is one model in a process, one build, and a canary after it.
+  whichever model of this process has the id 0: there is one model in a process, one build, and a self-test after it.
 - A failed build keeps the card's memory until the process ends: `can_rebuild` is false.
 - Each attach writes the weights again, from its own file, into what everybody runs on, and nobody compares the files:
   the daemon does, by the digests in the HELLOs.

@@ -66,7 +66,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
         Raises:
             NotRun: the option `max_shape` does not cover it.
-            Spoilt: the predict failed, or the model could not be built again.
+            ModelCorrupted: the predict failed, or the model could not be built again.
         """
         self._check_max_shape(shapes)
         if self._first_shapes is None:

@@ -47,7 +47,7 @@ class ModelGroup:
 
     def __init__(self, device: str, share: str, models: Sequence[Tuple[str, Mapping[str, Any]]]) -> None:
         if share not in _FLAGS:
-            raise BuildError(f"members.share: expected one of {', '.join(_FLAGS)}, got {share!r}")
+            raise BuildError(f"models.share: expected one of {', '.join(_FLAGS)}, got {share!r}")
         settings = [BuildSettings(1, device, False, options) for _, options in models]
         card = settings[0].card if settings else None
         if card is None:

@@ -6,7 +6,7 @@ What the library does not do, measured on 2.0.0, and what this module does about
 - It ignores F-order and big-endian arrays without an error: `Arrays` are C order and native by contract.
 - Its inputs are not copied: the arrays stay alive and unchanged until the predict has ended.
 - Its outputs are views that the next predict overwrites: they are copied out.
-- A failed predict spoils the model, and the next answer may be the previous request's: `Spoilt`.
+- A failed predict spoils the model, and the next answer may be the previous request's: `ModelCorrupted`.
 - A failed build spoils the Model object: each build makes a new one.
 - Its exceptions have no cause: that is in the native log, from which it is read.
 - Of an output that depends on a free dimension it says [-1], of whatever rank: its shape is unknown.

@@ -1,4 +1,4 @@
-"""The keeper: a tiny process between the daemon and its holders and workers, so that these outlive the daemon.
+"""The shim: a tiny process between the daemon and its holders and workers, so that these outlive the daemon.
 
 It is their parent. They die with it (`weightd_common.pdeathsig`), and it ends them all once nobody holds the other end
 of its socket any more. A service manager holds a duplicate of that end for as long as the service is to go on, over a

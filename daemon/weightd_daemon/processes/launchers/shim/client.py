@@ -1,4 +1,4 @@
-"""The daemon's end of the keeper's socket."""
+"""The daemon's end of the shim's socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightd_daemon.processes.spec import ProcessSpec
 
 _log = logging.getLogger("weightd")
 
-LOG_NAME = "keeper.log"
+LOG_NAME = "shim.log"
 """In its directory: what it says if it fails."""
 
 _CHUNK_BYTES = 65536
@@ -43,17 +43,17 @@ _TIMEOUT_S = 10.0
 
 
 class ShimLost(OSError):
-    """The keeper has died, or hangs."""
+    """The shim has died, or hangs."""
 
 
 class ShimClient:
     """Has holders and workers started and waited for.
 
     Args:
-        descriptor: this end of the keeper's socket; this object owns it.
+        descriptor: this end of the shim's socket; this object owns it.
 
     Attributes:
-        pid: the keeper's.
+        pid: the shim's.
 
     Raises:
         ShimLost: nobody answers there.
@@ -87,7 +87,7 @@ class ShimClient:
 
     def kill_orphans(self) -> None:
         """End what was forked for a daemon that ended before it had it adopted."""
-        self._call({"strays": 0})
+        self._call({"orphans": 0})
 
     def kill_orphans_of(self, parent: int) -> None:
         """End what a child that has ended had forked without telling.
@@ -95,7 +95,7 @@ class ShimClient:
         Raises:
             ShimLost: nobody answers.
         """
-        self._call({"strays": parent})
+        self._call({"orphans": parent})
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:
         """Start a child in a session of its own.
@@ -133,7 +133,7 @@ class ShimClient:
         except ShimLost:
             raise
         except ChildProcessError:
-            raise ShimLost(f"process {survivor.pid} is gone with its keeper") from None
+            raise ShimLost(f"process {survivor.pid} is gone with its shim") from None
         except OSError:
             # Nobody could watch it.
             with contextlib.suppress(ProcessLookupError):
@@ -178,7 +178,7 @@ class ShimClient:
         try:
             status: int = self._call({"reap": pid})["status"]
         except ShimLost:
-            return None  # the kernel has ended it when the keeper died, or it had ended before
+            return None  # the kernel has ended it when the shim died, or it had ended before
         return status
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class ShimClient:
             self._socket.sendall(b"\n" + json.dumps({"id": request_id, **request}).encode() + b"\n")
             reply = self._read_reply(request_id)
         except (OSError, ValueError) as error:
-            raise ShimLost(f"the keeper does not answer: {error}") from None
+            raise ShimLost(f"the shim does not answer: {error}") from None
         if "errno" in reply:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply["path"])
         return reply
@@ -232,7 +232,7 @@ class ShimClient:
 
 
 def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
-    """Start a keeper that removes the directory and the other paths at its end. It holds a lock on the directory.
+    """Start a shim that removes the directory and the other paths at its end. It holds a lock on the directory.
 
     Raises:
         OSError: it cannot be started.
@@ -244,7 +244,7 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # The same errno as of a process that cannot be started.
-            raise OSError(errno.EBUSY, "another keeper has the directory", str(directory)) from None
+            raise OSError(errno.EBUSY, "another shim has the directory", str(directory)) from None
         # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
         # The directory last: as long as it is there, whoever waits for its lock waits for everything.
         argv = [
@@ -273,7 +273,7 @@ def _open_log(directory: Path) -> int:
 
 
 def wait_until_exited(directory: Path, timeout_s: float) -> bool:
-    """Wait until no keeper has a lock on the directory; return False if one still has it after so many seconds."""
+    """Wait until no shim has a lock on the directory; return False if one still has it after so many seconds."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -286,7 +286,7 @@ def wait_until_exited(directory: Path, timeout_s: float) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not has_logged:
-                    _log.info("waiting for the processes of the daemon before this one to end")
+                    _log.info("waiting for the processes of the previous daemon to end")
                     has_logged = True
                 if clock.now() >= deadline:
                     return False

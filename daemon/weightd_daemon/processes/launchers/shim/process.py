@@ -1,4 +1,4 @@
-"""The process itself, which `link.start` starts with PATH... as its arguments.
+"""The process itself, which `client.start_shim` starts with PATH... as its arguments.
 
 It imports little, so that it stays small, and does little, so that it never has to be replaced. It answers one request
 at a time:
@@ -6,7 +6,7 @@ at a time:
     {"start": NAME, "argv": [...], "stdin": TEXT, "log": PATH, "environment": {...}}                     {"pid": PID}
     {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
     {"watch": PID}             the answer carries a descriptor that becomes readable when the child exits {"pid": PID}
-    {"strays": SESSION}        ends what was forked and not adopted, of this session or, with 0, of any
+    {"orphans": SESSION}       ends what was forked and not adopted, of this session or, with 0, of any
                                                                          as for "children"
     {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
     {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
@@ -72,8 +72,8 @@ class Shim:
                 # As above.
                 os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 return {"pid": request["watch"], _DESCRIPTOR_KEY: exit_watch.watch_exit(request["watch"])}
-            if "strays" in request:
-                kill_all(find_orphans(self._children, request["strays"]))
+            if "orphans" in request:
+                kill_all(find_orphans(self._children, request["orphans"]))
             if "reap" in request:
                 _, status = os.waitpid(request["reap"], 0)
                 del self._children[request["reap"]]

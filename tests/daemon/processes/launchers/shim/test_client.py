@@ -35,8 +35,8 @@ PATH = os.environ.get("PATH", os.defpath)
 # Dies with its keeper, and says when it would.
 _DEPENDENT = """
 import sys, time
-from weightd_common.pdeathsig import die_with
-die_with(int(sys.argv[1]))
+from weightd_common.pdeathsig import die_with_parent
+die_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(1000)
 """
@@ -261,12 +261,12 @@ def test_what_cannot_be_started_is_named(keeper: ShimClient, tmp_path: Path) -> 
 
 
 def test_who_is_not_its_child_cannot_be_watched(keeper: ShimClient, tmp_path: Path) -> None:
-    with pytest.raises(ShimLost, match=f"^process {os.getpid()} is gone with its keeper$"):
+    with pytest.raises(ShimLost, match=f"^process {os.getpid()} is gone with its shim$"):
         keeper.watch(SurvivingProcess(os.getpid(), "stranger", tmp_path / "log"))
     assert keeper.surviving_processes() == []
     child = keeper.start(launch(["true"], tmp_path / "log"))
     assert exited(child) == 0
-    with pytest.raises(ShimLost, match=f"^process {child.pid} is gone with its keeper$"):
+    with pytest.raises(ShimLost, match=f"^process {child.pid} is gone with its shim$"):
         keeper.watch(SurvivingProcess(child.pid, "c", tmp_path / "log"))
 
 
@@ -352,16 +352,16 @@ def test_one_that_hangs_is_lost_after_a_while_and_heard_again(
     keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_TIMEOUT_S", 0.2)
-    vars(keeper)["_link"].settimeout(0.1)
+    vars(keeper)["_socket"].settimeout(0.1)
     os.kill(keeper.pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(ShimLost, match=r"^the keeper does not answer: timed out$"):
+    with pytest.raises(ShimLost, match=r"^the shim does not answer: timed out$"):
         ShimClient(os.dup(keeper.descriptor))
     assert 0.2 <= time.monotonic() - began < 5.0
     with pytest.raises(ShimLost, match="timed out"):
         keeper.surviving_processes()
     os.kill(keeper.pid, signal.SIGCONT)
-    vars(keeper)["_link"].settimeout(LIMIT_S)
+    vars(keeper)["_socket"].settimeout(LIMIT_S)
     assert keeper.surviving_processes() == []
 
 
@@ -421,7 +421,7 @@ def test_there_is_one_keeper_of_a_directory(
     assert wait_until_exited(directory, 0.0)
     assert wait_until_exited(tmp_path / "missing", 0.0)
     keeper = start_keeper()
-    with pytest.raises(OSError, match="another keeper has the directory"):
+    with pytest.raises(OSError, match="another shim has the directory"):
         start_keeper()
     assert not wait_until_exited(directory, 0.05)
     assert keeper.surviving_processes() == []
@@ -437,7 +437,7 @@ def test_the_directory_is_free_and_the_children_are_dead_once_the_keeper_is_gone
     assert not select.select([child.pidfd], [], [], 0)[0]
     if how == "killed":
         os.kill(keeper.pid, signal.SIGKILL)
-        with pytest.raises(ShimLost, match=r"^the keeper does not answer: ."):
+        with pytest.raises(ShimLost, match=r"^the shim does not answer: ."):
             keeper.start(launch(["true"], tmp_path / "other"))
     keeper.kill() if how == "killed" else keeper.close()
     assert wait_until_exited(directory, LIMIT_S)
