@@ -21,7 +21,7 @@ def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
     python = mindir.interpreter()
     if python is None:
         pytest.skip(mindir.HOW_TO_GET_IT)
-    path = os.pathsep.join(str(mindir.REPOSITORY / each) for each in ("daemon", "protocol"))
+    path = os.pathsep.join(str(mindir.REPOSITORY / each) for each in ("common", "daemon", "protocol"))
     done = subprocess.run(
         [str(python), "-c", PROGRAM],
         env={**os.environ, "PYTHONPATH": path},

@@ -98,7 +98,7 @@ def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questi
 
 # --- those of ONNX Runtime alone: one worker each, so that it is known what waits for it ---------------------------
 
-ODD = ("integers", "patient", "negated", "company", "quantized")
+ODD = ("integers", "patient", "negated", "batch_row_count", "quantized")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     paths: dict[str, Path] = {name: getattr(models, name)(directory / f"{name}.onnx") for name in ODD}
     tables = {name: {"path": path, **BATCHING} for name, path in paths.items()}
     tables["too_patient"] = tables["patient"]
-    tables["loose"] = {"path": paths["company"], "batching": {"max_rows": 16, "exact": False}}
+    tables["loose"] = {"path": paths["batch_row_count"], "batching": {"max_rows": 16, "exact": False}}
     with Service(tables) as service:
         service.ready()
         yield service
@@ -159,12 +159,12 @@ def test_rows_that_hang_on_each_other_run_together_only_where_that_was_asked_for
         for each, expected in zip(pending, alone * 8, strict=True):
             assert_same(each.result(), expected)
         rows: dict[str, list[float]] = {}
-        for name in ("company", "loose"):
+        for name in ("batch_row_count", "loose"):
             with Held(odd, client, name, counted) as held:
                 asked = [client.submit(name, counted) for _ in range(IN_FLIGHT)]
             rows[name] = [value(each).item() for each in (held.first, *asked)]
-    assert rows == {"company": [1] * (1 + IN_FLIGHT), "loose": [1] + [16] * IN_FLIGHT}
-    for name, why in (("company", "output rows: 16 of 16 rows"), ("quantized", "output y: ")):
+    assert rows == {"batch_row_count": [1] * (1 + IN_FLIGHT), "loose": [1] + [16] * IN_FLIGHT}
+    for name, why in (("batch_row_count", "output rows: 16 of 16 rows"), ("quantized", "output y: ")):
         assert f"{name}.1: rows of requests: {why}" in odd.log
         assert model_status(odd, name).generations[0].batching_note.startswith(why)
 

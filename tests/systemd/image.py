@@ -10,7 +10,7 @@ from testkit import mindir
 HOME = "/opt/weightd"
 PYTHON = f"{HOME}/venv/bin/python"
 MSLITE_PYTHON = f"{HOME}/venv-mslite/bin/python"
-SOURCES = ("daemon", "gateway", "worker", "protocol", "tests/support")
+SOURCES = ("client", "common", "ctl", "daemon", "gateway", "worker", "protocol", "tests/support")
 ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
 
 UNITS = Path("/lib/systemd/system")

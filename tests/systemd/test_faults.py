@@ -32,7 +32,7 @@ def test_a_service_that_replaces_its_workers_for_longer_than_systemd_waits_is_le
     before = weightd.main_pid
     for pid in weightd.wait_for_workers(1):
         weightd.manager.kill(pid, signal.SIGSTOP)
-    until(lambda: weightd.status()["models"][0]["deaths"], "it is replaced")
+    until(lambda: weightd.status()["models"][0]["unexpected_exits"], "it is replaced")
     weightd.wait_for_workers(1)
     weightd.ask()
     assert (weightd.main_pid, weightd.restarts) == (before, 0)

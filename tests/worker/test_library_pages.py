@@ -28,13 +28,13 @@ Anonymous: 0 kB
 # The code of a library that has been used, in KiB, before and after; and whether it can be used again.
 SCRIPT = """
 import re, sys, numpy
-from weightd_worker import libraries
+from weightd_worker import library_pages
 def mapped():
     text = open("/proc/self/smaps").read()
     return sum(map(int, re.findall(r" r-xp .*numpy.*\\.so\\n(?:.*\\n)??Size.*\\n(?:.*\\n)*?Rss: *(\\d+)", text)))
 first = numpy.linalg.inv(numpy.eye(40) * 2)
 before = mapped()
-libraries.let_go()
+library_pages.drop_unchanged_pages()
 after = mapped()
 assert (numpy.linalg.inv(numpy.eye(40) * 2) == first).all()
 print(before, after)

@@ -83,7 +83,7 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
         daemon.ask("w", size, x=x)
         assert np.array_equal(daemon.answer("w", size), x @ weights)
     assert [daemon.stop("w"), daemon.stop("h")] == [exit_codes.OK, exit_codes.OK]
-    assert "WARNING weightd_worker: the page store's cold pages stay in memory: " in daemon.log("h")
+    assert "WARNING weightd.worker: the page store's cold pages stay in memory: " in daemon.log("h")
     assert "KeyboardInterrupt" not in daemon.log("h") + daemon.log("w")
 
 

@@ -15,10 +15,10 @@ _BEFORE = """
 import resource
 import numpy as np
 from weightd_worker import pagesharing
-from weightd_worker.malloc_trim import MOST_KEPT_BYTES, Heap, own_bytes
+from weightd_worker.malloc_trim import MAX_RETAINED_BYTES, MallocTuner, private_bytes
 pagesharing.prepare()
 asked = []
-heap = Heap(lambda: asked.append(1))
+tuner = MallocTuner(lambda: asked.append(1))
 
 def predict(nbytes):
     inputs = np.ones(nbytes, np.uint8)
@@ -45,7 +45,7 @@ def _run(code: str) -> None:
 
 def test_before_it_keeps_nothing_is_done() -> None:
     _run("""
-heap.bound(), heap.give_back()
+tuner.limit_retained(), tuner.release_retained()
 assert not asked
 assert faults(10, 8_000_000) > 10 * 16_000_000 // 65_536 // 2
 """)
@@ -54,7 +54,7 @@ assert faults(10, 8_000_000) > 10 * 16_000_000 // 65_536 // 2
 @pytest.mark.parametrize("nbytes", [600_000, 8_000_000])
 def test_a_predict_has_the_memory_of_the_one_before(nbytes: int) -> None:
     _run(f"""
-heap.keep()
+tuner.retain_freed_memory()
 predict({nbytes})
 assert faults(20, {nbytes}) < 100
 """)
@@ -62,18 +62,18 @@ assert faults(20, {nbytes}) < 100
 
 def test_what_is_kept_is_bounded_and_given_back() -> None:
     _run("""
-heap.keep()
-before = own_bytes()
+tuner.retain_freed_memory()
+before = private_bytes()
 end = hole(8_000_000)
-assert own_bytes() - before > 2 * MOST_KEPT_BYTES
-heap.bound()
-assert own_bytes() - before < 10_000_000
+assert private_bytes() - before > 2 * MAX_RETAINED_BYTES
+tuner.limit_retained()
+assert private_bytes() - before < 10_000_000
 other = hole(2_000_000)
-heap.bound()
-assert own_bytes() - before > 30_000_000
+tuner.limit_retained()
+assert private_bytes() - before > 30_000_000
 assert len(asked) == 1
-heap.give_back()
-assert own_bytes() - before < 10_000_000
+tuner.release_retained()
+assert private_bytes() - before < 10_000_000
 assert len(asked) == 2
 """)
 
@@ -81,15 +81,15 @@ assert len(asked) == 2
 def test_what_each_predict_takes_anew_is_not_given_back_after_each() -> None:
     _run("""
 import time
-heap.keep()
+tuner.retain_freed_memory()
 ends = []
 for _ in range(3):
     ends.append(hole(8_000_000))
-    heap.bound()
+    tuner.limit_retained()
 assert len(asked) == 1
 now = time.monotonic() + 100
 time.monotonic = lambda: now
-heap.bound()
+tuner.limit_retained()
 assert len(asked) == 2
 """)
 
@@ -97,12 +97,12 @@ assert len(asked) == 2
 def test_what_is_needed_is_not_counted() -> None:
     _run("""
 import time
-heap.keep()
+tuner.retain_freed_memory()
 needed = [np.ones(8_000_000, np.uint8) for _ in range(20)]
-heap.bound()
+tuner.limit_retained()
 end = hole(2_000_000)
 now = time.monotonic() + 100
 time.monotonic = lambda: now
-heap.bound()
+tuner.limit_retained()
 assert len(asked) == 1
 """)

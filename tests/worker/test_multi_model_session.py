@@ -51,7 +51,7 @@ class House:
         told = GroupMembers(
             share, tuple(GroupMember(str(path), sample=each) for path, each in zip(self.paths, samples))
         )
-        arguments = ["--role", "rank", "--members", told.json()]
+        arguments = ["--role", "rank", "--models", told.json()]
         variables = environment(self.host)
         self.daemon.start("g", Path(), *arguments, engine="mindspore_lite", device=device, variables=variables)
 

@@ -100,7 +100,7 @@ def test_a_long_hostile_line_does_not_keep_the_glog_pattern_busy(native_log: Nat
         ("[ERROR] ME(1,2,p):2026 [a/b.cc:7] Run] shape [1,4] of [x:0] is wrong", "shape [1,4] of [x:0] is wrong"),
         ("[WARNING] ME(1,2,python):2026 [a/b.cc:7] Run] never mind", None),
         ("an [ERROR] ME(1,2,python):2026 [a/b.cc:7] Run] in the middle", None),
-        ("ERROR weightd_worker: [a/b.cc:7] Run] of our own", None),
+        ("ERROR weightd.worker: [a/b.cc:7] Run] of our own", None),
     ],
 )
 def test_lines_of_mindspore_lite(line: str, text: Any) -> None:

@@ -267,7 +267,7 @@ def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None
     status, socket = play(fake(sequence(*[ZEROS] * 5, ONES)), BUILD, STOP)
     assert status == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, ProcessFailed]
-    assert only(ProcessFailed, socket).reason == "the canary's answer changed when the weights were shared"
+    assert only(ProcessFailed, socket).reason == "the self-test's answer changed when the weights were shared"
 
 
 @pytest.mark.parametrize(
@@ -349,17 +349,17 @@ FORK = encode(Fork("w", (), "/log"))
 class FakeForker:
     """Forks nothing, and remembers what would have been given."""
 
-    def __init__(self, refusal: str = "") -> None:
-        self.refusal = lambda: refusal
+    def __init__(self, reason: str = "") -> None:
+        self.cannot_fork_reason = lambda: reason
         self.given: List[Any] = []
-        self.settled = 0
+        self.freeze_count = 0
 
-    def settle(self) -> None:
-        self.settled += 1
+    def freeze_memory(self) -> None:
+        self.freeze_count += 1
 
-    def fork(self, order: Fork, tell: ReportForked, made: Optional[InheritedModel] = None) -> None:
-        self.given.append(made)
-        assert tell(Forked(order.name, 11))
+    def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[InheritedModel] = None) -> None:
+        self.given.append(inherited_model)
+        assert report(Forked(order.name, 11))
 
 
 def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -371,13 +371,13 @@ def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     grows(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
-    status, socket = play(engine, FORK, BUILD, FORK, STOP, heirs=ForkTargets(2, cast(Any, forker)))
+    status, socket = play(engine, FORK, BUILD, FORK, STOP, fork_targets=ForkTargets(2, cast(Any, forker)))
     assert status == exit_codes.OK
     built = only(Built, socket)
     assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
     assert built.selftest_digest == selftest.run(engine, CASES).digest
     assert engine.done.count("export /s/store") == 0
-    assert (forker.settled, forker.given) == (1, [InheritedModel(engine, SHA256, 32 << 20)])
+    assert (forker.freeze_count, forker.given) == (1, [InheritedModel(engine, SHA256, 32 << 20)])
     forked = [each for each in socket.sent if isinstance(each, Forked)]
     assert forked == [Forked("w", 0, "this process is no template"), Forked("w", 11)]
 
@@ -398,7 +398,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
     monkeypatch.setattr(FakeEngine, "is_stochastic", draws)
     forker = FakeForker(refusal)
-    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, heirs=ForkTargets(2, cast(Any, forker)))
+    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, fork_targets=ForkTargets(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
     assert handle or built.note.startswith("weights are not shared: 31 MiB, by 2 processes, are less than the 32 MiB")
@@ -407,7 +407,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
 def test_a_holder_that_may_be_one_takes_no_request() -> None:
     with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
-        play(fake(), predict(1), STOP, heirs=ForkTargets(2, cast(Any, FakeForker())))
+        play(fake(), predict(1), STOP, fork_targets=ForkTargets(2, cast(Any, FakeForker())))
 
 
 def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
@@ -477,7 +477,7 @@ def test_an_answer_does_not_depend_on_those_before(
     alone = [answer for each in requests for answer in answers([each])]
     # What is missing of the wanted ends the session.
     assert together == alone[: len(together)]
-    assert len(together) == len(requests) or together[-1][0].leaving
+    assert len(together) == len(requests) or together[-1][0].is_exiting
 
 
 INPUTS: Dict[str, Any] = {
@@ -722,7 +722,7 @@ def test_large_frames_are_not_copied() -> None:
     seen: List[Any] = []
 
     class Uncopied(Script):
-        def answer(self, *messages: Sequence[Any]) -> None:
+        def reply(self, *messages: Sequence[Any]) -> None:
             seen.extend(messages[0])
 
     session(Uncopied(predict(1), STOP), fake(sequence(answer))).run(SHA256)
@@ -1028,7 +1028,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
 
 
 def test_no_job_begins_within_another() -> None:
-    with pytest.raises(RemoteProtocolError, match="type: expected predict, 1 more, got together"):
+    with pytest.raises(RemoteProtocolError, match="type: expected predict, 1 more, got begin_batch"):
         play(fake(), encode(BeginBatch(1)), encode(BeginBatch(1)))
 
 

@@ -51,14 +51,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sharing", choices=["on", "off"], default="on", help="off: a copy of the weights of its own")
     parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
     parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
-    parser.add_argument("--sample", default="", help="an .npz of inputs to prove the model by")
-    parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to these may be")
+    parser.add_argument("--selftest-inputs", default="", help="an .npz of self-test inputs")
+    parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to the self-test may be")
     parser.add_argument(
         "--attached-count", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
-    parser.add_argument("--members", default="", help="the models of a process that serves several, a JSON object")
-    parser.add_argument("--ranks", default="", help="what a rank or a broker is told of its group, a JSON object")
+    parser.add_argument("--models", default="", help="the models of a process that serves several, a JSON object")
+    parser.add_argument("--rendezvous", default="", help="for a rank or a broker: rendezvous of its group, a JSON object")
     parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
     return parser
 

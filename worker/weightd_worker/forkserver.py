@@ -1,6 +1,7 @@
 """The process that children are forked from: ``python -m weightd_worker.forkserver``, started by the daemon.
 
-It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its channel, and ends with it.
+It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its channel, and ends with
+it.
 """
 
 from __future__ import annotations

@@ -153,9 +153,9 @@ def _run_session(
     origin: str,
     inherited_model: Optional[InheritedModel],
 ) -> int:
-    if arguments.ranks:
+    if arguments.rendezvous:
         return _run_rank_or_broker(connection, arguments)
-    if arguments.members:
+    if arguments.models:
         return _run_model_group(connection, arguments)
     try:
         engine = _make_engine(arguments) if inherited_model is None else inherited_model.engine
@@ -176,7 +176,7 @@ def _run_session(
     session = (WorkerSession if engine.concurrency == 1 else ConcurrentSession)(
         connection,
         engine,
-        ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.sample),
+        ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.selftest_inputs),
         arguments.tolerance,
         origin=SpawnInfo(origin, clip(arguments.origin_note), inherited_model),
         fork_targets=ForkTargets(
@@ -189,7 +189,7 @@ def _run_session(
 def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
     """Be one of the processes of a unit."""
     try:
-        rendezvous = RendezvousInfo.from_json(arguments.ranks)
+        rendezvous = RendezvousInfo.from_json(arguments.rendezvous)
         engine_type = RANK_ENGINES[arguments.engine]
         _enter_work_dir(arguments)
         if arguments.role == "broker":
@@ -209,7 +209,7 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
         arguments.model,
         file_signature,
         child_arguments.parse_options(arguments.options),
-        arguments.sample,
+        arguments.selftest_inputs,
         tolerance=arguments.tolerance,
     )
     return RankSession(connection, engine, rendezvous, rank_inputs).run(sha256)
@@ -218,7 +218,7 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
 def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
     """Be the process of several models."""
     try:
-        members = GroupMembers.from_json(arguments.members)
+        members = GroupMembers.from_json(arguments.models)
         group = ModelGroup(
             arguments.device,
             members.sharing,

@@ -385,7 +385,7 @@ class WorkerSession(SessionBase):
         return dataclasses.replace(row_support, batch_digest=digest)
 
     def _share_weights(self, reference: selftest.SelfTest, bytes_before: int) -> SharedWeights:
-        """Share what was built: by a fork where that can be, and where it is held to a self-test, else as the engine does.
+        """Share what was built: by a fork where that can be, and where it has a self-test, else as the engine does.
 
         What is forked from a model that draws at random would all draw the same.
         """

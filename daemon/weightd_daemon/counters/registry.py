@@ -15,7 +15,7 @@ _COUNT = integer(0, MAX_COUNT)
 
 @dataclass(frozen=True)
 class ModelCounterRecord:
-    """A meter as it is written down; the fields are those of `Meter`."""
+    """The counters of a model as they are written down; the fields are those of `ModelCounters`."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
     requests: HistogramRecord = field(metadata=record(HistogramRecord))

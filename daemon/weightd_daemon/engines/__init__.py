@@ -1,6 +1,6 @@
 """What is known of each engine outside its processes: one `EngineSpec` each, and what its files and cards demand.
 
-No engine is imported; of weightd only `host`, the protocol and what is shared may be.
+No engine is imported; of weightd only `platform`, the protocol and what is shared may be.
 """
 
 from __future__ import annotations

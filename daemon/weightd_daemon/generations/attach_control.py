@@ -214,10 +214,10 @@ class AttachControl:
             self._requested_worker, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
             self._emit(Send(holder.name, Allow((worker.hello.pid,))))
 
-    def _close_attach(self, event: AttachEvent, why: str) -> None:
+    def _close_attach(self, event: AttachEvent, reason: str) -> None:
         self._advance(event)
-        self.closed_reason = why
-        self._log(f"lost workers are not replaced, they wait for the next generation: {why}")
+        self.closed_reason = reason
+        self._log(f"lost workers are not replaced, they wait for the next generation: {reason}")
 
     def _admit_greeted(self) -> None:
         for worker in self._processes.usable(Role.WORKER):

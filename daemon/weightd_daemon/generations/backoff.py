@@ -79,7 +79,7 @@ class RestartBackoff:
             lifetime_s: how long.
             now: the clock.
             has_answered: whether it had answered anything. Then it was no bad start, and its successor is wanted at
-                once: requests that kill workers are the business of `quarantine` and `suspects`.
+                once: requests that kill workers are the business of `quarantine` and `offenders`.
         """
         if has_answered or lifetime_s >= EARLY_DEATH_S:
             self._early_deaths = 0

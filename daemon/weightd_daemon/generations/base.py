@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class GenerationBase(GenerationView, abc.ABC):
-    """The life of a generation: events and the clock go in, `Action`s come out. How it stands is that of `Standing`."""
+    """The life of a generation: events and the clock go in, `Action`s come out. `GenerationView` says how it stands."""
 
     _stop_timeout_s = STOP_TIMEOUT_S
 

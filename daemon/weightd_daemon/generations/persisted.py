@@ -41,7 +41,7 @@ class SealRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """A generation that serves. The fields are those of `Generation` or `Unit`; `source` is the number of its source.
+    """A generation that serves. The fields are those of `Generation` or `RankGroup`; `source` is its source's number.
 
     `attach_state` is who may still attach, `attach_closed_reason` why nobody may. `models` are those of a unit, none of
     workers; `port` is that of its ranks' communication, 0 where none was told one.

@@ -251,7 +251,7 @@ class GenerationView:
 
     @property
     def is_reconnecting(self) -> bool:
-        """Whether it was resumed, and a worker may still be `back`."""
+        """Whether it was resumed, and a worker may still reconnect."""
         return self.state in ACTIVE and self.processes.count(ChildState.AWAITED) > 0
 
     @property

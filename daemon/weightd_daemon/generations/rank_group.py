@@ -28,7 +28,7 @@ class RankGroup(GenerationBase):
     """The life of a unit.
 
     Args:
-        label: its name, as in `Standing`.
+        label: its name, as in `GenerationView`.
         spec: what is configured, with `group_spec`.
         device: of which deployment it is. Where each rank runs its terms say.
         source: what it loads.

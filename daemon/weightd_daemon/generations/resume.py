@@ -46,7 +46,7 @@ def record_generation(generation: GenerationBase, seal: SealRecord | None, port:
 def resume_generation(
     label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float
 ) -> Generation:
-    """Return a generation that a daemon before this one has loaded; its workers serve once they are `back`."""
+    """Return a generation that a daemon before this one has loaded; its workers serve once they have reconnected."""
     generation = Generation(label, spec, record.device, source, record.number)
     generation.sha256, generation.built = record.sha256, record.built
     generation.device_usage.process_bytes = record.process_bytes
@@ -68,7 +68,7 @@ def resume_generation(
 def resume_rank_group(
     label: str, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float
 ) -> RankGroup:
-    """Return a unit that a daemon before this one has loaded; it serves once all ranks are `back`, at the same step."""
+    """Return a rank group that a previous daemon has loaded; it serves once all ranks have reconnected, at one step."""
     generation = RankGroup(label, spec, record.device, source, record.number)
     generation.sha256, generation.models, generation.built = record.sha256, record.models, record.built
     generation.device_usage.process_bytes = record.process_bytes

@@ -165,7 +165,9 @@ class Generation(GenerationBase):
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
             self.counters.on_selftest_failed()
             self.on_process_failed(
-                name, ProcessFailed("the self-test answer differs from the holder's: the worker would answer wrongly"), now
+                name,
+                ProcessFailed("the self-test answer differs from the holder's: the worker would answer wrongly"),
+                now,
             )
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes

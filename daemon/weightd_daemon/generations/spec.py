@@ -62,7 +62,7 @@ class RowTestSpec(NamedTuple):
 
 NO_ROW_TEST = RowTestSpec()
 
-# Of `RankTerms.reply`: each rank answers with its share of the rows, in the order of ranks.
+# Of `RankGroupSpec.reply_rank`: each rank answers with its share of the rows, in the order of ranks.
 CONCAT = -1
 
 

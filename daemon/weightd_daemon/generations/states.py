@@ -22,7 +22,9 @@ class GenerationState(enum.Enum):
     SPAWNING = "spawning"  # holder and workers start
     GATHERING = "gathering"  # they say HELLO with their pids
     BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join, and load their slices
-    ATTACHING = "attaching"  # workers build on these weights, one after another; or ranks run the self-test, all at once
+    ATTACHING = (
+        "attaching"  # workers build on these weights, one after another; or ranks run the self-test, all at once
+    )
     RESUMING = "resuming"  # an earlier daemon has loaded it; its workers come back
     SERVING = "serving"  # at least one worker has been READY
     DRAINING = "draining"  # no new work; workers leave, then the holder

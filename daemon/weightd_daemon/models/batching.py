@@ -47,7 +47,9 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
         texts.append(f"requests are batched up to {policy.max_rows} rows")
     if policy.max_split_rows:
         where = (
-            " of the self-test's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
+            " of the self-test's dimensions"
+            if policy.tested_dims is not None and _has_other_free_dims(generation)
+            else ""
         )
         texts.append(f"requests of more than {policy.max_split_rows} rows{where} are split")
     if texts:

@@ -32,7 +32,7 @@ _log = logging.getLogger("weightd.generation")
 
 
 class Deployment(DeploymentView):
-    """Keeps one generation serving; how it stands is that of `Deployed`.
+    """Keeps one generation serving; how it stands is that of `DeploymentView`.
 
     Args:
         placement: where, and what it has room for: one device, or the cards of all ranks.
@@ -82,7 +82,7 @@ class Deployment(DeploymentView):
     def update(self, source: ModelSource, now: float) -> None:
         """Load a generation that is to take over once `switch_to_loaded` is called.
 
-        What `is_lost`, or `renews`, is tried again only if that fails.
+        What `is_lost`, or `is_being_replaced`, is tried again only if that fails.
         """
         wanted_again = self._wanted_source
         if self.loading is not None and (self.is_lost or self.is_being_replaced):

@@ -116,7 +116,9 @@ class DeploymentView:
         self._is_failing = False
         # What the next generation loads, once there may be one.
         self._wanted_source: ModelSource | None = None
-        self._machine = Machine(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {placement.name}", {})
+        self._machine = Machine(
+            DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {placement.name}", {}
+        )
         self.predecessor: ReplacedDeployment | None = None
 
     @property

@@ -29,7 +29,7 @@ class ProcessManager(Protocol):
         source: ModelSource,
         expected_sha256: str = "",
     ) -> None:
-        """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`.
+        """Take the snapshot of a model's source; answer by `on_snapshot_taken` or `on_snapshot_failed`.
 
         `expected_sha256`: the sha256 that it has to have, "" for any.
         """
@@ -46,7 +46,7 @@ class ProcessManager(Protocol):
         role: Role,
         template: str = "",
     ) -> None:
-        """Start a child, forked of `template` if that is one; answer by `heard` and, in the end, `exited`."""
+        """Start a child, forked of `template` if that is one; answer by `on_message` and, in the end, `on_exit`."""
 
     def resume(
         self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None

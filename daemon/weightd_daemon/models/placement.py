@@ -208,7 +208,8 @@ class DeviceBudget:
         if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
             return ""
         return (
-            f"{self.name} has not enough memory: {label} needs {_format_mib(request.total_bytes)} ({_format_copies(request)} of "
+            f"{self.name} has not enough memory: {label} needs {_format_mib(request.total_bytes)} "
+            f"({_format_copies(request)} of "
             f"{_format_mib(card_bytes(request.weight_bytes))} weights, {_format_processes(request)}), "
             f"{_format_mib(max(0, self.capacity_bytes - used))} of {_format_mib(self.capacity_bytes)} are free"
             f"{_format_reservations({each: _format_mib(had.total_bytes) for each, had in other_requests.items()})}"

@@ -39,7 +39,9 @@ def on_message(
         case RankGroup(), _:
             generation.on_unexpected_message(child, message_name, now)
         case _:
-            generation.on_process_failed(child, ProcessFailed(f"it sent {message_name}, and belongs to no rank group"), now)
+            generation.on_process_failed(
+                child, ProcessFailed(f"it sent {message_name}, and belongs to no rank group"), now
+            )
 
 
 def add_slot(generation: RankGroup, config: ModelConfig, dispatcher: Dispatcher, now: float) -> None:

@@ -48,7 +48,7 @@ class SharedProcessEvents(ProcessEvents):
 
     Args:
         shared_process: whose processes they are.
-        more: as those of `Crew`.
+        more: as those of `ProcessEvents`.
     """
 
     def __init__(self, shared_process: SharedProcess, *more: Any) -> None:

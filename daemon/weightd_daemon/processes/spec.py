@@ -155,7 +155,7 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
     if program.weights:
         argv += ["--weights", program.weights]
     if program.sample:
-        argv += ["--sample", program.sample]
+        argv += ["--selftest-inputs", program.sample]
     if program.tolerance:
         argv += ["--tolerance", repr(program.tolerance)]
     argv += _rank_arguments(program, files)
@@ -173,9 +173,9 @@ def _rank_arguments(program: WorkerProgram, files: GenerationFiles) -> list[str]
         rendezvous = (
             program.rendezvous._replace(rank_table=str(files.rank_table)) if program.rank_table else program.rendezvous
         )
-        argv += ["--ranks", rendezvous.json()]
+        argv += ["--rendezvous", rendezvous.json()]
     if program.members_json:
-        argv += ["--members", program.members_json]
+        argv += ["--models", program.members_json]
     return argv
 
 

@@ -71,7 +71,7 @@ from weightd_protocol.messages.worker import (
 )
 
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
-_MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
+_MISSING_MODULE = re.compile(r"No module named '?(weightd|zmq|msgpack|numpy)")
 
 # Of the frames of a message.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)

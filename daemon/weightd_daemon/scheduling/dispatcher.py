@@ -197,7 +197,7 @@ class Dispatcher:
     def add_slot(
         self, process: str, *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1
     ) -> None:
-        """The process is a seat that takes jobs from now on: see `Seat`."""
+        """The process is a seat that takes jobs from now on: see `Slot`."""
         self.latencies_by_process[process] = LatencyWindow()
         self.scheduler.slots.add_new(process, (process,), device=device, policy=policy, concurrency=concurrency)
 
@@ -220,7 +220,7 @@ class Dispatcher:
             now: the clock.
             support_processes: processes without which they are lost.
             device: where they run.
-            policy: see `Seat`.
+            policy: see `Slot`.
         """
         self._has_lockstep = True
         # What one answers all have run.
@@ -258,7 +258,7 @@ class Dispatcher:
             model_index: which of its models this is.
             now: the clock.
             device: where it runs.
-            policy: see `Seat`.
+            policy: see `Slot`.
         """
         self.latencies_by_process[process] = LatencyWindow()
         self.fault_isolator.watchdog.add(process, now, runs_selftest=False)

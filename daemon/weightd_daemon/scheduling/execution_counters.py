@@ -27,8 +27,8 @@ class ExecutionCounters:
         """How many jobs had rows up to each power of two, and more than the one before; of others nothing is known."""
         return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 
-    def count_rows(self, rows: int, padded: int) -> None:
-        """A job of rows was answered; `padded_rows` are those that the model was given, 0 if they are its own."""
+    def count_rows(self, rows: int, model_rows: int) -> None:
+        """A job of rows was answered; `model_rows` are those that the model was given, 0 if they are its own."""
         power = (rows - 1).bit_length()
         self._batches_by_power[power] = self._batches_by_power.get(power, 0) + 1
-        self.padded_rows += max(0, padded - rows)
+        self.padded_rows += max(0, model_rows - rows)

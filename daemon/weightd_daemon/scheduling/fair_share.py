@@ -175,8 +175,8 @@ class FairClocks:
             charged.
     """
 
-    def __init__(self, max_batch_seconds: float = 0.1) -> None:
-        self.max_batch_s = max_batch_seconds
+    def __init__(self, max_batch_s: float = 0.1) -> None:
+        self.max_batch_s = max_batch_s
         self.last_tenant: Tenant | None = None
         self.multi_tenant_until = -float("inf")
         self._clocks: dict[str, FairClock] = {}

@@ -68,10 +68,10 @@ class LockstepTracker:
         step: as above; each part has the next one.
     """
 
-    def __init__(self, processes: Sequence[str], reply: str | None, step: int = 0) -> None:
-        if reply is not None and reply not in processes:
-            raise ValueError(f"reply: expected one of {', '.join(processes)}, got {reply}")
-        self.reply_process = reply
+    def __init__(self, processes: Sequence[str], reply_process: str | None, step: int = 0) -> None:
+        if reply_process is not None and reply_process not in processes:
+            raise ValueError(f"reply: expected one of {', '.join(processes)}, got {reply_process}")
+        self.reply_process = reply_process
         self.step = step
         self.processes = tuple(processes)
         self._reports: dict[int, _Reports] = {}

@@ -59,7 +59,7 @@ class Request:
         lost_slots: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
         lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
-        sample_digest: likewise, see `blame.contents`.
+        sample_digest: likewise, see `fault_isolation.fingerprint`.
         is_ended: while a seat ran it: what that gives later is dropped.
         pending_writes: the rows whose outputs a process may still write to memory of the client, of each process.
         may_still_write: it has ended while there were any.

@@ -1,6 +1,6 @@
 """What waits for the seats of one model, and whose turn it is.
 
-First come, first served, but for priorities. Requests of clients under suspicion (`suspects`) are confined: one of
+First come, first served, but for priorities. Requests of clients under suspicion (`offenders`) are confined: one of
 them, where there are several tenants one of each, is with a seat at a time. A request that runs in parts takes turns
 with what else waits: it does not hold all seats.
 
@@ -70,16 +70,16 @@ class RequestQueue:
         self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
 
     def _set_queues(
-        self, normal: AnyQueue, confined: AnyQueue, begun: AnyQueue, long: AnyQueue, unchecked: AnyQueue
+        self, normal: AnyQueue, confined: AnyQueue, splitting: AnyQueue, long: AnyQueue, unchecked: AnyQueue
     ) -> None:
         self.normal, self._confined, self.splitting, self.long, self._unchecked = (
             normal,
             confined,
-            begun,
+            splitting,
             long,
             unchecked,
         )
-        self._queues: Sequence[AnyQueue] = (normal, confined, begun, long, unchecked)
+        self._queues: Sequence[AnyQueue] = (normal, confined, splitting, long, unchecked)
 
     # --- who comes and goes -------------------------------------------------------------------------------------
 

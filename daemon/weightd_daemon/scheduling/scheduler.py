@@ -1,4 +1,4 @@
-"""Which job runs on which seat, and when: the `Line` of what waits for one model, and its `Seats`, put together.
+"""Which job runs on which slot, and when: the `RequestQueue` of one model and its `SlotPool`, put together.
 
 Jobs are formed when a seat is free, of what waits then: where the model's rows allow it, of several requests, or of a
 part of one. No seat idles while something waits that it could run, and nothing waits for company. Plain decisions, fed
@@ -47,8 +47,8 @@ class Scheduler:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a seat that computes is held to hang.
-        schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is put
-            `aside`.
+        schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is to
+            be checked first.
         levels: of priority.
         clocks: of the devices, for all models.
         concurrency: how many jobs the seats can run at once when all of them are there.
@@ -402,7 +402,7 @@ class Scheduler:
         return batch_key is None or not policy.should_split(batch_key, request.origin.party)
 
     def _is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Return the same of the first request of a queue: `normal` has no long one there, see `Line.sort_out`."""
+        """Return the same of the first request of a queue: `normal` has no long one there, see `move_long`."""
         request_queue = self.queue
         return request_queue.is_multi_tenant and queue is not request_queue.normal and self._is_long(request, now)
 

@@ -120,7 +120,7 @@ class SlotPool:
         policy: BatchingPolicy = NO_BATCHING,
         concurrency: int = 1,
     ) -> None:
-        """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
+        """The seat takes jobs from now on; it consists of these processes. See `Slot` for the rest."""
         self.add(Slot(name, processes, device, policy, concurrency))
 
     def add(self, slot: Slot) -> None:

@@ -206,7 +206,9 @@ def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int
     for name in (R0, R1):
         group.warmed(name, warmed=replace(WARMED, selftest_digest="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
-    assert group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the self-test's known answer"
+    assert (
+        group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the self-test's known answer"
+    )
     assert group.unit.slots == {}
 
 
@@ -261,7 +263,12 @@ SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
 @pytest.mark.parametrize("what", SAYS)
 @pytest.mark.parametrize("when", LOADS)
 def test_who_speaks_out_of_turn_does_not_know_where_it_is(when: str, what: str) -> None:
-    if (when, what) in {("spawned", "hello"), ("loading", "joinedgroup"), ("warming", "selftestdone"), ("resumed", "reconnected")}:
+    if (when, what) in {
+        ("spawned", "hello"),
+        ("loading", "joinedgroup"),
+        ("warming", "selftestdone"),
+        ("resumed", "reconnected"),
+    }:
         return
     group = LOADS[when](RankGroupHarness())
     group.wanted()

@@ -200,7 +200,9 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
 def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: Traits) -> None:
     life = GenerationHarness(1, traits).building()
     life.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="it is not deterministic"))
-    cause = f"{HOLDER}: no self-test: it is not deterministic; name an input with the key selftest, or set sharing to off"
+    cause = (
+        f"{HOLDER}: no self-test: it is not deterministic; name an input with the key selftest, or set sharing to off"
+    )
     expected = (GenerationState.FAILED, cause) if traits is CARD else (GenerationState.ATTACHING, "")
     assert (life.state, life.cause) == expected
 
@@ -499,7 +501,9 @@ def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_a
 
 
 @pytest.mark.parametrize(
-    "life", [GenerationHarness(2), GenerationHarness(2, CARD, can_fork_from_holder=True)], ids=["not asked for", "on a card"]
+    "life",
+    [GenerationHarness(2), GenerationHarness(2, CARD, can_fork_from_holder=True)],
+    ids=["not asked for", "on a card"],
 )
 def test_one_that_must_be_no_template_is_broken(life: GenerationHarness) -> None:
     life.building()
@@ -638,7 +642,11 @@ def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
 
 @pytest.mark.parametrize(
     "life",
-    [GenerationHarness(1), GenerationHarness(1, CARD, can_outlive_holder=True), GenerationHarness(1, CARD, is_sharing=False)],
+    [
+        GenerationHarness(1),
+        GenerationHarness(1, CARD, can_outlive_holder=True),
+        GenerationHarness(1, CARD, is_sharing=False),
+    ],
     ids=["cpu", "frozen", "private"],
 )
 def test_elsewhere_answers_are_trusted_without_it(life: GenerationHarness) -> None:

@@ -29,8 +29,8 @@ def test_each_card_has_the_slice_of_its_rank_and_its_own_buffers() -> None:
 def test_where_one_card_has_no_room_none_is_promised() -> None:
     group, devices = cards(None, 400 * MIB)
     assert group.reserve("big.1", NEED) == (
-        "ascend:1 has not enough memory: big.1 needs 462 MiB (one copy of 52 MiB weights, one process of 10 MiB, communication "
-        "of 400 MiB), 400 MiB of 400 MiB are free"
+        "ascend:1 has not enough memory: big.1 needs 462 MiB (one copy of 52 MiB weights, one process of 10 MiB, "
+        "communication of 400 MiB), 400 MiB of 400 MiB are free"
     )
     devices[1].capacity_bytes, devices[0].max_processes = None, 0
     assert group.reserve("big.1", NEED) == "ascend:0 takes at most 0 processes: big.1 needs 1 (its rank)"

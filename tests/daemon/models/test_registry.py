@@ -29,7 +29,9 @@ class FakeModel:
         self.dispatcher = SimpleNamespace(is_idle=True, scheduler=SimpleNamespace(queue=SimpleNamespace(count=0)))
         self.successor: FakeModel | None = None
         self.note = ""
-        self.is_updating = self.may_serve_soon = self.is_complete = self.has_failed = self.is_draining = self.is_gone = False
+        self.is_updating = self.may_serve_soon = self.is_complete = self.has_failed = self.is_draining = (
+            self.is_gone
+        ) = False
         self.replaced: FakeModel | None = None
         self.is_reinstated = False
         self.may_retry = False

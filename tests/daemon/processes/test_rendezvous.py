@@ -58,7 +58,7 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
     program = WorkerProgram("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
     argv = spec.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
     expected = told._replace(rank_table=str(files.rank_table)) if table else told
-    assert RendezvousInfo.from_json(argv[argv.index("--ranks") + 1]) == expected
+    assert RendezvousInfo.from_json(argv[argv.index("--rendezvous") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
 
 

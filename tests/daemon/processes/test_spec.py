@@ -30,7 +30,7 @@ ALWAYS = (
         ({"options": '{"a":1}'}, ' --options {"a":1}'),
         ({"cores": "0-3"}, " --cores 0-3"),
         ({"weights": "/w.npz"}, " --weights /w.npz"),
-        ({"sample": "/s.npz", "tolerance": 0.25}, " --sample /s.npz --tolerance 0.25"),
+        ({"sample": "/s.npz", "tolerance": 0.25}, " --selftest-inputs /s.npz --tolerance 0.25"),
     ],
 )
 def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str) -> None:

@@ -353,7 +353,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     sample.write_bytes(b"another")
     assert len(children) == 2
     for argv in children:
-        assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"
+        assert Path(argv[argv.index("--selftest-inputs") + 1]).read_bytes() == b"a sample"
         assert argv[argv.index("--tolerance") + 1] == "0.25"
 
 

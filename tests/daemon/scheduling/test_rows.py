@@ -81,7 +81,9 @@ def desk(
         orders.append(order)
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
-    made = Dispatcher("m", config, cast(ResponseSink, SimpleNamespace(reply_request_error=print, **askers)), order, lambda _: None)
+    made = Dispatcher(
+        "m", config, cast(ResponseSink, SimpleNamespace(reply_request_error=print, **askers)), order, lambda _: None
+    )
     for number in range(seats):
         made.add_slot(f"w{number}", policy=terms)
     return made, orders
@@ -444,7 +446,10 @@ def test_parts_may_be_answered_in_any_order() -> None:
 
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
     whole = cut()
-    with pytest.raises(Internal, match=r"^outputs \[0\] of a split request: expected frames where no output memory was offered, got none$"):
+    with pytest.raises(
+        Internal,
+        match=r"^outputs \[0\] of a split request: expected frames where no output memory was offered, got none$",
+    ):
         whole.add_result(
             *whole.take_rows(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), []
         )
@@ -498,7 +503,10 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (piece(1, b"b", shape=(1,)), r"^output y of a partial result: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$"),
+        (
+            piece(1, b"b", shape=(1,)),
+            r"^output y of a partial result: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$",
+        ),
         (piece(1, b"bb", b"u"), "^output t has no rows, and differs between the partial results of the request$"),
         (
             PartialResult(1, ResponseDescription("m", ()), []),

@@ -365,7 +365,7 @@ def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Car
     built = card.pair()
     assert built.device is None
     assert card.attach("w", built).device is None
-    assert "WARNING weightd_worker: the card's memory is not known: libascendcl.so: " in card.daemon.log("h")
+    assert "WARNING weightd.worker: the card's memory is not known: libascendcl.so: " in card.daemon.log("h")
 
 
 # --- what the library ignores in silence ----------------------------------------------------------------------

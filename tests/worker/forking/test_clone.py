@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 SCRIPT = """
 import ctypes, os, signal, sys, threading
 from weightd_worker.forking import clone
-assert clone.refusal() == ""
+assert clone.cannot_fork_reason() == ""
 reading, writing = os.pipe()
 pid = clone.clone()
 if not pid:
@@ -30,7 +30,7 @@ if not pid:
     os.abort()
 os.close(writing)
 print(pid, os.read(reading, 9).decode(), flush=True)
-assert clone.refusal() == ""
+assert clone.cannot_fork_reason() == ""
 """
 
 
@@ -61,7 +61,7 @@ def sleep():
 named = threading.Event()
 threading.Thread(target=sleep, daemon=True).start()
 named.wait()
-print(clone.refusal())
+print(clone.cannot_fork_reason())
 """
     assert " ".join(run(script)) == "cannot fork: expected one thread, got 1 more: dreamer"
 

@@ -26,7 +26,7 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from weightd_protocol.messages.worker import Fork
-from weightd_worker.forking.process_state import Beginning
+from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.forking.fork import Forker
 directory, fate = sys.argv[1:]
 def ready(words, made):
@@ -41,8 +41,8 @@ def tell(forked):
     if fate == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     return fate != "unheard"
-forker = Forker(Beginning(), ready)
-forker.settle()
+forker = Forker(ProcessState(), ready)
+forker.freeze_memory()
 forker.fork(Fork("w", ("--some", "thing"), directory + "/log"), tell)
 print("lives")
 """
@@ -81,7 +81,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> List[Forked]:
         told.append(forked)
         return True
 
-    monkeypatch.setattr(forker_module, "refusal", lambda: reason)
+    monkeypatch.setattr(forker_module, "cannot_fork_reason", lambda: reason)
     Forker(ProcessState(), lambda words, made: lambda: 0).fork(ORDER, tell)
     return told
 

@@ -44,7 +44,7 @@ def traces():
 def reason(call, *arguments):
     try:
         call(*arguments)
-    except pagesharing.Unavailable as error:
+    except pagesharing.PageSharingUnavailable as error:
         return str(error)
     raise AssertionError("not refused")
 

@@ -38,12 +38,12 @@ def unharmed(child: Child) -> bool:
 # --- what is refused as a whole -----------------------------------------------------------------------------------
 
 FULL_DISK = """
-write = store.NewStore.write_page
+write = store.NewStore.write_pages
 def full(self, page, address, length):
     if page:
         raise OSError(28, "No space left on device")
     write(self, page, address, length)
-store.NewStore.write_page = full
+store.NewStore.write_pages = full
 """
 THIRD_MAPPING_FAILS = """
 map_over, calls = libc.Libc.map_over, []
@@ -79,36 +79,36 @@ block = c.realloc(ctypes.c_void_p(block), ctypes.c_size_t(9 << 20))
 @pytest.mark.parametrize(
     ("verb", "fault", "reason"),
     [
-        ("hold", FULL_DISK, "sharing pages failed: [Errno 28] No space left on device"),
-        ("hold", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB,) * 2)", "File too large"),
-        ("hold", THIRD_MAPPING_FAILS, "Cannot allocate memory"),
-        ("join", THIRD_MAPPING_FAILS, "Cannot allocate memory"),
-        ("hold", OTHER_MALLOC, "another malloc, or tuned"),
-        ("hold", LOOKS_LIKE_A_BLOCK, "found 2 malloc mappings of "),
-        ("hold", HIDDEN_BLOCK, "found 1 malloc mappings of "),
-        ("hold", MOVED_ALIGNED_BLOCK, "malloc counts 2 of"),
-        ("hold", "import tracemalloc; tracemalloc.start()", "tracemalloc"),
-        ("join", "os.truncate(path, os.path.getsize(path) - 1)", "truncated"),
+        ("export_pages", FULL_DISK, "sharing pages failed: [Errno 28] No space left on device"),
+        ("export_pages", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB,) * 2)", "File too large"),
+        ("export_pages", THIRD_MAPPING_FAILS, "Cannot allocate memory"),
+        ("attach_pages", THIRD_MAPPING_FAILS, "Cannot allocate memory"),
+        ("export_pages", OTHER_MALLOC, "another malloc, or tuned"),
+        ("export_pages", LOOKS_LIKE_A_BLOCK, "found 2 malloc mappings of "),
+        ("export_pages", HIDDEN_BLOCK, "found 1 malloc mappings of "),
+        ("export_pages", MOVED_ALIGNED_BLOCK, "malloc counts 2 of"),
+        ("export_pages", "import tracemalloc; tracemalloc.start()", "tracemalloc"),
+        ("attach_pages", "os.truncate(path, os.path.getsize(path) - 1)", "truncated"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_the_memory_is_as_before(
     verb: str, fault: str, reason: str, spawn: Spawn, path: Path
 ) -> None:
-    if verb == "join":
-        loaded(spawn, path).do("pagesharing.hold(path)")
+    if verb == "attach_pages":
+        loaded(spawn, path).do("pagesharing.export_pages(path)")
         path.chmod(0o600)
     child = loaded(spawn, path)
     child.do(fault)
     assert reason in child.ask(f"reason(pagesharing.{verb}, path)")
     assert unharmed(child)
-    assert path.exists() == (verb == "join")
+    assert path.exists() == (verb == "attach_pages")
     child.do("model[:] = 4")
     assert child.ask("bool((model == 4).all())")
 
 
 def test_a_file_that_is_in_the_way_is_kept(spawn: Spawn, path: Path) -> None:
     path.write_text("mine")
-    assert "File exists" in spawn().ask(f"reason(pagesharing.hold, {str(path)!r})")
+    assert "File exists" in spawn().ask(f"reason(pagesharing.export_pages, {str(path)!r})")
     assert path.read_text() == "mine"
 
 
@@ -177,15 +177,15 @@ def test_memory_that_cannot_be_restored_ends_the_process(monkeypatch: pytest.Mon
 
 
 def test_a_page_that_changes_after_it_was_hashed_is_not_mapped(spawn: Spawn, path: Path) -> None:
-    loaded(spawn, path).do("pagesharing.hold(path)")
+    loaded(spawn, path).do("pagesharing.export_pages(path)")
     child = loaded(spawn, path)
     child.do("""
-match = runs.match
+find_matches = runs.find_matches
 def change(*arguments):
     model[1000000] += 1
-    return match(*arguments)
-runs.match = change
-joined = pagesharing.join(path)
+    return find_matches(*arguments)
+runs.find_matches = change
+joined = pagesharing.attach_pages(path)
 model[1000000] -= 1
 """)
     assert child.ask("40 * MIB - joined.shared_bytes == libc.PAGE")
@@ -195,28 +195,28 @@ model[1000000] -= 1
 def test_a_page_that_changes_after_it_was_written_is_not_mapped(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("""
-write = store.NewStore.write_page
+write = store.NewStore.write_pages
 def change(self, page, address, length):
     write(self, page, address, length)
     if not page:
         model[[1000, 500000, 1000000]] += 1
-store.NewStore.write_page = change
-held = pagesharing.hold(path)
+store.NewStore.write_pages = change
+held = pagesharing.export_pages(path)
 model[[1000, 500000, 1000000]] -= 1
 """)
     assert child.ask("40 * MIB - held.shared_bytes == 3 * libc.PAGE")
     assert unharmed(child)
-    assert loaded(spawn, path).ask("pagesharing.join(path).shared_bytes") == 40 * MIB
+    assert loaded(spawn, path).ask("pagesharing.attach_pages(path).shared_bytes") == 40 * MIB
 
 
 def test_equal_hashes_are_not_believed(spawn: Spawn, path: Path) -> None:
-    loaded(spawn, path).do("pagesharing.hold(path)")
+    loaded(spawn, path).do("pagesharing.export_pages(path)")
     child = loaded(spawn, path, seed=2)
     child.do("""
 def same(address, hashes):
-    hashes[:] = store.OpenStore(path, libc.libc()).hashes()[:len(hashes)] if len(hashes) else 0
+    hashes[:] = store.OpenStore(path, libc.libc()).read_hashes()[:len(hashes)] if len(hashes) else 0
 sharing.hash_pages = same
-joined = pagesharing.join(path)
+joined = pagesharing.attach_pages(path)
 clean = traces()
 """)
     assert child.ask("joined.shared_bytes") == 0
@@ -227,13 +227,13 @@ def test_zeros_that_change_are_not_dropped(spawn: Spawn, path: Path) -> None:
     child = spawn()
     child.do(f"path = {str(path)!r}; model = np.ones(5 << 20, dtype=np.int64); model[:] = 0; clean = traces()")
     child.do("""
-long_runs_of = runs.long_runs_of
+keep_long_runs = runs.keep_long_runs
 def change(*arguments):
     model[3000000] = 7
-    return long_runs_of(*arguments)
-runs.long_runs_of = change
+    return keep_long_runs(*arguments)
+runs.keep_long_runs = change
 before = digest(model)
-held = pagesharing.hold(path)
+held = pagesharing.export_pages(path)
 assert model[3000000] == 7
 model[3000000] = 0
 """)
@@ -246,13 +246,13 @@ model[3000000] = 0
 # Many short runs, then a long one; and one run that turns out to be in pieces.
 SHORT_RUNS = "model[:1000000:3000] += 1; before = digest(model)"
 PIECES = """
-match = runs.match
+find_matches = runs.find_matches
 def change(*arguments):
     global before
     model[::5000] += 1
     before = digest(model)
-    return match(*arguments)
-runs.match = change
+    return find_matches(*arguments)
+runs.find_matches = change
 """
 
 
@@ -262,11 +262,11 @@ runs.match = change
 def test_no_more_mappings_are_made_than_are_to_be_had_and_the_longest_runs_get_them(
     change: str, exchanges: int, least: int, most: int, spawn: Spawn, path: Path
 ) -> None:
-    loaded(spawn, path).do("pagesharing.hold(path)")
+    loaded(spawn, path).do("pagesharing.export_pages(path)")
     child = loaded(spawn, path)
     child.do(change)
     child.do(f"sharing.affordable_exchanges = remap.affordable_exchanges = lambda: {exchanges}")
-    child.do("mappings = maps.count_mappings(); joined = pagesharing.join(path)")
+    child.do("mappings = maps.count_mappings(); joined = pagesharing.attach_pages(path)")
     assert least <= child.ask("joined.shared_bytes") <= most
     assert 0 < child.ask("maps.count_mappings() - mappings") <= 2 * exchanges
     assert unharmed(child)
@@ -275,15 +275,15 @@ def test_no_more_mappings_are_made_than_are_to_be_had_and_the_longest_runs_get_t
 def test_a_holder_with_few_mappings_shares_the_longest_runs(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("more = [weights(seed, 2) for seed in range(2, 6)]; sharing.affordable_exchanges = lambda: 3")
-    assert child.ask("pagesharing.hold(path).shared_bytes") == 44 * MIB
+    assert child.ask("pagesharing.export_pages(path).shared_bytes") == 44 * MIB
     assert unharmed(child)
-    assert loaded(spawn, path).ask("pagesharing.join(path).shared_bytes") == 40 * MIB
+    assert loaded(spawn, path).ask("pagesharing.attach_pages(path).shared_bytes") == 40 * MIB
 
 
 def test_without_a_mapping_left_nothing_is_shared(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("maps.mapping_limit = lambda: 10")
-    assert child.ask("[getattr(pagesharing, verb)(path).shared_bytes for verb in ('hold', 'join')]") == [0, 0]
+    assert child.ask("[getattr(pagesharing, verb)(path).shared_bytes for verb in ('export_pages', 'attach_pages')]") == [0, 0]
     assert unharmed(child)
 
 

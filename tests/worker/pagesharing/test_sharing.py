@@ -1,4 +1,4 @@
-"""hold and join, on real memory of real processes."""
+"""export_pages and attach_pages, on real memory of real processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def path(tmp_path: Path) -> Path:
 def holder(spawn: Spawn, path: Path) -> Child:
     """A process with 3 x 8 MiB of weights in a store."""
     child = loaded(spawn, path)
-    child.do("done = pagesharing.hold(path)")
+    child.do("done = pagesharing.export_pages(path)")
     return child
 
 
 def worker(spawn: Spawn, path: Path) -> Child:
     """A process with the same weights, joined."""
     child = loaded(spawn, path)
-    child.do("done = pagesharing.join(path)")
+    child.do("done = pagesharing.attach_pages(path)")
     return child
 
 
@@ -44,7 +44,7 @@ def test_all_but_the_first_page_of_each_block_is_shared_and_memory_falls(spawn: 
     others = [worker(spawn, path) for _ in range(3)]
     for child in [first, *others]:
         assert child.ask("[done.shared_bytes, done.examined_bytes, done.zero_bytes]") == [24 * MIB, 24 * MIB, 0]
-        assert 0 < child.ask("done.seconds") < 60
+        assert 0 < child.ask("done.duration_s") < 60
         assert child.ask("digest(*model) == before")  # and so all of it has been read
         assert child.ask("anonymous - rollup('Anonymous')") > 20 * MIB
         # No file stays open, and the collector is as before.
@@ -90,7 +90,7 @@ def test_nobody_depends_on_the_holder_or_on_the_name_of_the_store(spawn: Spawn, 
 def test_eviction_leaves_what_is_read_again(spawn: Spawn, path: Path) -> None:
     child = holder(spawn, path)
     child.do("pagesharing.evict(path)")
-    if not child.ask("pagesharing.on_disk(path)"):
+    if not child.ask("pagesharing.is_on_disk(path)"):
         pytest.skip("the temporary directory is in memory")
     assert child.ask("pagesharing.resident_bytes(path)") == 0
     child.do("model[0].sum(); pagesharing.evict(path)")
@@ -102,7 +102,7 @@ def test_equal_pages_in_other_places_are_found_and_others_left_alone(spawn: Spaw
     holder(spawn, path)
     other = spawn()
     other.do("model = [weights(3, 8), weights(9, 8), weights(2, 8)]; model[0][300000:300004] = 7")
-    other.do(f"before = digest(*model); joined = pagesharing.join({str(path)!r})")
+    other.do(f"before = digest(*model); joined = pagesharing.attach_pages({str(path)!r})")
     assert other.ask("[16 * MIB - joined.shared_bytes, joined.examined_bytes]") == [other.ask("libc.PAGE"), 24 * MIB]
     assert other.ask("digest(*model) == before")
 
@@ -111,7 +111,7 @@ def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
     child = spawn()
     child.do("model = weights(1, 8); model[100000:900000] = 0; zeros = np.ones(1 << 20, dtype=np.int64); zeros[:] = 0")
     child.do("before = digest(model, zeros); anonymous = rollup('Anonymous')")
-    child.do(f"held = pagesharing.hold({str(path)!r})")
+    child.do(f"held = pagesharing.export_pages({str(path)!r})")
     assert child.ask("anonymous - rollup('Anonymous')") > 14 * MIB
     assert child.ask("held.zero_bytes") > 13 * MIB
     assert child.ask("[held.shared_bytes + held.zero_bytes, held.examined_bytes]") == [16 * MIB, 16 * MIB]
@@ -123,9 +123,9 @@ def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
 def test_where_nothing_is_left_to_share_nothing_is_done(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do(f"empty, other = {str(tmp_path / 'empty')!r}, {str(tmp_path / 'other')!r}; gc.disable()")
-    child.do("done = [pagesharing.hold(empty), pagesharing.join(empty)]; model = weights(1, 8); before = digest(model)")
-    child.do("done += [pagesharing.join(empty), pagesharing.hold(other), pagesharing.join(other)]")
-    child.do(f"done += [pagesharing.hold({str(tmp_path / 'again')!r})]")
+    child.do("done = [pagesharing.export_pages(empty), pagesharing.attach_pages(empty)]; model = weights(1, 8); before = digest(model)")
+    child.do("done += [pagesharing.attach_pages(empty), pagesharing.export_pages(other), pagesharing.attach_pages(other)]")
+    child.do(f"done += [pagesharing.export_pages({str(tmp_path / 'again')!r})]")
     assert child.ask("[each.shared_bytes for each in done]") == [0, 0, 0, 8 * MIB, 0, 0]
     assert child.ask("[each.examined_bytes for each in done]") == [0, 0, 8 * MIB, 8 * MIB, 0, 0]
     assert child.ask("digest(model) == before and not gc.isenabled()")
@@ -145,15 +145,15 @@ def test_a_store_in_memory_will_do(spawn: Spawn) -> None:
 def test_prepare_gives_blocks_their_own_mappings(spawn: Spawn, path: Path) -> None:
     child = spawn(threshold=32 << 20)
     child.do("hidden = weights(1, 8); pagesharing.prepare(); model = weights(2, 8)")
-    assert child.ask(f"pagesharing.hold({str(path)!r}).shared_bytes") == 8 * MIB
+    assert child.ask(f"pagesharing.export_pages({str(path)!r}).shared_bytes") == 8 * MIB
 
 
 def test_of_a_model_smaller_blocks_are_shared_too_but_not_those_of_before_or_after(spawn: Spawn, path: Path) -> None:
-    for verb in ("hold", "join"):
+    for verb in ("export_pages", "attach_pages"):
         child = spawn(threshold=128 << 10)
         child.do(f"""
 piece = lambda seed: np.random.RandomState(seed).bytes(256 << 10)
-earlier, before = piece(0), pagesharing.begin()
+earlier, before = piece(0), pagesharing.start_build()
 model = [piece(seed) for seed in (1, 2, 3)]
 known = digest(*model)
 done = pagesharing.{verb}({str(path)!r}, before)
@@ -180,7 +180,7 @@ model = weights(1, 8)
 huge = np.empty(5 << 30, dtype=np.uint8)     # no more than addresses
 """)
     assert child.ask("libc.libc().mapped_blocks().modulus") == 2**32
-    assert child.ask(f"pagesharing.hold({str(path)!r}).shared_bytes") == 8 * MIB
+    assert child.ask(f"pagesharing.export_pages({str(path)!r}).shared_bytes") == 8 * MIB
 
 
 def test_only_large_blocks_of_malloc_are_found_and_never_our_own(spawn: Spawn) -> None:
@@ -190,7 +190,7 @@ model = [weights(seed, 8) for seed in (1, 2)]
 small = bytearray((1 << 20) - 8192)
 arena = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 arena[:] = b"x" * len(arena)
-found = [chunks.find(libc.libc()) for _ in range(3)]
+found = [chunks.find_extents(libc.libc()) for _ in range(3)]
 expected = sorted((a.ctypes.data - 16 + libc.PAGE, a.ctypes.data - 16 + libc.PAGE + a.nbytes) for a in model)
 """)
     assert child.ask("found == [expected] * 3")
@@ -236,10 +236,10 @@ def right():
 """)
     for turn in range(3):
         child.do("for _ in range(40): step()")
-        child.do(f"pagesharing.hold({str(tmp_path / str(turn))!r})")
+        child.do(f"pagesharing.export_pages({str(tmp_path / str(turn))!r})")
         assert child.ask("right()")
         child.do("for _ in range(20): step()")
-        child.do(f"joined = pagesharing.join({str(tmp_path / str(turn))!r})")
+        child.do(f"joined = pagesharing.attach_pages({str(tmp_path / str(turn))!r})")
         assert child.ask("right()")
     child.do("for block in blocks: c.free(block)\nblocks.clear()")
-    assert child.ask("libc.libc().mapped_blocks().number") <= 1
+    assert child.ask("libc.libc().mapped_blocks().block_count") <= 1

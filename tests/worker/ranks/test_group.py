@@ -47,7 +47,7 @@ class Group:
         groups = str(self.cut.group_infos[rank]) if self.cut.group_infos else ""
         meeting = RendezvousInfo(rank, 2, 120, 68, 1, rank_table=str(self.table), group_info=groups, buffer_mib=64)
         meeting = meeting._replace(**told)
-        arguments = ["--role", "rank", "--ranks", meeting.json(), "--sample", str(self.canary)]
+        arguments = ["--role", "rank", "--rendezvous", meeting.json(), "--selftest-inputs", str(self.canary)]
         path = model or self.cut.paths[rank]
         self.daemon.start(
             name or f"r{rank}",

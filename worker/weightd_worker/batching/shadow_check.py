@@ -1,7 +1,7 @@
 """Requests that were run together are run alone, too: each form of them that comes for the first time, and few again.
 
-What a holder tests has the self-test's dimensions, and rows that it has made up. What comes may have others: of these as
-many rows are run alone as the holder has, for where rows differ, few may.
+What a holder tests has the self-test's dimensions, and rows that it has made up. What comes may have others: of these
+as many rows are run alone as the holder has, for where rows differ, few may.
 """
 
 from __future__ import annotations

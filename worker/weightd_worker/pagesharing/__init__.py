@@ -15,9 +15,9 @@ What an operating system gives
     a file that nobody uses can leave memory, as they can be read from the file again.
 
 What is done with it
-    One process, the holder, builds the model and calls ``hold``: its pages go into a file, the page store,
+    One process, the holder, builds the model and calls ``export_pages``: its pages go into a file, the page store,
     and are at once replaced by private mappings of that file. Each other process builds the same model from
-    the same file and calls ``join``: it looks for each of its pages in the store, and replaces those that are
+    the same file and calls ``attach_pages``: it looks for each of its pages in the store, and replaces those that are
     there. What differs stays as it is. Then ``evict`` lets the pages that no process uses leave memory:
     engines leave much behind after loading. There is no role afterwards: the holder may die, and the store
     may be unlinked, and everything goes on.
@@ -35,12 +35,12 @@ Why that is safe, step by step
         other thread may use, allocate or free large blocks: **that is the caller's promise**. What the
         interpreter itself writes meanwhile is not in the memory of point 1.
     4.  If the kernel refuses in between (no memory, no space, too many mappings), what was replaced stays
-        replaced by equal pages, what was not stays, and ``Unavailable`` says why. The model works in any case.
+        replaced by equal pages, what was not stays, and ``PageSharingUnavailable`` says why. The model works in any case.
     5.  From then on each process can write to its pages without anybody noticing: the mappings are private.
     6.  A store is believed only if it is a regular file of the same user, used by nobody else, complete, and
         finished (``store.py``). It must not be written or truncated afterwards: processes read their weights
         from it, and one that reads beyond its end is killed (SIGBUS). So it is kept in a private directory,
-        and ``hold`` leaves it without the permission to write.
+        and ``export_pages`` leaves it without the permission to write.
 
 It needs Linux on x86-64 or aarch64, and glibc. ``prepare`` is to be called before the engine is loaded.
 Processes should run the engine with the same settings (as to threads, say), or it arranges the weights
@@ -48,8 +48,8 @@ differently.
 
 ::
 
-    prepare(); before = begin(); build the model; hold(path, before)    # the holder
-    prepare(); before = begin(); build the model; join(path, before)    # each worker, and when it has: evict(path)
+    prepare(); starts = start_build(); build the model; export_pages(path, starts)    # the holder
+    prepare(); starts = start_build(); build the model; attach_pages(path, starts)    # each worker; then evict(path)
 """
 
 from .chunks import MIN_BLOCK_BYTES, MappingStarts

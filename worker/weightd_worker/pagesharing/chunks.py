@@ -16,7 +16,7 @@ What is done here must not find its own memory. So nothing in this file or in ma
 then.
 
 Blocks below ``LARGE_BLOCK_BYTES`` are looked at only if it is known that they came with the model: malloc gives them
-mappings of their own only between ``begin`` and the exchange, and those that were there before are left out. What the
+mappings of their own only between ``start_build`` and the exchange, and those that were there before are left out. What the
 interpreter may have allocated meanwhile are tables of its own containers; nothing is put into one between the
 comparison of a page and its exchange, and the first page, with its count of references, is left out.
 """
@@ -88,7 +88,7 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
     reference count is written at any time).
 
     Raises:
-        Unavailable: if it is not certain which memory that is.
+        PageSharingUnavailable: if it is not certain which memory that is.
     """
     check_malloc(libc)
     pagemap = Pagemap()
@@ -154,7 +154,7 @@ def _find_all_chunks(
 
 
 def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
-    """Raise Unavailable unless what was found is just what malloc says that it has."""
+    """Raise PageSharingUnavailable unless what was found is just what malloc says that it has."""
     if count != malloc_count.block_count or total % malloc_count.modulus != malloc_count.total_bytes:
         raise PageSharingUnavailable(
             f"found {count} malloc mappings of {total % malloc_count.modulus} bytes, "

@@ -63,7 +63,7 @@ class MappedBlocks(NamedTuple):
     total_bytes: int
     """Their bytes."""
     modulus: int
-    """``total`` is known modulo this: the older call counts in 32 bits."""
+    """``total_bytes`` is known modulo this: the older call counts in 32 bits."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -242,7 +242,7 @@ def unsupported_reason() -> str:
 
 
 def libc() -> Libc:
-    """Return the C library, or raise Unavailable where page sharing is not supported."""
+    """Return the C library, or raise PageSharingUnavailable where page sharing is not supported."""
     reason = unsupported_reason()
     if reason:
         raise PageSharingUnavailable(reason)

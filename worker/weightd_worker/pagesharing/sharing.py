@@ -100,7 +100,7 @@ def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
         starts_before: what `start_build` returned.
 
     Raises:
-        Unavailable: if that cannot be done. The process is as correct as before, and there is no store.
+        PageSharingUnavailable: if that cannot be done. The process is as correct as before, and there is no store.
     """
     started = time.perf_counter()
     with _quiesce():
@@ -120,7 +120,7 @@ def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
         starts_before: what `start_build` returned.
 
     Raises:
-        Unavailable: if that cannot be done. The process is as correct as before.
+        PageSharingUnavailable: if that cannot be done. The process is as correct as before.
     """
     started = time.perf_counter()
     with _quiesce():
@@ -210,7 +210,7 @@ def _write_store(c: Libc, path: str, pages: Pages) -> int:
 def _select_runs(addresses: NDArray[np.uint64]) -> List[Run]:
     """All runs of pages, or the longest of them if there are more than mappings to be had.
 
-    ``first`` is the index among the own pages here: places in the store are given to the runs that stay.
+    ``first_page`` is the index among the own pages here: places in the store are given to the runs that stay.
     """
     all_runs = [
         Run(int(addresses[begin]), begin, end - begin)

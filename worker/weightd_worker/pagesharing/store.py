@@ -55,7 +55,7 @@ def encode_header(page_count: int) -> bytes:
 
 
 def decode_header(header: bytes, file_size: int) -> int:
-    """Read and check a header. Return the number of pages; raise Unavailable with what is wrong."""
+    """Read and check a header. Return the number of pages; raise PageSharingUnavailable with what is wrong."""
     if len(header) < _HEADER.size:
         raise PageSharingUnavailable("the store has no header: it is truncated or no store")
     magic, version, page, page_count = _HEADER.unpack_from(header)
@@ -126,7 +126,7 @@ class OpenStore:
     """A finished store, checked and open, with all of it mapped to be read. Other mappings outlive it."""
 
     def __init__(self, path: str, c: Libc) -> None:
-        """Open and check the store; raise Unavailable if anything is wrong with it."""
+        """Open and check the store; raise PageSharingUnavailable if anything is wrong with it."""
         self._libc = c
         self.fd = open_store(path)
         try:
@@ -163,7 +163,7 @@ def open_store(path: str) -> int:
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raise Unavailable unless it is a regular file of this user that nobody else may use."""
+    """Raise PageSharingUnavailable unless it is a regular file of this user that nobody else may use."""
     if not stat.S_ISREG(status.st_mode):
         raise PageSharingUnavailable("the store is not a regular file")
     if status.st_uid != os.geteuid():

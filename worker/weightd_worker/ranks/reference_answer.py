@@ -1,4 +1,4 @@
-"""A self-test whose right answer is known: two ranks with one slice agree on a wrong one, so that only this is a proof."""
+"""A self-test whose right answer is known: two ranks with one slice agree on a wrong one, so only this is a proof."""
 
 from __future__ import annotations
 

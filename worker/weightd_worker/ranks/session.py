@@ -1,4 +1,4 @@
-"""The life of a rank: it says which slice it has, joins its group, runs the self-test with all others, then requests."""
+"""The life of a rank: it says which slice it has, joins its group, runs the self-test with all, then requests."""
 
 from __future__ import annotations
 

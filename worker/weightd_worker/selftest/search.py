@@ -60,8 +60,8 @@ def find_selftest(
 ) -> SelfTest:
     """Return the self-test of the model that `engine` has built.
 
-    An engine that cannot be rebuilt may stay spoilt, with a model that has no self-test: it may share its weights, which
-    no predict changes, but must not predict.
+    An engine that cannot be rebuilt may stay spoilt, with a model that has no self-test: it may share its weights,
+    which no predict changes, but must not predict.
 
     Args:
         engine: built.

@@ -1,4 +1,4 @@
-"""Whether a worker still answers rightly: what it gives is held against its signature, and itself against its self-test.
+"""Whether a worker still answers rightly: its answers are held against its signature, and itself against its self-test.
 
 A model that was spoilt answers with what is left of an earlier request, in silence. What shows is a failed predict, an
 output of another size than the request's, or the self-test's answer.
@@ -48,7 +48,7 @@ class AnswerVerifier:
         self._is_untouched = not reference.cases
 
     def current_digest(self) -> str:
-        """Return the digest of the self-test's answers now, the known one if they are near enough; "" without a self-test.
+        """Return the digest of the self-test's answers now, the known one if they are near enough; "" without one.
 
         Raises:
             InvalidArgument: the engine refuses the self-test.
@@ -76,8 +76,8 @@ class AnswerVerifier:
         """Return the outputs if they can be relied on: then all that are of their form, for inputs of the same form.
 
         What contradicts the signature may be the model's way with this input: a signature is not always true. Then the
-        canary's answer is right, and the model gives the same again. Without a self-test that is believed of an engine
-        whose models cannot be spoilt, and of the first predict of all, which finds the model as it was built. A
+        self-test's answer is right, and the model gives the same again. Without a self-test that is believed of an
+        engine whose models cannot be spoilt, and of the first predict of all, which finds the model as it was built. A
         signature that was once found untrue is never looked at again.
 
         Raises:

@@ -46,7 +46,7 @@ class BatchCandidates(NamedTuple):
 
     Attributes:
         requests: in the order in which they are to run.
-        count: how many they are.
+        request_count: how many they are.
         max_s: seconds that a job of several may take, about.
     """
 

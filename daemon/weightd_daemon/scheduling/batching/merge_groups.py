@@ -14,7 +14,7 @@ _MAX_NAMES = 4096
 
 @functools.lru_cache(_MAX_NAMES)
 def party_number(party: str) -> int:
-    """Return the number of a tenant or a user (`Origin.far`)."""
+    """Return the number of a tenant or a user (`ClientOrigin.party`)."""
     return int.from_bytes(hashlib.blake2b(party.encode(), digest_size=6).digest(), "big")
 
 

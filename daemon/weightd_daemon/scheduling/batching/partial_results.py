@@ -69,7 +69,8 @@ def _check_output(spec: TensorSpec, partial: PartialResult, index: int, *, has_r
     expected = dataclasses.replace(spec, shape=(partial.rows, *spec.shape[1:])) if has_rows else spec
     if actual != expected:
         raise Internal(
-            f"output {spec.name} of a partial result: expected {_describe_output(expected)}, got {_describe_output(actual)}"
+            f"output {spec.name} of a partial result: expected {_describe_output(expected)}, "
+            f"got {_describe_output(actual)}"
         )
     if not has_rows and partial.frames[index][:] != frame[:]:
         raise Internal(f"output {spec.name} has no rows, and differs between the partial results of the request")

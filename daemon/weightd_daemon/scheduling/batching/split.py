@@ -117,7 +117,10 @@ class SplitRequest:
         """
         placed, remaining_frames = result.shared_outputs or (), iter(frames)
         if not self._output_locations.keys() >= {*placed}:
-            raise Internal(f"outputs {list(placed)} of a split request: expected frames where no output memory was offered, got none")
+            raise Internal(
+                f"outputs {list(placed)} of a split request: expected frames where no output memory was offered, "
+                "got none"
+            )
         # Frames may be views of what is received into next.
         output_contents = [
             self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes)

@@ -1,5 +1,5 @@
 """Whose fault it is when seats die or hang: contents and clients that are kept from the next seat.
 
 Here is what decides of blame, fed with ends and the clock; who runs what is the scheduler's business. It may import
-`requests` beside it, and what is below.
+`scheduling` beside it, and what is below.
 """

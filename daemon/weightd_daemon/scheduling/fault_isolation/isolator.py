@@ -95,9 +95,9 @@ class FaultIsolator:
         return self.offenses.has_offenders or bool(has_known_contents) or self._is_untrusted(request)
 
     def check_request(self, request: Request, now: float) -> bool:
-        """A request has come: return whether it may be one that has killed, so that it is put `aside` for a look.
+        """A request has come: return whether it may be one that has killed, so that it is checked first.
 
-        While nobody `needs_check` be checked, there is nothing to check.
+        While no request `needs_check`, there is nothing to check.
 
         Raises:
             RequestError: it is refused.

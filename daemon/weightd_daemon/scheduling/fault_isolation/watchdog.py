@@ -43,12 +43,12 @@ class Watchdog:
 
     def __init__(
         self,
-        period: float,
+        period_s: float,
         selftest_interval_s: float,
         selftest_timeout_s: float,
         schedule_by: Callable[[float], object] = lambda _: None,
     ) -> None:
-        self.period_s = period
+        self.period_s = period_s
         self._selftest_interval_s = selftest_interval_s or float("inf")
         self._selftest_timeout_s = selftest_timeout_s
         self._schedule_by = schedule_by
