@@ -45,10 +45,10 @@ class NoDaemon(Unavailable):
         reason: what was found there.
     """
 
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"no daemon at {path}: {why}; {_START_HINT}")
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"no daemon at {path}: {reason}; {_START_HINT}")
         self.path = path
-        self.reason = why
+        self.reason = reason
 
 
 def no_daemon_error(failures: Sequence[NoDaemon]) -> Unavailable:

@@ -1,4 +1,4 @@
-"""The client for asyncio. What it knows and sends is `Session`'s, as for `Client`; here is only how it waits."""
+"""The client for asyncio. What it knows and sends is `ClientSession`'s, as for `Client`; here is only how it waits."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ class AsyncClient(Uncopied):
         return running
 
     def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return what `Session.patience_of` does, if the client may be used."""
+        """Return what `ClientSession.resolve_timeout` does, if the client may be used."""
         self._session.check_usable()
         self._running_loop()
         return self._session.resolve_timeout(timeout)

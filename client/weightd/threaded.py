@@ -2,7 +2,7 @@
 
 Each message is sent by the thread that has it, under the lock of `_changed`, and never waits there. Whose turn it is to
 read waits in the kernel, without that lock, for all: for what comes and, while something is unsent, until it can be
-sent. Only who reads closes a connection. The others wait for what it tells: for an answer each in a `Turn`, for all
+sent. Only who reads closes a connection. The others wait for what it tells: for an answer each in a `Waiter`, for all
 else at `_changed`. Who cannot send is stuck there until the reader leaves, who might be the last.
 """
 

@@ -29,29 +29,29 @@ class UnixConnection(DaemonConnection):
         self.descriptors = (connection.fileno(),)
 
     def cork(self) -> None:
-        """As `Connection.hold`."""
+        """As `DaemonConnection.cork`."""
         self._stream.cork()
 
     def uncork(self) -> None:
-        """As `Connection.let_go`."""
+        """As `DaemonConnection.uncork`."""
         with contextlib.suppress(OSError):
             self._stream.uncork()
         self.unsent = self._stream.unsent
 
     def sent_after_flush(self) -> int:
-        """As `Connection.left`."""
+        """As `DaemonConnection.sent_after_flush`."""
         self.unsent = self._stream.unsent
         return self.sent + self.unsent
 
     def flush(self) -> None:
-        """As `Connection.flush`. That it is lost is told by `receive`, after what has come."""
+        """As `DaemonConnection.flush`. That it is lost is told by `receive`, after what has come."""
         with contextlib.suppress(OSError):
             self._stream.flush()
         before, self.unsent = self.unsent, self._stream.unsent
         self.sent += before - self.unsent
 
     def receive(self) -> List[Message]:
-        """As `Connection.receive`. One that was too long to be kept lacks frames, and is refused for that."""
+        """As `DaemonConnection.receive`. One that was too long to be kept lacks frames, and is refused for that."""
         try:
             return self._stream.receive()
         except OSError:
@@ -62,17 +62,17 @@ class UnixConnection(DaemonConnection):
             ) from None
 
     def is_idle(self) -> bool:
-        """As `Connection.is_idle`, to whom that is asked: what has come together is to be answered together."""
+        """As `DaemonConnection.is_idle`, to whom that is asked: what has come together is to be answered together."""
         return not self._stream.has_more
 
     def mark_broken(self) -> None:
-        """As `Connection.spoil`. Who waits for it wakes up."""
+        """As `DaemonConnection.spoil`. Who waits for it wakes up."""
         super().mark_broken()
         with contextlib.suppress(OSError):
             self._stream.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """As `Connection.close`: also for the copies that forked processes have."""
+        """As `DaemonConnection.close`: also for the copies that forked processes have."""
         if not self.closed:
             self.closed = True
             self.mark_broken()
@@ -83,7 +83,7 @@ def connect_steps(path: str) -> ConnectSteps[DaemonConnection]:
     """Connect to the unix socket at `path`.
 
     Raises:
-        RequestError: as `address.knock`.
+        RequestError: as `address.connect_unix`.
     """
     connection = new_unix_socket()
     try:

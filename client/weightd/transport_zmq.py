@@ -145,7 +145,7 @@ class ZeroMqConnection(DaemonConnection):
             addresses.check_reachable(self.address)
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        """As `Connection.send`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
+        """As `DaemonConnection.send`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
         with self._lock:
             if not self.is_broken and self._monitor_poller.poll(0) and self._has_monitor_event():
                 self.mark_broken()
@@ -158,17 +158,17 @@ class ZeroMqConnection(DaemonConnection):
             return True
 
     def cork(self) -> None:
-        """As `Connection.hold`. The library puts messages together by itself."""
+        """As `DaemonConnection.cork`. The library puts messages together by itself."""
 
     def uncork(self) -> None:
-        """As `Connection.let_go`. Nothing was."""
+        """As `DaemonConnection.uncork`. Nothing was."""
 
     def sent_after_flush(self) -> int:
-        """As `Connection.left`."""
+        """As `DaemonConnection.sent_after_flush`."""
         return self.sent + self.unsent
 
     def flush(self) -> None:
-        """As `Connection.flush`."""
+        """As `DaemonConnection.flush`."""
         with self._lock:
             while self._send_queue and not self.closed and self._try_send(self._send_queue[0]):
                 self._send_queue.popleft()
@@ -176,7 +176,7 @@ class ZeroMqConnection(DaemonConnection):
                 self.sent += 1
 
     def receive(self) -> List[Message]:
-        """As `Connection.receive`: all that have come."""
+        """As `DaemonConnection.receive`: all that have come."""
         with self._lock:
             if self.closed:
                 raise self.lost_error()
@@ -190,13 +190,13 @@ class ZeroMqConnection(DaemonConnection):
             return messages
 
     def is_idle(self) -> bool:
-        """As `Connection.is_idle`. To ask is what has the descriptor tell of the next message."""
+        """As `DaemonConnection.is_idle`. To ask is what has the descriptor tell of the next message."""
         with self._lock:
             wanted_events = _POLLIN | _POLLOUT if self._send_queue else _POLLIN
             return self.closed or not (self.is_broken or cast(int, self._socket.getsockopt(_EVENTS)) & wanted_events)
 
     def close(self) -> None:
-        """As `Connection.close`."""
+        """As `DaemonConnection.close`."""
         with self._lock:
             if not self.closed:
                 self.closed = self.is_broken = True
@@ -233,7 +233,7 @@ def connect_steps(address: str, curve: Optional[CurveKeys] = None) -> ConnectSte
     """Connect to the ZeroMQ socket at `address`, with these keys.
 
     Raises:
-        RequestError: as `ZeroMqConnection.opening`.
+        RequestError: as `ZeroMqConnection.handshake_steps`.
     """
     addresses.check_reachable(address)
     try:

@@ -125,7 +125,9 @@ def parse_arguments(args: Mapping[str, Any]) -> Arguments:
         ArgumentError: they are not usable.
     """
     problems = ErrorCollector()
-    argument_kinds = {each.name: cast("FieldType", each.metadata["field_type"]) for each in toml_schema.table_keys(Arguments)}
+    argument_kinds = {
+        each.name: cast("FieldType", each.metadata["field_type"]) for each in toml_schema.table_keys(Arguments)
+    }
     known_kinds = {**argument_kinds, **_MODEL_KEYS}
     values: dict[str, Any] = {}
     for name, value in args.items():

@@ -59,7 +59,7 @@ class ModelFile(NamedTuple):
         name: relative to the model's directory.
         path: where it is.
         nbytes: its size.
-        files_identity: another one when it was written or replaced: device, inode, and the times of its last change, of
+        identity: another one when it was written or replaced: device, inode, and the times of its last change, of
             which nobody but the kernel sets the second.
     """
 

@@ -52,11 +52,11 @@ class Stream:
     """
 
     def __init__(
-        self, connection: socket.socket, incoming: Optional[FrameReader] = None, *, accepts_descriptors: bool = False
+        self, connection: socket.socket, frame_reader: Optional[FrameReader] = None, *, accepts_descriptors: bool = False
     ) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.frame_reader = incoming or FrameReader()
+        self.frame_reader = frame_reader or FrameReader()
         self.descriptors: Deque[int] = deque()
         self.has_more = False
         self._accepts_descriptors = accepts_descriptors

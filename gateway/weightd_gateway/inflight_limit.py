@@ -18,17 +18,17 @@ class AdmissionControl:
     """Requests that are received or answered.
 
     Args:
-        max_requests: of them; how many each caller may have of that is for `Shares` to say, as of the bytes.
+        max_requests: of them; how many each caller may have of that is for `FairLimit` to say, as of the bytes.
         max_bytes: of all of them.
 
     Attributes:
         max_requests: as above.
     """
 
-    def __init__(self, most: int, max_bytes: int) -> None:
-        self.max_requests = most
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self.max_requests = max_requests
         self._max_bytes = max_bytes
-        self._request_limit = FairLimit(most)
+        self._request_limit = FairLimit(max_requests)
         self._byte_limit = FairLimit(max_bytes)
 
     @property
@@ -58,7 +58,7 @@ class AdmissionControl:
             permit.release()
 
     def reserve_response(self, caller: Caller | None, nbytes: int) -> Permit:
-        """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
+        """Return a permit of an answer with so many bytes, which outlasts that of its request: until `Permit.release`.
 
         Raises:
             TooLarge: there will never be room for them.

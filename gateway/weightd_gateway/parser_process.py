@@ -160,13 +160,13 @@ class ParserProcess:
         try:
             seconds, result = await asyncio.wait_for(self._call_child(task), timeout_s)
         except asyncio.TimeoutError:
-            _log.warning("a job of the helper process took longer than %g s; killing the process", timeout_s)
+            _log.warning("a job of the parser process took longer than %g s; killing the process", timeout_s)
             self._kill_child()
             result = ParserFailure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
         except (OSError, EOFError) as error:
-            _log.warning("the helper process died: %s", str(error) or "it closed its connection")
+            _log.warning("the parser process died: %s", str(error) or "it closed its connection")
             self._kill_child()
-            result = ParserFailure(Unavailable("the gateway's helper process died during this request"))
+            result = ParserFailure(Unavailable("the gateway's parser process died during this request"))
         except asyncio.CancelledError:
             if not task.result.done():
                 task.result.set_result(ParserFailure(Unavailable("the gateway stops")))

@@ -83,7 +83,7 @@ class HandshakeSlots:
     """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
 
     Args:
-        limit: places; how many each peer may have of that is for `Shares` to say.
+        limit: places; how many each peer may have of that is for `FairLimit` to say.
     """
 
     def __init__(self, limit: int) -> None:

@@ -55,7 +55,7 @@ _DESCRIPTION_TYPES: Dict[Type[Any], Type[Any]] = {
 _EXTRA_ITEMS = 64
 
 # Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of them about 8 MiB at
-# most, and as much with the envelopes that came with them. A longer one than `_LONGEST_KNOWN` is read anew each time.
+# most, and as much with the envelopes that came with them. A longer one than `_MAX_CACHED_DESCRIPTION_BYTES` is read anew each time.
 _MAX_CACHED = 1024
 _MAX_CACHED_BYTES = 2 * 1024 * 1024
 _MAX_CACHED_DESCRIPTION_BYTES = 16 * 1024

@@ -156,7 +156,7 @@ def test_a_job_that_takes_too_long_fails_alone(
 def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:
     async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
-        with pytest.raises(Unavailable, match="helper process died"):
+        with pytest.raises(Unavailable, match="parser process died"):
             await helper.run(A, os.kill, pid, signal.SIGKILL)
         assert await helper.run(A, os.getpid) not in (pid, None)
 

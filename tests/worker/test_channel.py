@@ -1,4 +1,4 @@
-"""A connection that is a lane alone, to one daemon after another."""
+"""A connection that is a channel alone, to one daemon after another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Daemons:
     def __init__(self, directory: Path) -> None:
         self._path = str(directory / "children.channel")
         self._listener: Optional[socket.socket] = None
-        self.lane: Optional[Stream] = None
+        self.channel: Optional[Stream] = None
         self.listen()
         self.connection = ChannelConnection(f"ipc://{directory}/children")
         self.let_in()
@@ -41,12 +41,12 @@ class Daemons:
     def let_in(self) -> Stream:
         """It accepts."""
         assert self._listener is not None
-        self.lane = Stream(self._listener.accept()[0])
-        return self.lane
+        self.channel = Stream(self._listener.accept()[0])
+        return self.channel
 
     def end(self) -> None:
         """The one that is there ends."""
-        for each in (self.lane, self._listener):
+        for each in (self.channel, self._listener):
             if each is not None:
                 each.close()
         Path(self._path).unlink()
@@ -58,9 +58,9 @@ def daemons() -> Generator[Daemons, None, None]:
     made = Daemons(directory)
     yield made
     made.end()
-    lane: Optional[Stream] = vars(made.connection)["_lane"]
-    if lane is not None:
-        lane.close()
+    channel: Optional[Stream] = vars(made.connection)["_channel"]
+    if channel is not None:
+        channel.close()
     shutil.rmtree(str(directory))
 
 
@@ -70,12 +70,12 @@ def frames(messages: Optional[Sequence[Sequence[Any]]]) -> List[List[bytes]]:
 
 
 def test_messages_go_both_ways(daemons: Daemons) -> None:
-    assert daemons.lane is not None
+    assert daemons.channel is not None
     assert daemons.connection.receive(0) == daemons.connection.receive(0.01) == []
-    daemons.lane.send([b"order", b"more"])
+    daemons.channel.send([b"order", b"more"])
     assert frames(daemons.connection.receive()) == [[b"order", b"more"]]
     assert daemons.connection.send([b"done"])
-    assert [each.frames for each in daemons.lane.receive()] == [[b"done"]]
+    assert [each.frames for each in daemons.channel.receive()] == [[b"done"]]
 
 
 def test_it_hears_once_of_each_daemon_that_follows(daemons: Daemons) -> None:
@@ -88,8 +88,8 @@ def test_it_hears_once_of_each_daemon_that_follows(daemons: Daemons) -> None:
 
 
 def test_the_last_words_of_a_daemon_come_first(daemons: Daemons) -> None:
-    assert daemons.lane is not None
-    daemons.lane.send([b"last"])
+    assert daemons.channel is not None
+    daemons.channel.send([b"last"])
     daemons.end()
     assert frames(daemons.connection.receive()) == [[b"last"]]
     daemons.listen()
@@ -134,8 +134,8 @@ def test_it_can_be_woken_and_goes_on_to_hear(daemons: Daemons) -> None:
         os.write(other, b"\0")
         assert connection.receive() == []
         os.read(end, 1)
-        assert daemons.lane is not None
-        daemons.lane.send([b"order"])
+        assert daemons.channel is not None
+        daemons.channel.send([b"order"])
         assert frames(connection.receive()) == [[b"order"]]
         # Another daemon is watched as well.
         daemons.end()
@@ -147,13 +147,13 @@ def test_it_can_be_woken_and_goes_on_to_hear(daemons: Daemons) -> None:
 
 
 def test_a_large_message_waits_until_it_is_read(daemons: Daemons) -> None:
-    lane, large = daemons.lane, bytes(5_000_000)
-    assert lane is not None
+    channel, large = daemons.channel, bytes(5_000_000)
+    assert channel is not None
     thread = threading.Thread(target=daemons.connection.send, args=([large],), daemon=True)
     thread.start()
     messages: List[object] = []
     while not messages:
-        messages += lane.receive()
+        messages += channel.receive()
     assert len(messages) == 1
     thread.join(LIMIT_S)
     assert not thread.is_alive()

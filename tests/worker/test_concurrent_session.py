@@ -109,12 +109,12 @@ class Script:
     def watch(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
-        if not timeout:
+    def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
+        if not timeout_s:
             return [self._next()] if self._orders and self._orders[0] and self._late() else []
         # Either there is something to hear, or everybody is at a gate.
         while not select.select([self._descriptor], [], [], 0.0005)[0]:
-            if len(self._engine.gates) == self.session._crew._busy:
+            if len(self._engine.gates) == self.session._threads._unfinished:
                 break
         else:
             return []
@@ -140,7 +140,7 @@ class Script:
             self.running_at["pong"].append(len(self._engine.gates))
         return True
 
-    def answer(self, *messages: Frames) -> None:
+    def reply(self, *messages: Frames) -> None:
         for frames in messages:
             kept = list(map(bytes, frames))
             answer: Any = decode(kept, FROM_CHILD)
@@ -295,14 +295,14 @@ def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch:
     orders: List[List[Frames]] = [job, job, [], [STOP]]
 
     class Quiet(Script):
-        def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
-            if timeout and self.session._crew._busy:
+        def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
+            if timeout_s and self.session._threads._unfinished:
                 assert select.select([self._descriptor], [], [], LIMIT_S)[0]
                 return []
-            return orders.pop(0) if timeout else []
+            return orders.pop(0) if timeout_s else []
 
     socket = Quiet(cast(Any, engine), (), lambda _: None)
-    socket.session._predictor.begin(2, (), exact=True)
+    socket.session._predictor.configure_batching(2, (), is_exact=True)
     assert socket.run() == exit_codes.OK
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 1, 1, 2, 1, 1]
 
@@ -321,7 +321,7 @@ class Rebuilt(Engine):
         return self._is_rebuilt
 
     def reshare_weights(self) -> None:
-        assert not self._script[0].session._crew._busy
+        assert not self._script[0].session._threads._unfinished
         self._is_rebuilt = False
         self.shared_at.append([*self.begun])
 

@@ -24,7 +24,7 @@ LIMIT_MS = 20_000
 
 
 class Ends:
-    """A worker, its connection, and the daemons that follow one another; the first one has no lane."""
+    """A worker, its connection, and the daemons that follow one another; the first one has no channel."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
         self._context = context
@@ -32,19 +32,19 @@ class Ends:
         self._daemon: Optional[zmq.Socket[bytes]] = None
         self._connected: Optional[zmq.Socket[bytes]] = None
         self._listener: Optional[socket.socket] = None
-        self._lane_path = directory / "children.channel"
-        self.lane: Optional[Stream] = None
+        self._channel_path = directory / "children.channel"
+        self.channel: Optional[Stream] = None
         self.worker = context.socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, b"w1")
         self.connection = WorkerConnection(self.worker, self._address)
 
-    def replace(self, *, has_lane: bool = False) -> None:
+    def replace(self, *, has_channel: bool = False) -> None:
         """Put another daemon in the place of the one before; wait until the worker is connected to it."""
         self.end()
-        if has_lane:
+        if has_channel:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.setblocking(False)
-            self._listener.bind(str(self._lane_path))
+            self._listener.bind(str(self._channel_path))
             self._listener.listen()
         self._daemon = self._context.socket(zmq.ROUTER)
         self._daemon.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -54,25 +54,25 @@ class Ends:
         zmq_monitor.receive(self._connected)
 
     def accept(self) -> Stream:
-        """Hear that the worker is back; return the lane that it has connected before: the last one."""
+        """Hear that the worker is back; return the channel that it has connected before: the last one."""
         assert self.hear() == Reconnected()
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                if self.lane is not None:
-                    self.lane.close()
-                self.lane = Stream(connection)
-        assert self.lane is not None
-        return self.lane
+                if self.channel is not None:
+                    self.channel.close()
+                self.channel = Stream(connection)
+        assert self.channel is not None
+        return self.channel
 
     def asked(self) -> Stream:
-        """Put a daemon with a lane there, which sends a request; return the lane."""
+        """Put a daemon with a channel there, which sends a request; return the channel."""
         with self.waiting(b"request"):
-            self.replace(has_lane=True)
-            lane = self.accept()
-            lane.send([b"request"])
-        return lane
+            self.replace(has_channel=True)
+            channel = self.accept()
+            channel.send([b"request"])
+        return channel
 
     def hear(self) -> Union[ChildMessage, Forked]:
         """Return the worker's next message."""
@@ -118,12 +118,12 @@ class Ends:
             self._daemon.disable_monitor()
             self._connected.close(linger=0)
             self._daemon.close(linger=0)
-        for each in (self.lane, self._listener):
+        for each in (self.channel, self._listener):
             if each is not None:
                 each.close()
-        self.lane = self._listener = None
+        self.channel = self._listener = None
         with contextlib.suppress(FileNotFoundError):
-            self._lane_path.unlink()
+            self._channel_path.unlink()
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def ends() -> Generator[Ends, None, None]:
         made.tell(b"one")
     yield made
     made.end()
-    lane: Optional[Stream] = vars(made.connection)["_lane"]
-    if lane is not None:
-        lane.close()
+    channel: Optional[Stream] = vars(made.connection)["_channel"]
+    if channel is not None:
+        channel.close()
     context.destroy(linger=0)
     shutil.rmtree(str(directory))
 
@@ -185,25 +185,25 @@ def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(ends
     assert ends.silent()
 
 
-# --- the lane ---------------------------------------------------------------------------------------------------------
+# --- the channel ------------------------------------------------------------------------------------------------------
 
 
-def test_requests_come_by_the_lane_and_are_answered_there(ends: Ends) -> None:
+def test_requests_come_by_the_channel_and_are_answered_there(ends: Ends) -> None:
     with ends.waiting(b"predict", b"ping"):
-        ends.replace(has_lane=True)
-        lane = ends.accept()
-        lane.send([b"predict"])
+        ends.replace(has_channel=True)
+        channel = ends.accept()
+        channel.send([b"predict"])
         ends.tell(b"ping")
     ends.connection.reply([b"result"])
-    assert [message.frames for message in lane.receive()] == [[b"result"]]
+    assert [message.frames for message in channel.receive()] == [[b"result"]]
     ends.connection.reply([b"another"], [b"and one"])
-    assert [message.frames for message in lane.receive()] == [[b"another"], [b"and one"]]
+    assert [message.frames for message in channel.receive()] == [[b"another"], [b"and one"]]
     assert ends.silent()
 
 
-def test_what_has_come_by_the_lane_comes_first(ends: Ends) -> None:
-    lane = ends.asked()
-    lane.send([b"predict"])
+def test_what_has_come_by_the_channel_comes_first(ends: Ends) -> None:
+    channel = ends.asked()
+    channel.send([b"predict"])
     ends.tell(b"stop")
     assert ends.worker.poll(LIMIT_MS)
     # Whoever sends hears what has come, instead of who waits.
@@ -214,13 +214,13 @@ def test_what_has_come_by_the_lane_comes_first(ends: Ends) -> None:
 
 
 def test_what_lies_behind_a_large_request_is_read_with_it(ends: Ends) -> None:
-    lane = ends.asked()
-    assert lane.send([b"predict", b"", bytes(150_000)])
-    assert lane.send([b"skip"])
+    channel = ends.asked()
+    assert channel.send([b"predict", b"", bytes(150_000)])
+    assert channel.send([b"skip"])
     assert [bytes(frames[0]) for frames in ends.connection.receive() or ()] == [b"predict", b"skip"]
 
 
-def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:
+def test_who_has_no_channel_is_answered_over_the_socket(ends: Ends) -> None:
     with ends.waiting(b"predict"):
         ends.tell(b"predict")
     ends.connection.reply(encode(Reconnected()))
@@ -230,14 +230,14 @@ def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:
 def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:
     end, other = os.pipe()
     ends.connection.watch(end)
-    lane = ends.asked()
-    for order in (b"by the lane", b"by the socket"):
+    channel = ends.asked()
+    for order in (b"by the channel", b"by the socket"):
         os.write(other, b"\0")
         assert ends.connection.receive() == []
         os.read(end, 1)
         with ends.waiting(order):
-            if order == b"by the lane":
-                lane.send([order])
+            if order == b"by the channel":
+                channel.send([order])
             else:
                 ends.tell(order)
     for descriptor in (end, other):
@@ -245,15 +245,15 @@ def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:
 
 
 def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
-    lane = ends.asked()
+    channel = ends.asked()
     frames = [b"result", b"", bytes(range(256)) * 20_000]
     thread = threading.Thread(target=ends.connection.reply, args=(frames,), daemon=True)
     thread.start()
     # A daemon that has more to ask does not wait for it.
-    lane.send([b"predict", b"", bytes(5_000_000)])
+    channel.send([b"predict", b"", bytes(5_000_000)])
     messages: List[Any] = []
     while not messages:
-        messages = lane.receive()
+        messages = channel.receive()
     assert [bytes(frame) for frame in messages[0].frames] == frames
     thread.join(LIMIT_MS / 1000)
     assert not thread.is_alive()
@@ -261,20 +261,20 @@ def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
 
 def test_an_answer_for_a_daemon_that_has_gone_reaches_nobody(ends: Ends) -> None:
     ends.asked()
-    ends.replace(has_lane=True)
+    ends.replace(has_channel=True)
     ends.connection.reply([b"result"])
     with ends.waiting(b"next"):
-        lane = ends.accept()
-        lane.send([b"next"])
-    assert lane.receive() == []
+        channel = ends.accept()
+        channel.send([b"next"])
+    assert channel.receive() == []
     assert ends.silent()
 
 
-def test_a_lane_that_ends_leaves_the_socket(ends: Ends) -> None:
+def test_a_channel_that_ends_leaves_the_socket(ends: Ends) -> None:
     with ends.waiting(b"stop"):
-        ends.replace(has_lane=True)
-        lane = ends.accept()
-        lane.close()
+        ends.replace(has_channel=True)
+        channel = ends.accept()
+        channel.close()
         ends.tell(b"stop")
     ends.connection.reply([b"result"])
     assert ends.silent()

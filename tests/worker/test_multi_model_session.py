@@ -143,7 +143,7 @@ def test_what_cannot_be_is_told(house: House, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "device", "problem"),
     [
-        ("all", "ascend:0", "members.share: expected one of weights, workspace, both, got 'all'"),
+        ("all", "ascend:0", "models.share: expected one of weights, workspace, both, got 'all'"),
         ("both", "cpu", "device: a group of models runs on a card, expected ascend:N, got 'cpu'"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
     status, script = play([zero, one], encode(JoinGroup()), encode(RunSelfTest()), encode(Stop()))
     assert status == exit_codes.CANNOT_BUILD
     assert script.sent[-1] == ProcessFailed(
-        "/m/1: the canary's answer changed when the other models of the group had run"
+        "/m/1: the self-test's answer changed when the other models of the group had run"
     )
 
 

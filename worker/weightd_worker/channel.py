@@ -82,7 +82,7 @@ def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
 
 
 class ChannelConnection:
-    """What a `Connection` is, over a channel alone: to the daemon that is there, and then to the one that follows it.
+    """What a `ChannelConnection` is, over a channel alone: to the daemon that is there, and then to the one that follows it.
 
     Args:
         address: of the daemon; the channel's socket is next to it.
@@ -98,7 +98,7 @@ class ChannelConnection:
             self._retry_connect()
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """As that of a `Connection`: return what has come, nothing in time, or None when another daemon is there."""
+        """As that of a `ChannelConnection`: return what has come, nothing in time, or None when another daemon is there."""
         messages: List[Frames] = []
         while self._channel is not None:
             try:
@@ -116,7 +116,7 @@ class ChannelConnection:
         return self._wait_reconnect(timeout_s)
 
     def watch(self, descriptor: int) -> None:
-        """As that of a `Connection`; while it waits for another daemon it does not look."""
+        """As that of a `ChannelConnection`; while it waits for another daemon it does not look."""
         self._watched_fd = descriptor
         self._poll.register(descriptor, select.POLLIN)
 
@@ -127,7 +127,7 @@ class ChannelConnection:
     reply = send
 
     def take_descriptor(self) -> int:
-        """As that of a `Connection`."""
+        """As that of a `ChannelConnection`."""
         if self._channel is None or not self._channel.descriptors:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._channel.descriptors.popleft()

@@ -56,7 +56,7 @@ class NativeLog:
 
 
 class _ErrorTranslator:
-    """What `NativeLog.cause_of` returns: around each predict a generator would cost more than all else here."""
+    """What `NativeLog.translate_errors` returns: around each predict a generator would cost more than all else here."""
 
     __slots__ = ("_error", "_log", "_start")
 

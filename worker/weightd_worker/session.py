@@ -1,4 +1,4 @@
-"""The life of a holder or a worker (`life`): one build, then requests until it is told to stop.
+"""The life of a holder or a worker (`session_base`): one build, then requests until it is told to stop.
 
 That the process is alive is watched from outside, by its pidfd, and that it answers by pings.
 """

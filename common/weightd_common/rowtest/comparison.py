@@ -91,7 +91,7 @@ class RowTestResult(NamedTuple):
         compared_rows: each number of rows up to this one was run.
         kind: the rows that were used.
         unequal_specials: rows with such values are not known to have the answers that they have alone.
-        batch_error: what `Subject.predict` has raised for several rows, each of which it runs alone.
+        batch_error: what `TestedModel.predict` has raised for several rows, each of which it runs alone.
     """
 
     outputs: Tuple[str, ...] = ()
@@ -152,7 +152,7 @@ def compare(
     Args:
         subject: the model.
         exact: False: only the forms of the outputs are looked at.
-        before_run: called before so many rows are run; it raises `NotTogether` where they must not be.
+        before_run: called before so many rows are run; it raises `NotBatchable` where they must not be.
         on_refused: called with what `subject.predict` has raised, before the model is run again.
     """
     return _Comparison(subject, exact, before_run, on_refused).run()

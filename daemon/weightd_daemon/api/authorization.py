@@ -34,10 +34,10 @@ class Authorizer:
         listener_tenants: by the name of a listener, the tenants that it is for; none: all.
     """
 
-    def __init__(self, tenants: TenantResolver, accounts: UsageTable, admitted: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, tenants: TenantResolver, accounts: UsageTable, listener_tenants: Mapping[str, Sequence[str]]) -> None:
         self.tenants = tenants
         self.accounts = accounts
-        self.listener_tenants = admitted
+        self.listener_tenants = listener_tenants
 
     def assign_tenant(self, connection: ClientConnection) -> RequestError | None:
         """A client has come, or the tables have changed: it is from now on who it is by them.

@@ -90,7 +90,7 @@ class ClientConnection:
         incoming_bytes: bytes of the message that is coming, as they are counted in the room.
         unread_bytes: bytes that it has not read, likewise.
         is_dropping: whether it was told of last that it does not read.
-        is_queued: for its turn to be read, see `Lanes`.
+        is_queued: for its turn to be read, see `TenantReadQueue`.
         backlog: messages that have been read, and not handled.
     """
 

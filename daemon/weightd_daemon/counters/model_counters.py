@@ -82,7 +82,7 @@ class ProcessCounters:
             each.on_started()
 
     def on_selftest_failed(self) -> None:
-        """A worker's answer to the canary is not the holder's."""
+        """A worker's answer to the self-test is not the holder's."""
         for each in self._counters:
             each.selftest_failures += 1
 

@@ -20,7 +20,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Have a snapshot of the source: a digested copy of its files; answer with `pinned` or `failed`."""
+    """Have a snapshot of the source: a digested copy of its files; answer with `on_snapshot_taken` or `fail`."""
 
 
 @dataclass(frozen=True)

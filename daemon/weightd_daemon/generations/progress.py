@@ -127,7 +127,7 @@ class ProgressLogger:
 
 
 def describe_selftest(built: Built | None) -> str:
-    """Return what the canary of a model is run on, or why it has none; "" before that is known. For people."""
+    """Return what the self-test of a model is run on, or why it has none; "" before that is known. For people."""
     if built is None:
         return ""
     return describe_cases(built.selftest_cases) if built.selftest_digest else f"none: {built.selftest_note}"
@@ -165,13 +165,13 @@ class GenerationView:
         serving_processes: the workers that take requests; the other ones that are READY are spares.
         processes: both, and what can be done with them.
         attach_control: who may attach, and whether answers count.
-        sha256: of the model, once it is pinned.
+        sha256: of the model, once the snapshot is taken.
         built: what the holder exported, once it has.
         unmerged_parties: tenants and users whose rows were found to differ when they were run with others, by their
             numbers.
         device_usage: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
-        selftest_search: what is known of its canary.
+        selftest_search: what is known of its self-test.
         counters: of its processes are counted there.
         attach_limit: returns how many workers may attach at the same time; at least one.
     """
@@ -303,7 +303,7 @@ class GenerationView:
 
     @property
     def selftest_description(self) -> str:
-        """What its canary is run on, or why it has none; "" before that is known. For people."""
+        """What its self-test is run on, or why it has none; "" before that is known. For people."""
         return describe_selftest(self.built)
 
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
@@ -366,7 +366,7 @@ class GenerationView:
 
     @property
     def _attach_timeout_s(self) -> float:
-        """Seconds that an attach may take. Who is forked of a template has built: it only runs the canary."""
+        """Seconds that an attach may take. Who is forked of a template has built: it only runs the self-test."""
         is_forked = self.built is not None and self.built.is_template
         return min(self.spec.load_timeout, self.spec.predict_timeout) if is_forked else self.spec.load_timeout
 

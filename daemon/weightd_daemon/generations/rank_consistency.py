@@ -50,7 +50,7 @@ def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]
 def verified_models(
     built: tuple[Built, ...], selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec
 ) -> tuple[Built, ...]:
-    """Return the same, whose canary all ranks have run."""
+    """Return the same, whose self-test all ranks have run."""
     selftest = selftests[max(spec.reply_rank, 0)]
     results: Sequence[SelfTestDone | SelfTestResult] = [selftest] if spec.is_sliced else selftest.members
     return tuple(

@@ -109,7 +109,7 @@ class RankGroup(GenerationBase):
         self._log_progress()
 
     def on_joined(self, name: str, joined: JoinedGroup, now: float) -> None:
-        """A rank is in the group, and has loaded; when all have, they are to run the canary."""
+        """A rank is in the group, and has loaded; when all have, they are to run the self-test."""
         child = self._expect_message(name, ChildState.BUILDING, "joinedgroup", now)
         if child is None:
             return
@@ -120,7 +120,7 @@ class RankGroup(GenerationBase):
         self._log_progress()
 
     def on_selftest_done(self, name: str, selftest: SelfTestDone, now: float) -> None:
-        """A rank has run the canary, and found its answer right; when all have, they serve."""
+        """A rank has run the self-test, and found its answer right; when all have, they serve."""
         child = self._expect_message(name, ChildState.ATTACHING, "selftestdone", now)
         if child is None:
             return
@@ -336,7 +336,7 @@ class RankGroup(GenerationBase):
         self._set_models(rank_consistency.loaded_models(self._joined[self._rank_names[0]], self.group_spec))
         order = RunSelfTest(self.spec.row_test.max_rows, self.spec.row_test.sizes)
         for child in self.processes.usable_ranks:
-            # Beside the time in which all have to come, the canary itself takes some.
+            # Beside the time in which all have to come, the self-test itself takes some.
             child.advance(ChildEvent.RUN_SELFTEST, now + self.group_spec.connect_timeout + self.spec.predict_timeout)
             self._actions.append(Send(child.name, order))
 

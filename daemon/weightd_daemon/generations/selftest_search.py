@@ -1,4 +1,4 @@
-"""The search for a canary, as the daemon sees it: what the next holder is told, because the last one died of it.
+"""The search for a self-test, as the daemon sees it: what the next holder is told, because the last one died of it.
 
 A holder says what it is about to run the model on. If it dies then, or takes too long, that input was not the one; the
 next holder leaves it out. Each costs a build, so there is a bound. Who is killed from outside meanwhile has shown
@@ -14,7 +14,7 @@ from weightd_protocol import limits
 from weightd_protocol.messages.worker import Attach, Build, Built, TryingSelfTest
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
-# Holders that may die in the search for one canary.
+# Holders that may die in the search for one self-test.
 MAX_HOLDER_DEATHS = 6
 
 
@@ -28,7 +28,7 @@ def _describe_case(case: SelfTestCase) -> str:
 
 
 class SelfTestSearch:
-    """What is known of a generation's canary.
+    """What is known of a generation's self-test.
 
     Args:
         spec: before its first holder.
@@ -66,14 +66,14 @@ class SelfTestSearch:
 
     def on_trying_selftest(self, message: TryingSelfTest) -> None:
         """The holder has said what it tries."""
-        # A configured canary comes first.
+        # A configured self-test comes first.
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
         self.current_cases = message.cases
         if self.spec.should_search:
             self.spec = replace(self.spec, failed_cases=message.unfit_cases)
 
     def on_built(self, built: Built) -> None:
-        """The holder has built, with this canary or none."""
+        """The holder has built, with this self-test or none."""
         self.current_cases = ()
         self.spec = replace(self.spec, cases=built.selftest_cases)
 
@@ -81,7 +81,7 @@ class SelfTestSearch:
         """The holder is lost; return whether that was in a try, and another holder may do better.
 
         Args:
-            has_timed_out: it took too long. The next one would wait as long: it is to build without a canary.
+            has_timed_out: it took too long. The next one would wait as long: it is to build without a self-test.
             is_external: another has ended it.
         """
         tried, self.current_cases = self.current_cases, ()

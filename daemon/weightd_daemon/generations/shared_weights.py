@@ -114,7 +114,7 @@ class Generation(GenerationBase):
             self._machine.advance(GenerationEvent.BUILT)
             self.attach_control.on_built(is_shared=self._is_sharing, is_template=built.is_template)
         if not self._is_sharing:
-            # It has told the signature and the canary; its copy of the weights is of no use to anybody.
+            # It has told the signature and the self-test; its copy of the weights is of no use to anybody.
             self._stop(child, now)
         self._reconcile(now)
 
@@ -158,7 +158,7 @@ class Generation(GenerationBase):
             self._reconcile(now)
 
     def on_attached(self, name: str, attached: Attached, now: float) -> None:
-        """A worker has built the model; it serves if it reproduces the canary."""
+        """A worker has built the model; it serves if it reproduces the self-test."""
         child = self.children.get(name)
         if child is None or child.state is not ChildState.ATTACHING or self.built is None:
             return
@@ -302,7 +302,7 @@ class Generation(GenerationBase):
         if self._backoff.due_at <= now:
             for device in self._missing_devices:
                 self._spawn(Role.WORKER, now, device)
-        # One that a canary has killed is waited for: no two of them hold the weights at once.
+        # One that a self-test has killed is waited for: no two of them hold the weights at once.
         if self.state is GenerationState.GATHERING and not self.processes.has_holder:
             self._spawn(Role.HOLDER, now)
 

@@ -16,7 +16,7 @@ _MEMORY_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class SelfTestSpec:
-    """What a holder is told of the canary before it builds; the fields are those of `Build`.
+    """What a holder is told of the self-test before it builds; the fields are those of `Build`.
 
     Attributes:
         should_search: whether it looks for one.

@@ -21,7 +21,7 @@ from weightd_daemon.platform.timers import Timer
 # Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
 TIMEOUT_S = 10.0
 
-# At once: a monitoring system has two, and somebody looks with a browser. Beyond it one ends, see `Crowd`.
+# At once: a monitoring system has two, and somebody looks with a browser. Beyond it one ends, see `ConnectionLimiter`.
 MAX_CONNECTIONS = 32
 
 # With one wake-up: who comes in crowds has the loop no longer than one who asks a model.

@@ -70,7 +70,7 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
 
 
 def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
-    """The dimensions with which the holder has run rows together and alone: those of the canary."""
+    """The dimensions with which the holder has run rows together and alone: those of the self-test."""
     if not built.selftest_cases:
         return None
     shapes = built.selftest_cases[0].items()

@@ -57,7 +57,7 @@ class Deployment(DeploymentView):
         self._wake = wake
         self._backoff = RestartBackoff()
         self._serving_since = 0.0
-        # Of a generation that is pinned and waits for room.
+        # Of a generation that has its snapshot and waits for room.
         self._pending_snapshot: tuple[Snapshot, SelfTestSpec | None] | None = None
         # Something has been released since it was refused.
         self._is_memory_released = False
@@ -214,7 +214,7 @@ class Deployment(DeploymentView):
         self._collect_actions()
 
     def _admit(self, now: float) -> None:
-        """Let a generation that is pinned go on, if its device has room."""
+        """Let a generation that has its snapshot go on, if its device has room."""
         self._is_memory_released = False
         if self._pending_snapshot is None or self.loading is None:
             return

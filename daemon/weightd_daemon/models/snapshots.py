@@ -9,7 +9,7 @@ from weightd_daemon.processes.events import Snapshot
 
 
 class Snapshots:
-    """Has each source pinned once, however many generations load it.
+    """Takes a snapshot of each source once, however many generations load it.
 
     Args:
         take: begins to take the snapshot of a source, which has to have this sha256; "": any.

@@ -47,10 +47,10 @@ class MemoryScan:
         cache: what is known.
     """
 
-    def __init__(self, request_id: str, pids: Iterable[int], measured: TtlCache) -> None:
+    def __init__(self, request_id: str, pids: Iterable[int], cache: TtlCache) -> None:
         self.request_id = request_id
         self.memory_by_pid: dict[int, ProcessMemory | None] = {}
-        self.cache = measured
+        self.cache = cache
         self._remaining_pids = list(pids)
 
     def step(self) -> bool:

@@ -24,7 +24,7 @@ class DeviceMemoryInfo(Protocol):
 
     Attributes:
         name: of the device.
-        capacity: bytes that may be used there; None where that is not known.
+        capacity_bytes: bytes that may be used there; None where that is not known.
         reported_bytes: bytes that the card itself has said are there; None if it has not.
     """
 

@@ -211,7 +211,7 @@ class Dispatcher:
         device: str = "",
         policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
-        """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the canary.
+        """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the self-test.
 
         Args:
             slot_name: its name.
@@ -250,7 +250,7 @@ class Dispatcher:
     ) -> None:
         """The process, which serves several models in turn, takes jobs of this one from now on.
 
-        It is pinged, and never with the canary. Whatever becomes of it, all desks of its models have to be told.
+        It is pinged, and never with the self-test. Whatever becomes of it, all desks of its models have to be told.
 
         Args:
             process: its name.

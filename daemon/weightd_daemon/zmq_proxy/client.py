@@ -74,10 +74,10 @@ class ClientSocket:
     # on its way out.
     WAITS_FOR_TURN, WAITS_FOR_OTHER_SOCKET, WAITS_FOR_CRYPTO, DISCONNECTING = 1, 2, 4, 8
 
-    def __init__(self, client: ProxyClient, descriptor: int, read: Callable[[ProxyClient], bool]) -> None:
+    def __init__(self, client: ProxyClient, fd: int, read_once: Callable[[ProxyClient], bool]) -> None:
         self.client = client
-        self.fd = descriptor
-        self.read_once = read
+        self.fd = fd
+        self.read_once = read_once
         self.pause_reasons = 0
         self.is_open = True
 
@@ -104,7 +104,7 @@ class ProxyClient:
         user: on whose account it goes: a user, over TCP a host.
         protocol: finds messages in what it sends.
         connected_at: when it connected.
-        read: see `ClientSocket`, for its connection.
+        read_once: see `ClientSocket`, for its connection.
         fd_closer: closes descriptors that it may send; None where it can send none.
 
     Attributes:
@@ -141,16 +141,16 @@ class ProxyClient:
         connection: socket.socket,
         user: str,
         protocol: zmtp.ZmtpConnection,
-        since: float,
-        read: Callable[[ProxyClient], bool],
-        closing: DescriptorCloser | None = None,
+        connected_at: float,
+        read_once: Callable[[ProxyClient], bool],
+        fd_closer: DescriptorCloser | None = None,
     ) -> None:
         self.connection = connection
-        self.fd_closer = closing
+        self.fd_closer = fd_closer
         self.user = user
         self.protocol = protocol
-        self.connected_at = since
-        self.client_socket = ClientSocket(self, connection.fileno(), read)
+        self.connected_at = connected_at
+        self.client_socket = ClientSocket(self, connection.fileno(), read_once)
         self.daemon_socket: ClientSocket | None = None
         self.daemon_stream: Stream | None = None
         self.outgoing = FrameWriter()

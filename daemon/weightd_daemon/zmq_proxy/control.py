@@ -131,7 +131,7 @@ def _parse_members(rows: Sequence[Any] | None) -> list[Members] | None:
 
 
 def error_prefix(message: bytes) -> bytes:
-    """Return what is to be in `Terms.error`, from an encoded error without a text, which has the text at its end."""
+    """Return what is to be in `ProxyConfig.error_prefix`, from an encoded error without a text, which has the text at its end."""
     return message[:-1]
 
 

@@ -2,7 +2,7 @@
 
 A peer sends a greeting of 64 bytes, then frames. A frame is a byte of flags, its length in one byte or in eight, and
 its content; it is a command or a part of a message. The first commands are the handshake of a security mechanism:
-`NullMechanism` here, `weightd_daemon.zmq_proxy.curve.Curve` where clients have keys.
+`NullMechanism` here, `weightd_daemon.zmq_proxy.curve.CurveMechanism` where clients have keys.
 
 Each bound is checked as soon as the length of a frame is known, before any of its content is kept.
 """
@@ -20,11 +20,11 @@ MORE, LONG, COMMAND = 1, 2, 4
 # A READY of libzmq has some 40 bytes, an INITIATE of CURVE some 300.
 MAX_COMMAND_BYTES = 4096
 
-# What `Connection.receive` takes apart at once; the rest waits as the bytes that it is.
+# What `ZmtpConnection.receive` takes apart at once; the rest waits as the bytes that it is.
 MAX_MESSAGES_PER_PARSE = 16
 MAX_FRAMES_PER_PARSE = 128
 
-# With CURVE a longer frame is encrypted and decrypted by `Connection.work` and `Sealing`, since that takes about a
+# With CURVE a longer frame is encrypted and decrypted by `ZmtpConnection.pending_work` and `Sealing`, since that takes about a
 # millisecond for each MiB.
 CRYPTO_THREAD_BYTES = 512 * 1024
 

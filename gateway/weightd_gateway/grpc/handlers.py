@@ -60,7 +60,7 @@ RECEIVE_GRACE_S = 1.0
 # A timer that runs so late shows that this process did not run.
 _OVERSLEPT_S = 0.5
 
-# Calls of whoever asks, without a token. None of them has a seat of those who have one.
+# Calls of whoever asks, without a token. None of them has a permit of those who have one.
 MAX_PROBES = 64
 
 # Calls beyond those under way whose answer is with gRPC's library, until it is sent.
@@ -118,13 +118,13 @@ class RpcDispatcher:
     """Takes calls.
 
     What gRPC calls a handler of one message is a stream here, of which one message is read: so who calls is known, and
-    has a seat, before a byte of the message is kept.
+    has a permit, before a byte of the message is kept.
 
     Args:
         authenticator: who is who; asked anew at each call.
         admission: one for each request that is received or answered.
         max_bytes: of a message.
-        receive_timeout_s: seconds within which a message comes that somebody has a seat for.
+        receive_timeout_s: seconds within which a message comes that somebody has a permit for.
         connections: of the clients.
     """
 
@@ -132,16 +132,16 @@ class RpcDispatcher:
         self,
         authenticator: Callable[[], Authenticator],
         admission: AdmissionControl,
-        most_bytes: int,
+        max_bytes: int,
         receive_timeout_s: float,
         connections: Connections,
     ) -> None:
         self._authenticator = authenticator
-        self.max_bytes = most_bytes
+        self.max_bytes = max_bytes
         self._receive_timeout_s = receive_timeout_s
         self._connections = connections
         self._error_log = RateLimitedLog(_LOG_INTERVAL_S)
-        self._probe_admission = AdmissionControl(MAX_PROBES, MAX_PROBES * most_bytes)
+        self._probe_admission = AdmissionControl(MAX_PROBES, MAX_PROBES * max_bytes)
         self._unsent_probe_limit = FairLimit(MAX_PROBES)
         self._unsent_limit = FairLimit(admission.max_requests + MAX_UNSENT_CALLS)
         self.admission = admission
@@ -200,13 +200,13 @@ class RpcDispatcher:
 
     @contextmanager
     def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
-        """Have a call of somebody who may make one, and has a seat within the block.
+        """Have a call of somebody who may make one, and has a permit within the block.
 
         `is_unauthenticated`: of whoever asks.
 
         Raises:
             Unauthenticated: nobody knows that one.
-            ResourceExhausted: there is no seat.
+            ResourceExhausted: there is no permit.
         """
         token, parent = None, ""
         for key, value in context.invocation_metadata() or ():
@@ -252,7 +252,7 @@ class RpcDispatcher:
             _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
 
     async def _receive(self, context: Context, permit: Permit, max_bytes: int, *, is_unauthenticated: bool) -> bytes:
-        """Return the message, which the seat has from then on.
+        """Return the message, which the permit has from then on.
 
         gRPC's library tells nothing of a message before it is there, and keeps what has come of it. So who is not
         prompt takes as many bytes as a message may have; of whoever asks, nobody waits for the rest. The relay passes
@@ -398,7 +398,7 @@ def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
 
 
 def _release_when_done(context: Any, permit: Permit) -> None:
-    """Keep a seat until the call has ended, in whatever way."""
+    """Keep a permit until the call has ended, in whatever way."""
 
     def release(_: object) -> None:
         permit.release()

@@ -62,7 +62,7 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_UNUSUAL_BYTES = 1024 * 1024
 
 PARSER_PROCESS_BYTES = 16 * 1024
-"""A header that is longer is parsed by the helper process, as JSON is."""
+"""A header that is longer is parsed by the parser process, as JSON is."""
 
 # Of a header that is remembered with what it means: a client sends the same again and again.
 _MAX_CACHED_BYTES = 2048
@@ -145,7 +145,7 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
         ResourceExhausted: there is no room for its tensors now.
     """
     if len(message) > PARSER_PROCESS_BYTES:
-        # A message that is refused for its fields costs less here than in pieces, and on its way to a helper process.
+        # A message that is refused for its fields costs less here than in pieces, and on its way to a parser process.
         parse_message(message, _check_fields)
     header, request_id, contents = fast_parse(message)
     _check_header(len(header), MAX_UNUSUAL_BYTES if header is message else MAX_HEADER_BYTES)

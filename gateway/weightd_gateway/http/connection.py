@@ -20,7 +20,7 @@ from weightd_gateway.listening import common_name
 from weightd_gateway.logs import log_failure
 
 SWEEP_S = 1.0
-"""How often `Crowd.sweep` has to be called."""
+"""How often `HttpConnections.sweep` has to be called."""
 
 # A sweep that comes so late shows that the process did not run.
 _OVERSLEPT_S = 0.5

@@ -26,10 +26,10 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 Array = tensors.Array
 
 PARSER_PROCESS_BYTES = 16 * 1024
-"""JSON that is longer is parsed by a helper process: the loop would be held up for half a millisecond and more."""
+"""JSON that is longer is parsed by a parser process: the loop would be held up for half a millisecond and more."""
 
 PARSER_PROCESS_VALUES = 4 * 1024
-"""An output with more values than this is rendered by a helper process, for the same reason."""
+"""An output with more values than this is rendered by a parser process, for the same reason."""
 
 # Of a value in JSON, with its comma.
 _RENDERED_VALUE_BYTES = 16
@@ -90,7 +90,7 @@ class HttpInference:
         return HttpReply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
 
     async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Permit) -> InferRequestJson:
-        """Return what the JSON of a request says; a long one is parsed by a helper process."""
+        """Return what the JSON of a request says; a long one is parsed by a parser process."""
         if len(header) <= PARSER_PROCESS_BYTES:
             return infer_json.read(header, model)
         # The copy on its way.
@@ -98,7 +98,7 @@ class HttpInference:
         return await self._parsers.run(caller, len(header), infer_json.read_values, PickleBuffer(header), model)
 
     async def _render(self, caller: Caller, summary: infer_response.ResponseSummary) -> bytes:
-        """Return the JSON of an answer; many values are rendered by a helper process."""
+        """Return the JSON of an answer; many values are rendered by a parser process."""
         if summary.value_count <= PARSER_PROCESS_VALUES:
             return infer_response.render(summary.header)
         nbytes = summary.value_count * _RENDERED_VALUE_BYTES

@@ -43,7 +43,7 @@ class HttpReply:
     def __init__(
         self,
         content: Sequence[Buffer],
-        kind: str = JSON,
+        content_type: str = JSON,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
         permit: Permit | None = None,
@@ -52,7 +52,7 @@ class HttpReply:
         self.status = status
         self.keep_alive = True
         self.body_length = sum(map(len, content))
-        self.content_type = kind
+        self.content_type = content_type
         self._permit = permit
         self.headers = dict(headers or {})
 

@@ -145,7 +145,7 @@ def test_a_group_that_has_not_met_in_time_is_followed_by_another_one(cut: Cut) -
 
 
 @pytest.mark.parametrize(
-    ("operation", "action", "cause"), [("predict", "garbage", "canary"), ("build", "table", "EI0005")]
+    ("operation", "action", "cause"), [("predict", "garbage", "self-test"), ("build", "table", "EI0005")]
 )
 def test_a_rank_that_computes_something_else_never_serves(cut: Cut, operation: str, action: str, cause: str) -> None:
     cut.host.fault(operation, action, rank=1)
@@ -170,19 +170,19 @@ def test_four_ranks_on_four_cards(cut: Cut, tmp_path: Path) -> None:
         assert [each.device for each in service.processes()] == cards
 
 
-def test_a_wrong_slice_is_found_by_the_canary(cut: Cut, tmp_path: Path) -> None:
+def test_a_wrong_slice_is_found_by_the_selftest(cut: Cut, tmp_path: Path) -> None:
     """All ranks agree on its answer."""
     wrong = ranks.mlp(tmp_path / "wrong", RANKS, seed=1)
     wrong.paths[0].write_bytes(cut.slices.paths[0].read_bytes())
     with cut.service(path=pattern(wrong)) as service:
         until(lambda: status(service).state == "failed", "it is refused")
-        assert "canary" in status(service).generations[-1].reason
+        assert "self-test" in status(service).generations[-1].reason
 
 
 def test_an_update_takes_the_place_of_the_group_and_can_be_gone_back_from(
     cut: Cut, service: Service, tmp_path: Path
 ) -> None:
-    """Requests wait meanwhile: a card has one group. The canary is the same, so other weights are refused by it."""
+    """Requests wait meanwhile: a card has one group. The self-test is the same, so other weights are refused by it."""
     same = ranks.mlp(tmp_path / "same", RANKS)
     other = ranks.mlp(tmp_path / "other", RANKS, seed=5)
     with service.client() as client, Load(service.address, MODEL, cut.questions()) as load:
@@ -190,7 +190,7 @@ def test_an_update_takes_the_place_of_the_group_and_can_be_gone_back_from(
         told = client.update(MODEL, path=pattern(same))
         assert told.generations == (2,)
         load.wait_for(20)
-        with pytest.raises(FailedPrecondition, match="canary"):
+        with pytest.raises(FailedPrecondition, match="self-test"):
             client.update(MODEL, path=pattern(other))
         load.wait_for(20)
         until(lambda: serves(service, 4), "what served before serves again")

@@ -181,7 +181,7 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = selftest.run(engine, cases.of(signature, 1))
     assert found(engine, known=known) == RowSupport(("x",), ("y",), is_equal=True, compared_rows=8)
-    assert found(engine, known=known, sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
+    assert found(engine, known=known, row_counts=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
 
 
 def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
@@ -202,7 +202,7 @@ def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> No
 def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int], compared: int) -> None:
     engine = fake(lambda x: x)
     known = selftest.run(engine, cases.of(SIGNATURE, min(sizes, default=1)))
-    assert found(engine, rows=rows, known=known, sizes=sizes).compared_rows == compared
+    assert found(engine, rows=rows, known=known, row_counts=sizes).compared_rows == compared
     asked = {len(each["x"]) for each in engine.received_inputs}
     assert asked.issuperset(set(sizes or range(2, rows + 1)) & set(range(compared + 1)))
 
@@ -210,7 +210,7 @@ def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int]
 def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
     engine = fake(lambda x: x)
     known = selftest.run(engine, cases.of(SIGNATURE, 2))
-    assert found(engine, rows=8, known=known, sizes=(2, 4, 8, 16)).is_equal
+    assert found(engine, rows=8, known=known, row_counts=(2, 4, 8, 16)).is_equal
     assert {len(each["x"]) for each in engine.received_inputs} == {2, 4, 8}
 
 
@@ -364,7 +364,7 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
 def test_a_model_without_a_canary_is_not_run() -> None:
     engine = fake(lambda x: x)
     rows = found(engine, known=selftest.SelfTest((), "", note="it is off"))
-    assert (rows.note, rows.outputs) == ("there is no canary, by which rows are looked at: it is off", ())
+    assert (rows.note, rows.outputs) == ("there is no self-test to check rows with: it is off", ())
     assert not engine.received_inputs
 
 
@@ -427,7 +427,7 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
     assert told == [*tried, "rebuilt", ()] if isinstance(error, ModelCorrupted) else told == tried
     # What an earlier process has died of is not run again.
-    again = found(engine, known=known, unfit=({"x": (8, 3)},))
+    again = found(engine, known=known, unfit_cases=({"x": (8, 3)},))
     assert (again.note, again.is_equal) == ("the process that has built the model died of 8 rows", False)
 
 
@@ -435,7 +435,7 @@ def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pyte
     engine = fake(refusing(ModelCorrupted("too many")))
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     monkeypatch.setattr(FakeEngine, "can_rebuild", False)
-    with pytest.raises(BuildError, match="so many rows: too many; run no requests together"):
+    with pytest.raises(BuildError, match="so many rows: too many; turn batching off"):
         found(engine, known=known)
 
 

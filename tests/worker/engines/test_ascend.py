@@ -303,7 +303,7 @@ def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last
     card.start("h")
     pid = card.start("w").pid
     cause = card.refused("h", Build((pid,)))
-    assert cause.startswith("it does not run on the canary, x [1, 64]: predict failed!")
+    assert cause.startswith("it does not run on the self-test input, x [1, 64]: predict failed!")
     card.start("h2")
     card.daemon.tell("h2", Build((pid,), unfit_cases=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
     built, _ = card.daemon.hear("h2", Built)

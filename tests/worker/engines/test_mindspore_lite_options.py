@@ -253,8 +253,8 @@ class FakeAcl:
     def device_count(self) -> int:
         return 1
 
-    def use(self, device: int) -> None:
-        self.done.append(f"use {device}")
+    def set_device(self, device: int) -> None:
+        self.done.append(f"set_device {device}")
 
     def allow(self, handle: int, pids: List[int]) -> None:
         self.done.append(f"allow {handle} {pids}")
@@ -275,7 +275,7 @@ def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
     engine.build("/m", pids=("1",))
     handle = engine.sharing.export("/s").handle
     engine.sharing.allow(["2", "3"])
-    assert FakeAcl.done == ["use 0", f"allow {handle} [2, 3]"]
+    assert FakeAcl.done == ["set_device 0", f"allow {handle} [2, 3]"]
     assert engine.memory() == DeviceMemory(10, 4)
 
 

@@ -198,7 +198,7 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
         return compute(inputs)
 
     monkeypatch.setattr(engine, "_compute", refuse)
-    monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu.grown", lambda *_: ((5, 50, 8), (1, 50, 32)))
+    monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu.grow_shapes", lambda *_: ((5, 50, 8), (1, 50, 32)))
     compare(engine, "lstm", [0, 5], fresh_answers("lstm"))
     assert asked == [1, 16, 50, 16]
 

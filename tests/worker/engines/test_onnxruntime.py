@@ -215,6 +215,6 @@ def test_nothing_runs_when_memory_is_given_back(name: str, fresh: Callable[[str]
                 raise
 
     session, engine._session = engine._session, Session()
-    engine.give_back()
+    engine.release_cached_memory()
     assert len(said) == 1
     assert "terminate" in said[0]

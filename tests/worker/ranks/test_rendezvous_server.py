@@ -57,5 +57,5 @@ def test_why_it_has_failed_is_in_its_log(error: Exception, status: int, caplog: 
 
 
 def test_an_order_for_who_is_no_broker_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="expected enter, ping or stop, got build"):
+    with pytest.raises(RemoteProtocolError, match="expected join_group, ping or stop, got build"):
         play(encode(Build(())))

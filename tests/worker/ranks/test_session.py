@@ -167,10 +167,10 @@ def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatc
     kept: List[Tuple[List[str], Any]] = []
     engine = fake()
 
-    def keep_to(cores: Collection[int]) -> None:
+    def set_cpu_affinity(cores: Collection[int]) -> None:
         kept.append((list(engine.done), cores))
 
-    monkeypatch.setattr(session, "keep_to", keep_to)
+    monkeypatch.setattr(session, "set_cpu_affinity", set_cpu_affinity)
     play(engine, ENTER, WARM, STOP, cores="2-3")
     assert kept == [(["enter", "load /m/rank1 {}", "predict"], {2, 3})]
 
@@ -192,14 +192,14 @@ def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: 
     note = "each rank answers with rows of its own: requests are neither put together nor cut"
     assert warmed.row_support == RowSupport(("x",), (), is_equal=False, note=note)
     _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
-    assert only(ProcessFailed, script).reason.startswith("the canary's answer is not the known one: output y: ")
+    assert only(ProcessFailed, script).reason.startswith("the self-test's answer is not the known one: output y: ")
 
 
 @pytest.mark.parametrize("shape", [(3, 3), ()])
 def test_what_cannot_be_shared_equally_is_told(play: Play, npz: Write, shape: Tuple[int, ...]) -> None:
     path = npz(x=X, y=np.zeros(shape, np.float32))
     _, script = play(fake(), ENTER, WARM, STOP, reply=None, canary=path)
-    expected = f"canary: {path}: y: expected equal shares of rows for 2 ranks, got {list(shape)}"
+    expected = f"selftest: {path}: y: expected equal shares of rows for 2 ranks, got {list(shape)}"
     assert only(ProcessFailed, script).reason == expected
 
 
@@ -218,8 +218,8 @@ NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is fin
 def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
     status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
     assert status == exit_codes.CANNOT_BUILD
-    assert only(ProcessFailed, script).reason == f"the canary's answer is not the known one: output y: {problem}"
-    assert kinds(script) == ["Hello", "Entered", "Broken"]
+    assert only(ProcessFailed, script).reason == f"the self-test's answer is not the known one: output y: {problem}"
+    assert kinds(script) == ["Hello", "JoinedGroup", "ProcessFailed"]
 
 
 def test_an_answer_within_the_tolerance_is_right(play: Play) -> None:
@@ -229,14 +229,14 @@ def test_an_answer_within_the_tolerance_is_right(play: Play) -> None:
 
 def test_an_answer_with_other_outputs_is_told(play: Play) -> None:
     _, script = play(fake(lambda _: {"z": X}), ENTER, WARM, STOP)
-    assert only(ProcessFailed, script).reason == "canary: expected outputs y, got z"
+    assert only(ProcessFailed, script).reason == "selftest: expected outputs y, got z"
 
 
 def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     path = npz(x=X)
     status, script = play(fake(), ENTER, WARM, STOP, canary=path)
     assert status == exit_codes.CANNOT_BUILD
-    expected = f"canary: {path}: expected arrays x, y, the inputs and the right outputs, got x"
+    expected = f"selftest: {path}: expected arrays x, y, the inputs and the right outputs, got x"
     assert only(ProcessFailed, script).reason == expected
     same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
     _, script = play(fake(signature=same), ENTER, WARM, STOP, canary=path)
@@ -273,8 +273,8 @@ def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
 
 def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
     _, script = play(fake(), encode(Attach("", ())), STOP)
-    assert only(ProcessFailed, script).reason == "type: expected what a rank is told, got attach"
-    with pytest.raises(RemoteProtocolError, match="expected no skip: what one rank runs, all run"):
+    assert only(ProcessFailed, script).reason == "type: expected an order for a rank, got attach"
+    with pytest.raises(RemoteProtocolError, match="expected no cancel_predict: what one rank runs, all run"):
         play(fake(), encode(CancelPredict(1)))
 
 
@@ -298,7 +298,7 @@ def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
     engine = fake(lambda inputs: {"y": inputs["x"]})
     _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
-    assert kinds(script)[-1] == "Broken"
+    assert kinds(script)[-1] == "ProcessFailed"
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [((1, 2, 4), 1), ((2, 4), 4)])
@@ -310,7 +310,7 @@ def test_where_only_some_numbers_of_rows_are_taken_it_is_the_first_other_one(
     assert [len(each["x"]) for each in engine.received_inputs] == [2, rows]
 
 
-TOO_MANY = "the model does not run on another number of rows than the canary has: too many"
+TOO_MANY = "the model does not run on another number of rows than the self-test has: too many"
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_what_does_not_run_is_left_out_and_the_model_is_whole(
     known = found(engine, told=told)
     assert known.cases == cases.of(FREE, *expected)
     assert (rebuilds(engine), len(told.unfit)) == (builds * failures, failures)
-    none = "the model runs on none of 9 inputs made from its signature; the key canary can name one"
+    none = "the model runs on none of 9 inputs made from its signature; the key selftest can name one"
     assert known.note == ("" if expected else none)
 
 
@@ -332,7 +332,7 @@ def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
 
 def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try() -> None:
     assert found(Once(row_sums, FREE)).cases == (x(1, 4),)
-    with pytest.raises(BuildError, match=r"^it does not run on the canary, x \[1, 4\]: died$"):
+    with pytest.raises(BuildError, match=r"^it does not run on the self-test input, x \[1, 4\]: died$"):
         found(Once(picky(error=ModelCorrupted("died")), FREE))
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
         last = Once(picky(error=ModelCorrupted("died")), signature)
@@ -360,11 +360,11 @@ def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
     ).cases == (x(7, 4),)
     assert told.tried == [(x(7, 4),), ()]
     wrong: Sequence[Tuple[SelfTestCase, str]] = (
-        ({"z": (1, 4)}, "canary: expected inputs x, got z"),
-        (x(1, 5), r"canary.x: expected a shape like \[-1, 4\], got \[1, 5\]"),
-        (x(4), r"canary.x: expected a shape like \[-1, 4\], got \[4\]"),
-        (x(2**27, 4), "canary: expected at most 1073741824 bytes, got 2147483648"),
-        (x(3, 4), r"the model does not run on the configured canary, x \[3, 4\]: refused"),
+        ({"z": (1, 4)}, "selftest: expected inputs x, got z"),
+        (x(1, 5), r"selftest.x: expected a shape like \[-1, 4\], got \[1, 5\]"),
+        (x(4), r"selftest.x: expected a shape like \[-1, 4\], got \[4\]"),
+        (x(2**27, 4), "selftest: expected at most 1073741824 bytes, got 2147483648"),
+        (x(3, 4), r"the model does not run on the configured self-test input, x \[3, 4\]: refused"),
     )
     for case, cause in wrong:
         with pytest.raises(BuildError, match=f"^{cause}$"):
@@ -422,8 +422,8 @@ def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatc
     def cause() -> str:
         with pytest.raises(BuildError) as caught:
             sample.load(str(path), FREE)
-        assert str(caught.value).startswith(f"canary: {path}: ")
-        return str(caught.value)[len(f"canary: {path}: ") :]
+        assert str(caught.value).startswith(f"selftest: {path}: ")
+        return str(caught.value)[len(f"selftest: {path}: ") :]
 
     assert cause() == "No such file or directory"
     path.write_bytes(b"no zip")

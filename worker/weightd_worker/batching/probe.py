@@ -83,7 +83,7 @@ def rows_digest(
         max_rows: the largest number of rows in one predict.
         allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
         sample: what the self-test asks, if it is not made up.
-        row_kind: the kind of rows that the holder has tested (`Rows.values`).
+        row_kind: the kind of rows that the holder has tested (`RowSupport.row_kind`).
 
     Raises:
         RequestError: the model does not run on them.

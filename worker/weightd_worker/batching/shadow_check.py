@@ -100,7 +100,7 @@ class ShadowChecks:
         Args:
             merged: of the requests.
             inputs: of all of them, which are not to be changed after that.
-            outputs: as `Joint.learn` has seen them.
+            outputs: as `MergedRequest.learn_slices` has seen them.
             parties: whose each request is, if that is known.
 
         Raises:

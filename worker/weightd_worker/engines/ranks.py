@@ -27,7 +27,7 @@ class RankRendezvous(NamedTuple):
     Attributes:
         rank: of this process, from 0.
         rank_count: how many ranks there are.
-        device: as in `Settings`.
+        device: as in `BuildSettings`.
         threads: that one predict uses, on the CPU.
         host: where the broker listens, "" where the engine has none.
         port: of the broker, 0 where the engine has none.

@@ -66,7 +66,7 @@ class Forker:
         A collection of garbage writes to each object that it looks at, and free memory would be shared until used.
 
         Raises:
-            OSError: as `Beginning.restore`.
+            OSError: as `ProcessState.restore`.
         """
         self._process_state.restore()
         gc.collect()

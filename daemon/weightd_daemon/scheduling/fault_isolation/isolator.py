@@ -34,7 +34,7 @@ MAX_DEATHS = 2
 # Whatever ends the seats that run a request, and be it for want of the memory that it takes: this is the last one.
 MAX_LOST_SLOTS = 5
 
-# What a process may have to finish before it comes to the canary: two predicts. The canary is the third.
+# What a process may have to finish before it comes to the self-test: two predicts. The self-test is the third.
 _SELFTEST_TIMEOUT_FACTOR = 3
 
 FailRequest = Callable[[Request, RequestError], None]

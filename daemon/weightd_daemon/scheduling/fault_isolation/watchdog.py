@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class WatchdogActions(NamedTuple):
-    """What is due: the processes to ping, with or without the canary, and those that have not answered their ping."""
+    """What is due: processes to ping, with or without the self-test, and those that have not answered their ping."""
 
     pings: list[str]
     selftests: list[str]
@@ -36,7 +36,7 @@ class Watchdog:
 
     Args:
         period_s: seconds within which a process has to be heard of.
-        selftest_interval_s: seconds after which each process, idle or not, runs the canary again; 0 for never.
+        selftest_interval_s: seconds after which each process, idle or not, runs the self-test again; 0 for never.
         selftest_timeout_s: seconds that it may take for that, what it has to finish first included.
         schedule_by: called with a time that may be sooner than what `next_event_at` was.
     """
@@ -57,7 +57,7 @@ class Watchdog:
         self.next_event_at = float("inf")
 
     def add(self, process: str, now: float, *, runs_selftest: bool = True) -> None:
-        """The process is READY: it has just answered the canary.
+        """The process is READY: it has just answered the self-test.
 
         Unless it `runs_selftest`, it is not asked for that again.
         """

@@ -15,7 +15,7 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
 - A shape that cannot be leaves the worker that has tried it with the one before, and the next predict that comes to it
   has the answer to that: what has never run here runs alone, and after a failure nothing runs any more.
 - Other threads receive requests and free answers while a runner is built again, and pages may be exchanged only when
-  nothing else happens in the process: the session calls `share_again` then.
+  nothing else happens in the process: the session calls `reshare_weights` then.
 - Other failures come while predicts run beside them, and nobody knows on which worker: what ends after one, or after
   the log has told of one, is `MaybeCorrupted`.
 """
