@@ -52,7 +52,11 @@ class Stream:
     """
 
     def __init__(
-        self, connection: socket.socket, frame_reader: Optional[FrameReader] = None, *, accepts_descriptors: bool = False
+        self,
+        connection: socket.socket,
+        frame_reader: Optional[FrameReader] = None,
+        *,
+        accepts_descriptors: bool = False,
     ) -> None:
         connection.setblocking(False)
         self.connection = connection

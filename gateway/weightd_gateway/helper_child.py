@@ -15,12 +15,12 @@ from typing import Any
 from weightd_gateway.parser_process import COUNT, LENGTH, ParserFailure, encode_message
 from weightd_protocol.errors import Internal, RequestError
 
-# After a job with more bytes than this, freed memory is returned to the kernel.
+# After a batch with more bytes than this, freed memory is returned to the kernel.
 _LARGE_BYTES = 256 * 1024
 
 
 def main() -> None:
-    """Run jobs until the parent closes the connection."""
+    """Run batches until the parent closes the connection."""
     # At a stop the service manager, and a terminal, signal all processes: the parent finishes what is under way.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _run_one(channel: socket.socket) -> int:
-    """Run a job; return how many bytes it and its result had."""
+    """Run a batch; return how many bytes it and its result had."""
     count: int = COUNT.unpack(_receive(channel, COUNT.size))[0]
     lengths: list[int] = [LENGTH.unpack(_receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
     content, *buffers = [_receive(channel, each) for each in lengths]

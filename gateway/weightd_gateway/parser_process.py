@@ -1,8 +1,8 @@
 """Child processes for work that would hold up the event loop: parsing and rendering of many values.
 
-One child does the small jobs, and another one the large jobs, so that a small job waits for no large one. A child
-starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while. Each child
-divides its seconds among the callers.
+One child does the small batches, and another one the large batches, so that a small batch waits for no large one. A
+child starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while. Each
+child divides its seconds among the callers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("weightd.gateway")
 
 T = TypeVar("T")
 
-# Seconds without a job after which the child exits.
+# Seconds without a batch after which the child exits.
 IDLE_S = 30.0
 
 PARSE_TIMEOUT_S = 10.0
@@ -44,7 +44,7 @@ LENGTH = struct.Struct("=Q")
 
 
 class ParserFailure(NamedTuple):
-    """The result of a job that raised an error."""
+    """The result of a batch that raised an error."""
 
     error: RequestError
 
@@ -56,7 +56,7 @@ class _ParseTask(NamedTuple):
 
 
 class Helpers:
-    """Runs functions in two child processes: one for small jobs, one for large jobs.
+    """Runs functions in two child processes: one for small batches, one for large batches.
 
     Functions are found in the child by their name; arguments and results are pickled. A `pickle.PickleBuffer` among the
     arguments is not copied on its way, and arrives as something with the buffer protocol.
@@ -70,20 +70,20 @@ class Helpers:
         """Return what the function returns.
 
         Args:
-            caller: whose job it is.
+            caller: whose batch it is.
             nbytes: size of the text that the function parses or renders.
             function: what to run.
             arguments: of the function.
 
         Raises:
             RequestError: the function raised it.
-            Unavailable: the child died, the job took too long, or the gateway stops.
+            Unavailable: the child died, the batch took too long, or the gateway stops.
         """
         helper = self.small if nbytes <= SMALL_BYTES else self.large
         return await helper.run(caller, function, *arguments)
 
     async def close(self) -> None:
-        """End the children; jobs end in `Unavailable`."""
+        """End the children; batches end in `Unavailable`."""
         await asyncio.gather(self.small.close(), self.large.close())
 
 
@@ -113,7 +113,7 @@ class ParserProcess:
 
         Raises:
             RequestError: the function raised it.
-            Unavailable: the child died, the job took too long, or the gateway stops.
+            Unavailable: the child died, the batch took too long, or the gateway stops.
         """
         if self._is_closed:
             raise Unavailable("the gateway stops")
@@ -132,7 +132,7 @@ class ParserProcess:
         return result  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """End the child; jobs end in `Unavailable`."""
+        """End the child; batches end in `Unavailable`."""
         self._is_closed = True
         if self._runner is not None:
             self._runner.cancel()
@@ -153,7 +153,7 @@ class ParserProcess:
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
 
     async def _run_task(self, task: _ParseTask) -> float:
-        """Run a job and return the seconds that it took, without those in which the child started."""
+        """Run a batch and return the seconds that it took, without those in which the child started."""
         started_at, timeout_s = time.monotonic(), PARSE_TIMEOUT_S
         seconds: float | None = None
         result: Any

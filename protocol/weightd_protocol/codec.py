@@ -1,4 +1,4 @@
-"""Frames to messages and back: the whole of wire v1, without a socket.
+"""Frames to messages and back: the whole of wire v2, without a socket.
 
 The first frame of a message is its envelope: a msgpack map with ``v`` (the protocol's version), ``type`` (the message's
 tag) and its fields. Where tensors follow, the second is their description, a map that is the same for all messages of a
@@ -55,7 +55,8 @@ _DESCRIPTION_TYPES: Dict[Type[Any], Type[Any]] = {
 _EXTRA_ITEMS = 64
 
 # Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of them about 8 MiB at
-# most, and as much with the envelopes that came with them. A longer one than `_MAX_CACHED_DESCRIPTION_BYTES` is read anew each time.
+# most, and as much with the envelopes that came with them. A longer one than `_MAX_CACHED_DESCRIPTION_BYTES` is read
+# anew each time.
 _MAX_CACHED = 1024
 _MAX_CACHED_BYTES = 2 * 1024 * 1024
 _MAX_CACHED_DESCRIPTION_BYTES = 16 * 1024

@@ -1,6 +1,6 @@
 """The tensor datatypes of the wire and the size of their elements.
 
-The names are those of the Open Inference Protocol v2. BYTES and BF16 are not part of wire v1:
+The names are those of the Open Inference Protocol v2. BYTES and BF16 are not part of wire v2:
 their elements have no fixed size, or no numpy dtype.
 """
 

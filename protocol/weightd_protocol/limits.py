@@ -55,7 +55,7 @@ MAX_TEXT_BYTES = 4096
 # PATH_MAX of Linux: the path of a model's file, or of a page store.
 MAX_PATH_BYTES = 4096
 
-# One hour: a request that may wait longer is a batch job.
+# One hour: a request that may wait longer is a batch batch.
 MAX_TIMEOUT_US = 3_600_000_000
 
 # Models of one daemon: as many names of full length as fit in a header twice over.
@@ -70,7 +70,7 @@ MAX_GROUP_MODELS = 16
 # Tenants of one daemon: some hundred departments, not the users of a site.
 MAX_TENANTS = 256
 
-# Of all tenants: a gate is told them in one message.
+# Of all tenants: a proxy is told them in one message.
 MAX_KEYS = 1024
 
 # Accounts that a status answer lists, less than a kilobyte each: the sum of those that have no room is one of them.

@@ -1,4 +1,4 @@
-"""The version of weightd, and what it understands beyond version 1 of the protocol as that began."""
+"""The version of weightd, and what it understands beyond version 2 of the protocol as that began."""
 
 from typing import Tuple
 

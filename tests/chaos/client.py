@@ -87,19 +87,19 @@ class _CountingCore(ClientCore):
         self.last = asking[0].id
         return asking
 
-    def received(self, frames: Sequence[Any]) -> None:
+    def on_message(self, frames: Sequence[Any]) -> None:
         header = msgpack.unpackb(frames[0])
         if header["type"] == "infer_response" or (header["type"] == "error" and header["id"] not in self._others):
             self.ledger.heard(header["id"], time.monotonic())
         super().on_message(frames)
 
-    def begin(self, call: PendingCall, frames: list[Any]) -> list[Any]:
+    def track(self, call: PendingCall, frames: list[Any]) -> list[Any]:
         frames = super().track(call, frames)
         if call.request is not None:
             self.ledger.begin(call.id, self.asked)
         return frames
 
-    def forget(self, call: PendingCall) -> None:
+    def untrack(self, call: PendingCall) -> None:
         super().untrack(call)
         self.ledger.forget(call.id)
 

@@ -248,7 +248,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert tree(tmp_path) == ["x.service"]
 
 
-# --- the verb -------------------------------------------------------------------------------------------------------
+# --- the command
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root: Path, weightd: Path) -> None:

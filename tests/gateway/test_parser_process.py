@@ -75,7 +75,7 @@ def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
         with contextlib.suppress(Internal):
             await job
         del job
-        # The next job makes the helper forget the last one.
+        # The next batch makes the helper forget the last one.
         await helper.run(A, os.getpid)
         assert kept() is None
 

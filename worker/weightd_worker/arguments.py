@@ -58,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
     parser.add_argument("--models", default="", help="the models of a process that serves several, a JSON object")
-    parser.add_argument("--rendezvous", default="", help="for a rank or a broker: rendezvous of its group, a JSON object")
+    parser.add_argument(
+        "--rendezvous", default="", help="for a rank or a broker: rendezvous of its group, a JSON object"
+    )
     parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
     return parser
 

@@ -82,7 +82,9 @@ def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
 
 
 class ChannelConnection:
-    """What a `ChannelConnection` is, over a channel alone: to the daemon that is there, and then to the one that follows it.
+    """What a `ChannelConnection` is, over a channel alone.
+
+    To the daemon that is there, and then to the one that follows it.
 
     Args:
         address: of the daemon; the channel's socket is next to it.
@@ -98,7 +100,10 @@ class ChannelConnection:
             self._retry_connect()
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """As that of a `ChannelConnection`: return what has come, nothing in time, or None when another daemon is there."""
+        """As that of a `ChannelConnection`.
+
+        Return what has come, nothing in time, or None when another daemon is there.
+        """
         messages: List[Frames] = []
         while self._channel is not None:
             try:

@@ -1,10 +1,10 @@
 """The life of a worker whose engine runs several predicts at once.
 
-All is as in any session (`session`), and done by the same thread, but that predicts are run by a `PredictThreads`: they begin in
-the order in which they came, and each is answered as soon as it has ended. Any other order waits until all that came
-before it has been answered, and what comes after it waits for it. So memory is not taken away that a predict may use,
-and a worker stops when it has answered. A predict that spoils the model ends the process when the others have ended;
-that it leaves is the last that is heard of it.
+All is as in any session (`session`), and done by the same thread, but that predicts are run by a `PredictThreads`: they
+begin in the order in which they came, and each is answered as soon as it has ended. Any other order waits until all
+that came before it has been answered, and what comes after it waits for it. So memory is not taken away that a predict
+may use, and a worker stops when it has answered. A predict that spoils the model ends the process when the others have
+ended; that it leaves is the last that is heard of it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from weightctl import exit_codes
 from weightctl.advise import recommend, render
 from weightctl.advise.measure import AdvisePlan, Measurement
 from weightctl.advise.source import FileRows, SyntheticRows
-from weightctl.advise.trial import BatchTest, BatchTestResult, batching_refusal
+from weightctl.advise.batch_test import BatchTest, BatchTestResult, batching_refusal
 from weightctl.command import Command, CommandError, Connect
 from weightctl.measuring import shapes, subject
 from weightctl.text import clean

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Seq
 
 import numpy as np
 
-from weightctl.advise.evidence import Comparison
+from weightctl.advise.comparison import Comparison
 from weightctl.advise.recommend import BatchSizeResult
 from weightctl.advise.rounds import RowSlice, block_requests, count_blocks
 from weightctl.advise.source import FileRows, SyntheticRows

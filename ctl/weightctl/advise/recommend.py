@@ -12,8 +12,8 @@ In this order:
    they run together. One after another they are answered after 1, 2, ... n times the time of one, (n + 1) / 2 times
    that on average; so the gain must be 2 n / (n + 1) at least.
 5. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
-   It is advised only if the daemon would do it: the test that the daemon makes when it loads the model (`trial`) has to
-   find no difference, either; and where batching is configured already, the daemon must not have refused it.
+   It is advised only if the daemon would do it: the test that the daemon makes when it loads the model (`batch_test`)
+   has to find no difference, either; and where batching is configured already, the daemon must not have refused it.
 6. If there is none, the same for those up to which rows differ by no more than rounding: with exact = false.
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from typing import List, NamedTuple, Sequence, Tuple
 
-from weightctl.advise.evidence import Comparison
+from weightctl.advise.comparison import Comparison
 
 GAIN_ROWS = 8
 MIN_GAIN = 1.3

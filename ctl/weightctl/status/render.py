@@ -83,7 +83,7 @@ def _execution_lines(model: ModelStatus) -> Iterator[str]:
         return
     parts = [count(executions.count, "execution")]
     if executions.split:
-        parts.append(f"{count(executions.split, 'request')} cut")
+        parts.append(f"{count(executions.split, 'request')} split")
     if executions.padded:
         parts.append(f"{count(executions.padded, 'row')} padded")
     if executions.retried:

@@ -34,7 +34,8 @@ class Authorizer:
         listener_tenants: by the name of a listener, the tenants that it is for; none: all.
     """
 
-    def __init__(self, tenants: TenantResolver, accounts: UsageTable, listener_tenants: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, tenants: TenantResolver, accounts: UsageTable, listener_tenants: Mapping[str, Sequence[str]]) ->
+    None:
         self.tenants = tenants
         self.accounts = accounts
         self.listener_tenants = listener_tenants
@@ -131,7 +132,7 @@ class Authorizer:
             PermissionDenied: it may not.
         """
         tenant, identity = connection.tenant, connection.identity
-        # A gate's word is not enough: strangers speak to it.
+        # A proxy's word is not enough: strangers speak to it.
         if not (
             identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))
         ):

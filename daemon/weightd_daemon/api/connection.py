@@ -59,7 +59,7 @@ def is_operator(uid: int) -> bool:
 
 
 def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> ClientIdentity:
-    """Return who is behind the gate of a listener, by the gate's word."""
+    """Return who is behind the proxy of a listener, by the proxy's word."""
     return ClientIdentity(
         _client_origin(peer.user, peer.pid or 0, connection),
         credential=PeerCredential(peer.uid, peer.gids, peer.public_key),

@@ -1,4 +1,4 @@
-"""The daemon's side of its gates: has them made, hears whom they let in, and has a dead one replaced."""
+"""The daemon's side of its proxies: has them made, hears whom they let in, and has a dead one replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weightd_protocol.messages.inference import Error
 
 _log = logging.getLogger("weightd.api")
 
-# A gate that has lived so long has not died of what the one before it has died of.
+# A proxy that has lived so long has not died of what the one before it has died of.
 _HEALTHY_UPTIME_S = 10.0
 
 # The first one that dies is replaced at once, the next ones after so long, twice as long each time, at most the second.
@@ -47,14 +47,14 @@ _FORK_TIMEOUT_S = 5.0
 _NEVER = float("inf")
 
 
-# In what a gate has to log: the user, or the host, that it is about; and all numbers.
+# In what a proxy has to log: the user, or the host, that it is about; and all numbers.
 _CLIENT_PATTERN = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
 _NUMBER_PATTERN = re.compile(r"\d+")
 
 
 @dataclass
 class ProxyInfo:
-    """One gate.
+    """One proxy.
 
     Attributes:
         name: of its listener.
@@ -101,23 +101,23 @@ class ListenerAuth(NamedTuple):
 
 
 class ProxyLimits(NamedTuple):
-    """What a gate may take for its clients, and the limits for the connections of one user or host to its listener."""
+    """What a proxy may take for its clients, and the limits for the connections of one user or host to its listener."""
 
     max_memory_bytes: int
     user_limits: UserConnectionLimits
 
 
 class ZmqProxies:
-    """The gates of all listeners.
+    """The proxies of all listeners.
 
     Args:
         listeners: by name, each with the socket that listens, which stays the caller's, and who is let in.
-        loop: calls when a gate has something to say.
-        on_client: called with the name of a listener, the socket on which its gate speaks for a client that has come,
+        loop: calls when a proxy has something to say.
+        on_client: called with the name of a listener, the socket on which its proxy speaks for a client that has come,
             and who that is.
-        limits: of each gate.
+        limits: of each proxy.
         log: of what clients do.
-        zygote: makes the gates; None to start one. It is this object's.
+        zygote: makes the proxies; None to start one. It is this object's.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ZmqProxies:
 
     @property
     def proxies(self) -> Sequence[ProxyInfo]:
-        """How the gate of each listener stands."""
+        """How the proxy of each listener stands."""
         return [post.proxy for post in self._listeners]
 
     @property
@@ -166,7 +166,7 @@ class ZmqProxies:
         return [*zygote, *(each.pid for each in self.proxies if each.pid)]
 
     def update_auth(self, auth_by_listener: Mapping[str, ListenerAuth]) -> None:
-        """Have gates use new keys and tenants, by the names of listeners."""
+        """Have proxies use new keys and tenants, by the names of listeners."""
         for post in self._listeners:
             lock = auth_by_listener[post.proxy.name]
             post.config = post.config._replace(allowed_keys=lock.keys, tenant_members=lock.tenants)
@@ -221,7 +221,7 @@ class ZmqProxies:
                 self._fork_timer.set_no_later_than(self._fork_deadlines[number])
 
     def _flush_if_unsent(self, is_sent: bool, stream: Stream) -> None:
-        """Send what is left for a gate or the zygote as soon as it reads."""
+        """Send what is left for a proxy or the zygote as soon as it reads."""
         if not is_sent:
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
 
@@ -238,7 +238,7 @@ class ZmqProxies:
         self._restart_timer.set(min((post.restart_at for post in self._listeners), default=_NEVER))
 
     def _on_proxy_readable(self, listener: _Listener) -> None:
-        """A gate says something."""
+        """A proxy says something."""
         stream = listener.stream
         if stream is None:
             return
@@ -261,12 +261,12 @@ class ZmqProxies:
             if stream.descriptors:
                 self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), event.identity)
             else:
-                # The kernel has closed it: the gate hangs the client up.
+                # The kernel has closed it: the proxy hangs the client up.
                 text = "no descriptor is left for a client of listener %s"
                 self._log.log(_log, logging.ERROR, "", text, listener.proxy.name)
 
     def _on_proxy_exit(self, listener: _Listener, now: float) -> None:
-        """A gate has died."""
+        """A proxy has died."""
         if listener.stream is not None:
             self._loop.remove(listener.stream.fileno())
             listener.stream.close()
@@ -320,7 +320,7 @@ class ZmqProxies:
             _log.warning("listener %s: proxy %d %s: its client connections are closed", proxy.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:
-        """The zygote should have made a gate by now, unless it has since, or died."""
+        """The zygote should have made a proxy by now, unless it has since, or died."""
         until = next(iter(self._fork_deadlines.values()), _NEVER)
         if until > now:
             self._fork_timer.set(until)
@@ -339,7 +339,7 @@ def _launch_zygote() -> Zygote:
 
 
 def backoff_s(early_exits: int) -> float:
-    """Return after how many seconds a gate is replaced, the last of so many in a row that have died early."""
+    """Return after how many seconds a proxy is replaced, the last of so many in a row that have died early."""
     return min(_INITIAL_BACKOFF_S * 2 ** min(early_exits - 2, 16), _MAX_BACKOFF_S) if early_exits > 1 else 0.0
 
 

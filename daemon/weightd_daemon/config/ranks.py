@@ -55,7 +55,9 @@ def _devices_metadata() -> Mapping[str, FieldType]:
         alone = bool(items) and not any(type(each) is list for each in items)
         return (group_kind.check(value),) if alone else groups_kind.check(value)
 
-    return {"field_type": FieldType(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
+    return {
+        "field_type": FieldType(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")
+    }
 
 
 def _reply_metadata() -> Mapping[str, FieldType]:

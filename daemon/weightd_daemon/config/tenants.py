@@ -207,7 +207,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
 
 
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
-    """Nobody is two tenants, and gates can be told all keys."""
+    """Nobody is two tenants, and proxies can be told all keys."""
     if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
         yield FieldError(f"expected at most {limits.MAX_KEYS} keys of all tenants, got {count}")
     for name, error in identities.find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):

@@ -10,9 +10,9 @@ class ModelCounters:
 
     Attributes:
         requests: seconds from the arrival of each to its answer, of those that were answered.
-        queue: seconds from the arrival of each to when a seat was given it, or the first of it.
-        compute: seconds for which jobs ran.
-        rows: of jobs, as far as those of the model are known.
+        queue: seconds from the arrival of each to when a slot was given it, or the first of it.
+        compute: seconds for which batches ran.
+        rows: of batches, as far as those of the model are known.
         unexpected_exits: processes that ended without being asked to.
         restarts: processes that were started in the place of lost ones.
         selftest_failures: workers that did not reproduce the known answer.

@@ -1,4 +1,4 @@
-"""What the verb takes: needed to parse `weightd`'s command line. What it does is only imported when it runs."""
+"""What the command takes: needed to parse `weightd`'s command line. What it does is only imported when it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEP_TIMEOUT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the verb does and takes."""
+    """Say what the command does and takes."""
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(

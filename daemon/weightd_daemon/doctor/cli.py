@@ -1,4 +1,4 @@
-"""The verb: the order of the checks, and what is printed."""
+"""The command: the order of the checks, and what is printed."""
 
 from __future__ import annotations
 

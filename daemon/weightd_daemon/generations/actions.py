@@ -50,14 +50,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class AddSlot:
-    """The seat of this name may be given requests from now on."""
+    """The slot of this name may be given requests from now on."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class RemoveSlot:
-    """The seat of this name gets no further request; what it still has is its own to answer, or lost."""
+    """The slot of this name gets no further request; what it still has is its own to answer, or lost."""
 
     name: str
 

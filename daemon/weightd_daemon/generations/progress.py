@@ -271,7 +271,7 @@ class GenerationView:
 
     @property
     def slots(self) -> Mapping[str, tuple[str, ...]]:
-        """The seats that take requests, by name: of which processes each is, in their order."""
+        """The slots that take requests, by name: of which processes each is, in their order."""
         return {name: (name,) for name in self.serving_processes}
 
     @property

@@ -246,7 +246,7 @@ class RankGroup(GenerationBase):
 
     @property
     def slots(self) -> Mapping[str, tuple[str, ...]]:
-        """The one seat, of all ranks in their order, while it takes requests."""
+        """The one slot, of all ranks in their order, while it takes requests."""
         return self.processes.slots
 
     @property

@@ -1,4 +1,4 @@
-"""The processes of a unit: one seat of all ranks, or none."""
+"""The processes of a unit: one slot of all ranks, or none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RankProcesses(GenerationProcesses):
         super().on_exit(child)
 
     def _remove_slot_of(self, child: WorkerProcess) -> None:
-        del child  # there is no seat of it alone
+        del child  # there is no slot of it alone
         self.remove_slot()
 
 

@@ -124,7 +124,7 @@ class Generation(GenerationBase):
         Args:
             note: what differs.
             parties: the names of those whose rows differ, by their numbers; none: those of all may. From now on their
-                requests share no job, until there is another generation.
+                requests share no batch, until there is another generation.
         """
         built = self.built
         new_parties = {number: name for number, name in parties.items() if number not in self.unmerged_parties}

@@ -79,7 +79,8 @@ says so without starting anything. Paths are absolute, or relative to the direct
 model whose name has a dot is quoted: `[models."resnet.v1"]`.
 
 `weightctl reload`, or SIGHUP, has the file read again: models come, change and go without an interruption. The tables
-`[daemon]` and `[listeners.NAME]` take a restart, but for `drain_timeout`, `accounting_interval` and `max_batch_seconds`."""
+`[daemon]` and `[listeners.NAME]` take a restart, but for `drain_timeout`, `accounting_interval` and
+`max_batch_seconds`."""
 
 _EXAMPLE = """\
 [models.resnet50]

@@ -55,7 +55,7 @@ _log = logging.getLogger("weightd")
 
 
 class ProcessEvents:
-    """Stands between the processes of a model, its generations and its desk.
+    """Stands between the processes of a model, its generations and its dispatcher.
 
     Args:
         event_handler: who is told of them.
@@ -260,7 +260,7 @@ class ProcessEvents:
             self.end_process(process, "it has not answered a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
-        """End a process that is of no use any more, and its seat with it."""
+        """End a process that is of no use any more, and its slot with it."""
         slot_processes = dict.fromkeys((process, *self._dispatcher.slot_processes(process)))
         self._dispatcher.release_slot(process)
         for mate in slot_processes:

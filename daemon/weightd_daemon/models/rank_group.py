@@ -1,4 +1,4 @@
-"""The units of one model: what their processes say while they come up, and the seat that they are then."""
+"""The units of one model: what their processes say while they come up, and the slot that they are then."""
 
 from __future__ import annotations
 

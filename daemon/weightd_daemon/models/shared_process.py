@@ -1,7 +1,7 @@
 """Several models in one process on each of their devices: they come up together, and are lost together.
 
-A household owns the deployments, and so the units, of all its members. Each member is a model as any other to those who
-ask it; what it would do with generations of its own, it has the household do for all.
+A shared process owns the deployments, and so the units, of all its members. Each member is a model as any other to
+those who ask it; what it would do with generations of its own, it has the shared process do for all.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class GroupedModel(ServedModel):
         self._shared_process.start(now)
 
     def resume(self, record: ModelRecord, now: float) -> None:
-        """Load it: what a daemon before this one had loaded of a household, it does not hand over."""
+        """Load it: what a daemon before this one had loaded of a shared process, it does not hand over."""
         self.start(now)
 
     def record(self) -> ModelRecord | None:
@@ -290,10 +290,10 @@ class GroupedModel(ServedModel):
         self._shared_process.drain(now, timeout_s)
 
     def reconfigure(self, config: ModelConfig) -> bool:
-        """Return whether nothing has changed: another configuration is that of another household."""
+        """Return whether nothing has changed: another configuration is that of another shared process."""
         return config == self.config
 
-    # --- from the household -------------------------------------------------------------------------------------
+    # --- from the shared process -------------------------------------------------------------------------------------
 
     def request_snapshot(self, now: float) -> None:
         """A process is to be started."""
@@ -337,7 +337,7 @@ class GroupedModel(ServedModel):
 
 
 class ModelFactory:
-    """Makes models, those of a group as members of one household."""
+    """Makes models, those of a group as members of one shared process."""
 
     def __init__(self) -> None:
         self._incomplete: dict[Membership, SharedProcessGroup] = {}

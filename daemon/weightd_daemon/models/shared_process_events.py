@@ -1,4 +1,7 @@
-"""The processes of a household: each desk is told what becomes of them, whichever of its models ran there."""
+"""The processes of a shared process.
+
+Each dispatcher is told what becomes of them, whichever of its models ran there.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class SharedProcess(Protocol):
 
 
 class SharedProcessEvents(ProcessEvents):
-    """The processes of a household: each desk is told what becomes of them.
+    """The processes of a shared process: each dispatcher is told what becomes of them.
 
     Args:
         shared_process: whose processes they are.
@@ -93,7 +96,7 @@ class SharedProcessEvents(ProcessEvents):
                 rank_group.on_message(child, deployment, generation, self._dispatcher, message, now)
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """A child has exited: whose job it had may be to blame, the others' are not."""
+        """A child has exited: whose batch it had may be to blame, the others' are not."""
         entry = self._by_process.pop(child, None)
         if entry is None:
             return
@@ -164,7 +167,7 @@ class SharedProcessEvents(ProcessEvents):
             dispatcher.release_slot(process)
 
     def _active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
-        """The desk whose job the process runs; that of the first member where it runs none."""
+        """The dispatcher whose batch the process runs; that of the first member where it runs none."""
         scheduler = self._shared_process.schedulers.get(generation.label)
         active_slot = None if scheduler is None else scheduler.active_slot
         for dispatcher in self._shared_process.dispatchers:

@@ -11,7 +11,7 @@ from weightd_daemon.tenants.tenant import Tenant
 class ActiveTenants:
     """The tenants of which something waits in a line, and may run.
 
-    What is given to a seat is charged before it is looked who is there: so nobody seems to have gone in between.
+    What is given to a slot is charged before it is looked who is there: so nobody seems to have gone in between.
 
     Args:
         is_waiting: whether anything does of a tenant.

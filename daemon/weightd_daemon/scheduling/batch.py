@@ -1,4 +1,4 @@
-"""A job: what a seat runs at once."""
+"""A batch: what a slot runs at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NOT_STARTED = float("inf")
 class Batch:
     """One or more parts of requests; each is answered by itself.
 
-    What becomes of a job says something of its parts only if it has one. Where it has several, and its seat dies of
+    What becomes of a batch says something of its parts only if it has one. Where it has several, and its slot dies of
     it, hangs in it or refuses it, each of them runs again alone.
 
     Attributes:
-        number: by which its seat calls it: that of its first part.
+        number: by which its slot calls it: that of its first part.
         items: what has not been answered of it, by number.
         item_count: how many parts it had.
         batch_key: of its rows, if it has some.
@@ -46,7 +46,7 @@ class Batch:
 
     @classmethod
     def from_items(cls, items: Sequence[BatchItem], batch_key: BatchKey | None = None, rows: int = 0) -> Batch:
-        """Return a job of these parts."""
+        """Return a batch of these parts."""
         return cls(items[0].number, {item.number: item for item in items}, len(items), batch_key, rows)
 
     @property
@@ -55,7 +55,7 @@ class Batch:
         return self.started_at != _NOT_STARTED
 
     def record_time(self, seconds: float, last: BatchItem | None = None) -> None:
-        """It has had its seat for so many seconds, and has it no more. Only the first word counts.
+        """It has had its slot for so many seconds, and has it no more. Only the first word counts.
 
         They go on the accounts of who has asked, by rows, whoever is to blame for the end. `last`: this part was
         answered as the last, if all were.
@@ -88,7 +88,7 @@ class Batch:
         """Return its part of a request, which has not been answered; None if it has none."""
         item = self.items.get(request.number)
         if item is None and self.number >= FIRST_SPLIT_NUMBER:
-            # A job that has some rows of a request has nothing else.
+            # A batch that has some rows of a request has nothing else.
             item = next((each for each in self.items.values() if each.request is request), None)
         return item
 
@@ -114,7 +114,7 @@ class Batch:
 
 
 def record_death(batches: Sequence[Batch]) -> None:
-    """A seat was lost to these jobs: that goes on the account of who has asked, if all are one tenant's."""
+    """A slot was lost to these batches: that goes on the account of who has asked, if all are one tenant's."""
     usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
     if len(usages) == 1:
         # Of several nobody can tell whose fault it was.

@@ -1,4 +1,4 @@
-"""A part of a request: what one job runs of it."""
+"""A part of a request: what one batch runs of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BatchItem:
     """All of a request, or some of its rows.
 
     Attributes:
-        number: by which its seat calls it; that of the request, if it is all of it.
+        number: by which its slot calls it; that of the request, if it is all of it.
         request: whose it is.
         split: the request, if this is not all of it.
         first_row: the first of the rows, then.

@@ -64,7 +64,7 @@ class ResponseSink(Protocol):
 
 
 class Dispatcher:
-    """Takes requests, has seats run them, and tells each one's client how it has ended.
+    """Takes requests, has slots run them, and tells each one's client how it has ended.
 
     Args:
         name: of the model.
@@ -78,8 +78,8 @@ class Dispatcher:
         latencies: from a request's arrival to its answer, in the daemon.
         latencies_by_process: the same for each process's answers, by its name.
         failed_count: requests that ended in an error after they were accepted.
-        counters: of the model, whichever desk it has.
-        party_names: of tenants and users whose requests have shared a job.
+        counters: of the model, whichever dispatcher it has.
+        party_names: of tenants and users whose requests have shared a batch.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Dispatcher:
         self.latencies_by_process: dict[str, LatencyWindow] = {}
         self.failed_count = 0
         self.counters = self.scheduler.slots.counters
-        # Whether there is, or was, a seat whose processes compute together.
+        # Whether there is, or was, a slot whose processes compute together.
         self._has_lockstep = False
         # Requests wait for those that have come with them, and there is news since that was last looked at.
         self._is_gathering = False
         self._has_new = False
         self._gather_rounds = 0
-        # Requests that have been taken from the queue and from the seats, and still have to be refused.
+        # Requests that have been taken from the queue and from the slots, and still have to be refused.
         self._pending_failures: deque[tuple[Request, RequestError]] = deque()
         self._schedule_by = schedule_by
         self._name = name
@@ -192,12 +192,12 @@ class Dispatcher:
         for request in self.signature.take_requests(lambda each: should_reject(each.client)):
             self._response_sink.reply_error(request.client, request.request_id, error)
 
-    # --- from seats ---------------------------------------------------------------------------------------------
+    # --- from slots ---------------------------------------------------------------------------------------------
 
     def add_slot(
         self, process: str, *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1
     ) -> None:
-        """The process is a seat that takes jobs from now on: see `Slot`."""
+        """The process is a slot that takes batches from now on: see `Slot`."""
         self.latencies_by_process[process] = LatencyWindow()
         self.scheduler.slots.add_new(process, (process,), device=device, policy=policy, concurrency=concurrency)
 
@@ -211,11 +211,13 @@ class Dispatcher:
         device: str = "",
         policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
-        """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the self-test.
+        """The ranks of a model are one slot that takes batches from now on.
+
+        They are pinged, and never with the self-test.
 
         Args:
             slot_name: its name.
-            lockstep: of the ranks. Where that joins their outputs, requests may not share a job, nor be filled up:
+            lockstep: of the ranks. Where that joins their outputs, requests may not share a batch, nor be filled up:
                 nobody tells which of its rows a rank has.
             now: the clock.
             support_processes: processes without which they are lost.
@@ -248,9 +250,10 @@ class Dispatcher:
         device: str = "",
         policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
-        """The process, which serves several models in turn, takes jobs of this one from now on.
+        """The process, which serves several models in turn, takes batches of this one from now on.
 
-        It is pinged, and never with the self-test. Whatever becomes of it, all desks of its models have to be told.
+        It is pinged, and never with the self-test. Whatever becomes of it, all dispatchers of its models have to be
+        told.
 
         Args:
             process: its name.
@@ -266,16 +269,16 @@ class Dispatcher:
         scheduler.add(slot, self.scheduler.slots, self.scheduler.queue, self.dispatch)
 
     def remove_slot(self, process: str) -> None:
-        """Its seat gets nothing new, and nobody asks whether it still answers."""
+        """Its slot gets nothing new, and nobody asks whether it still answers."""
         self.scheduler.slots.retire(process)
         for each in self.slot_processes(process):
             self.fault_isolator.watchdog.remove(each)
 
     def on_result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> str:
-        """A part of a job has been answered.
+        """A part of a batch has been answered.
 
         Returns:
-            Why the process has to be ended, and all of its seat, which is lost; "" if it has not.
+            Why the process has to be ended, and all of its slot, which is lost; "" if it has not.
         """
         if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
             return self._on_outcome(process, result.request, lockstep.on_result(process, result, frames), now)
@@ -298,12 +301,12 @@ class Dispatcher:
         """A rank has run a part, and another one has the outputs; return as `on_result` does."""
         lockstep = self.scheduler.slots.lockstep_of(process)
         if lockstep is None:
-            # It was of a seat that is lost.
+            # It was of a slot that is lost.
             return ""
         return self._on_outcome(process, number, lockstep.on_done(process, number), now)
 
     def on_batch_failed(self, process: str, failed: Failed, now: float) -> str:
-        """A part of a job has ended in an error, or a job of several, which run again alone then.
+        """A part of a batch has ended in an error, or a batch of several, which run again alone then.
 
         Who leaves has lost what it had. Return as `on_result` does.
         """
@@ -333,29 +336,29 @@ class Dispatcher:
         return ""
 
     def on_cancelled(self, process: str, number: int, now: float) -> str:
-        """A part of a job was taken back before that had begun; return as `on_result` does."""
+        """A part of a batch was taken back before that had begun; return as `on_result` does."""
         if self._has_lockstep and self.scheduler.slots.lockstep_of(process) is not None:
             return self._on_outcome(process, number, OutOfStep(f"{process}: has cancelled {number}"), now)
         self._notify_released(self.output_leases.release(process, number))
         return ""
 
     def on_process_failed(self, process: str, reason: str, now: float) -> None:
-        """A process can go on no more, for this reason, and its seat is lost with it."""
+        """A process can go on no more, for this reason, and its slot is lost with it."""
         self.fault_isolator.on_process_failed(process, reason, now)
 
     def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
-        """A process has ended, and with it its seat."""
+        """A process has ended, and with it its slot."""
         self._notify_released(self.output_leases.release_process(process))
         self.fault_isolator.on_exit(process, exit_cause, now)
         self.fault_isolator.watchdog.remove(process)
         self.latencies_by_process.pop(process, None)
 
     def release_slot(self, process: str) -> None:
-        """Its seat is lost, and what it had is not to blame: that waits again."""
+        """Its slot is lost, and what it had is not to blame: that waits again."""
         self.scheduler.release_slot(process)
 
     def slot_processes(self, process: str) -> tuple[str, ...]:
-        """Return all processes of its seat: who loses one of them has lost all."""
+        """Return all processes of its slot: who loses one of them has lost all."""
         slot = self.scheduler.slots.slot_of(process)
         return (process,) if slot is None else slot.all_processes
 
@@ -374,9 +377,9 @@ class Dispatcher:
     def dispatch_gathered(self, now: float) -> None:
         """All that is known to have come has been taken in: have everything run that can.
 
-        Where requests share jobs, one more look is taken first at what has come meanwhile; and another as long as that
-        was something, and could go with it. Nothing is waited for; and looks have an end, for what comes may have ended
-        at the next one.
+        Where requests share batches, one more look is taken first at what has come meanwhile; and another as long as
+        that was something, and could go with it. Nothing is waited for; and looks have an end, for what comes may have
+        ended at the next one.
         """
         if self._has_new and self._gather_rounds < _MAX_GATHER_ROUNDS and self.scheduler.may_gather:
             self._has_new = False
@@ -387,7 +390,7 @@ class Dispatcher:
             self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
-        """Have everything run that can; a seat hears what it need not run before it gets something in its place."""
+        """Have everything run that can; a slot hears what it need not run before it gets something in its place."""
         for slot, batch in self.scheduler.assign(now):
             self._cancel_recalled()
             self._start_batch(slot, batch)
@@ -403,7 +406,7 @@ class Dispatcher:
             self.fail_request(request, explain_error(error))
 
     def overdue_processes(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield each process whose seat computes for too long, with the reason to end it."""
+        """Yield each process whose slot computes for too long, with the reason to end it."""
         for slot, reason in list(self.fault_isolator.take_overdue(now)):
             yield from ((process, reason) for process in slot.processes)
 
@@ -430,7 +433,7 @@ class Dispatcher:
             self.signature.on_built(built)
 
     def adopt_requests(self, old: Dispatcher) -> Iterator[Request]:
-        """Take over who waits at another desk for metadata; yield what waits there for an answer."""
+        """Take over who waits at another dispatcher for metadata; yield what waits there for an answer."""
         old.fault_isolator.fail_pending()
         for request in old.scheduler.take_all_waiting():
             old.scheduler.deadlines.remove(request)
@@ -489,7 +492,7 @@ class Dispatcher:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _gather(self, request: Request, now: float) -> None:
-        """What comes with it may share its job: it runs once all of that has been taken in."""
+        """What comes with it may share its batch: it runs once all of that has been taken in."""
         try:
             self.scheduler.submit(request, now, can_evict=False)
         except ResourceExhausted:
@@ -581,7 +584,7 @@ class Dispatcher:
             )
 
     def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
-        """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""
+        """A process has told of a part that all of its slot were given, and this comes of it; None: nothing yet."""
         self.fault_isolator.watchdog.on_message(process, now)
         if isinstance(outcome, OutOfStep):
             # Nor is it believed that it does not write any more.

@@ -1,4 +1,4 @@
-"""What has run of a model: how many jobs, of how many rows, and what was done to make them."""
+"""What has run of a model: how many batches, of how many rows, and what was done to make them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 
 class ExecutionCounters:
-    """Counts jobs that were answered, since the model is served.
+    """Counts batches that were answered, since the model is served.
 
     Attributes:
-        executions: jobs.
+        executions: batches.
         padded_rows: rows that were added to what was asked, because the model takes certain numbers of rows alone.
         split_requests: requests that ran in parts.
-        retried_items: parts of jobs that ran once more, because of what became of their seat or of those beside them.
+        retried_items: parts of batches that ran once more, because of what became of their slot or of those beside
+            them.
     """
 
     def __init__(self) -> None:
@@ -24,11 +25,14 @@ class ExecutionCounters:
 
     @property
     def batches_by_rows(self) -> Mapping[int, int]:
-        """How many jobs had rows up to each power of two, and more than the one before; of others nothing is known."""
+        """How many batches had rows up to each power of two, and more than the one before.
+
+        Of others nothing is known.
+        """
         return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 
     def count_rows(self, rows: int, model_rows: int) -> None:
-        """A job of rows was answered; `model_rows` are those that the model was given, 0 if they are its own."""
+        """A batch of rows was answered; `model_rows` are those that the model was given, 0 if they are its own."""
         power = (rows - 1).bit_length()
         self._batches_by_power[power] = self._batches_by_power.get(power, 0) + 1
         self.padded_rows += max(0, model_rows - rows)

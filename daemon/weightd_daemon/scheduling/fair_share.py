@@ -1,8 +1,8 @@
 """Fair shares of the seconds of devices among tenants: start-time fair queueing, with costs that are known afterwards.
 
 Each device has a clock of virtual time, for all models that run there. A tenant's account on it says how many seconds
-it has had, divided by its weight; whoever has least of those that wait is next. A job is charged as it begins, by a
-guess, so that who has several seats begin at once is not taken to have had nothing; when it ends the guess gives way to
+it has had, divided by its weight; whoever has least of those that wait is next. A batch is charged as it begins, by a
+guess, so that who has several slots begin at once is not taken to have had nothing; when it ends the guess gives way to
 what it took. Who had nothing waiting and nothing running begins at what the clock says: idleness gives no credit.
 
 Plain decisions, without a clock of their own but for what they are told.
@@ -18,7 +18,7 @@ from weightd_common.devices import CPU, is_cpu
 from weightd_daemon.tenants.tenant import Tenant
 
 # While somebody waits who has had less than the others, it is owed no more than this, in seconds of its weight: it may
-# have waited for a model that has few seats, and would otherwise have all seats of another one for as long, one day.
+# have waited for a model that has few slots, and would otherwise have all slots of another one for as long, one day.
 MAX_CREDIT_S = 1.0
 
 # So long after two tenants have asked, both are counted on.
@@ -36,8 +36,8 @@ class _TenantShare:
         virtual_s: for what has ended, in seconds divided by its weight.
         weight: by which that was divided.
         pending_s: for what has not, in seconds.
-        active_count: the lines in which something of it waits, and the jobs of it that run.
-        last_batch_number: the number of the last job that it had; of two that have had as much, the other is next.
+        active_count: the lines in which something of it waits, and the batches of it that run.
+        last_batch_number: the number of the last batch that it had; of two that have had as much, the other is next.
     """
 
     virtual_s: float
@@ -89,7 +89,7 @@ class FairClock:
         )
 
     def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
-        """A job begins that will take about so many seconds, of which these tenants have these shares.
+        """A batch begins that will take about so many seconds, of which these tenants have these shares.
 
         The first of them is the one whose turn it was.
         """
@@ -108,7 +108,7 @@ class FairClock:
         return Charge(self, entries)
 
     def finish_batch(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
-        """A job that had begun has ended after so many seconds."""
+        """A batch that had begun has ended after so many seconds."""
         for tenant, share, guessed in entries:
             tenant_share = self._share_of(tenant)
             tenant_share.pending_s = max(0.0, tenant_share.pending_s - guessed)
@@ -144,11 +144,11 @@ class FairClock:
 
 
 class Charge:
-    """What a job that runs has been charged.
+    """What a batch that runs has been charged.
 
     Args:
         clock: of the device where it runs.
-        entries: of each tenant its share of the job, and the seconds that were charged.
+        entries: of each tenant its share of the batch, and the seconds that were charged.
     """
 
     __slots__ = ("_clock", "_entries")
@@ -158,7 +158,7 @@ class Charge:
         self._entries = entries
 
     def settle(self, seconds: float) -> None:
-        """The job has ended, and has had its seat for so many seconds that count."""
+        """The batch has ended, and has had its slot for so many seconds that count."""
         self._clock.finish_batch(self._entries, seconds)
 
 

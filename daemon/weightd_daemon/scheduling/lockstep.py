@@ -1,4 +1,4 @@
-"""Lock-step: the processes of a seat compute together, so each is given the same in the same order, and tells of each.
+"""Lock-step: the processes of a slot compute together, so each is given the same in the same order, and tells of each.
 
 The ranks of a model mix what they have in the middle of a predict, and nothing in them notices whether it is of the
 same request: one that has left something out, or runs it a second time, has all of them answer wrongly from then on,
@@ -54,10 +54,10 @@ class _Reports(dict[str, _Report]):
 
 
 class LockstepTracker:
-    """What the processes of one seat have said of the parts that they have been given.
+    """What the processes of one slot have said of the parts that they have been given.
 
     Args:
-        processes: of the seat, in the order of their ranks.
+        processes: of the slot, in the order of their ranks.
         reply_process: the process whose outputs are the answer; None: each has its share of all outputs, one behind the
             other on their first axis.
         step: the number of the last part that they were given.

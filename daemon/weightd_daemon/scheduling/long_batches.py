@@ -1,7 +1,7 @@
-"""Which jobs are long: an estimate for each tenant from measured times, and the tenants that use a model.
+"""Which batches are long: an estimate for each tenant from measured times, and the tenants that use a model.
 
-A job that runs cannot be stopped. A job that takes much longer than those of the other tenants therefore must not take
-the last worker of a model: see `Scheduler`. Nothing is measured while only one tenant sends requests.
+A batch that runs cannot be stopped. A batch that takes much longer than those of the other tenants therefore must not
+take the last worker of a model: see `Scheduler`. Nothing is measured while only one tenant sends requests.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from weightd_daemon.tenants.tenant import Tenant
 # otherwise find all workers taken whenever it does.
 ACTIVE_S = 60.0
 
-# A job is long if it takes more than this many times as long as a job of another tenant.
+# A batch is long if it takes more than this many times as long as a batch of another tenant.
 _LONG_FACTOR = 2.0
 
 # A measured time is replaced by a shorter one only after this many times its own length. A tenant that sends short
 # requests for a while to hide a long one so gets at most a hundredth of the time in this way.
 _RETENTION_FACTOR = 100.0
 
-# The weight of the latest job in the mean of a tenant.
+# The weight of the latest batch in the mean of a tenant.
 _WEIGHT = 0.2
 
 _Measurements = tuple[tuple[float, float], ...]
@@ -27,7 +27,7 @@ _Measurements = tuple[tuple[float, float], ...]
 
 
 class Durations:
-    """Times of the jobs of one model, for each tenant and for sizes of requests within a factor of two.
+    """Times of the batches of one model, for each tenant and for sizes of requests within a factor of two.
 
     There are separate times for each tenant because the time may depend on the values of the inputs: what one tenant
     sends says nothing about the requests of another.
@@ -37,7 +37,7 @@ class Durations:
         self._by_tenant: dict[Tenant, dict[int, tuple[int, _Measurements]]] = {}
 
     def add(self, tenant: Tenant, nbytes: int, seconds: float, now: float) -> None:
-        """Add the time of a job with one request, whose input tensors have `nbytes` bytes."""
+        """Add the time of a batch with one request, whose input tensors have `nbytes` bytes."""
         sizes = self._by_tenant.setdefault(tenant, {})
         _, measured = sizes.get(nbytes.bit_length(), (0, ()))
         kept = [each for each in measured if now < each[1] + _RETENTION_FACTOR * each[0]]
@@ -83,30 +83,32 @@ class Users:
         self._user_of(tenant).last_request_at = now
 
     def add_time(self, tenant: Tenant, seconds: float) -> None:
-        """Record the time of a job with one request of a tenant."""
+        """Record the time of a batch with one request of a tenant."""
         user = self._user_of(tenant)
         user.mean_s += (_WEIGHT if user.mean_s else 1.0) * (seconds - user.mean_s)
 
     def long_threshold_s(self, tenant: Tenant, min_s: float, now: float) -> float:
-        """Return the time in seconds beyond which a job of a tenant is long; infinity while no other tenant is active.
+        """Return the time in seconds beyond which a batch of a tenant is long.
+
+        Infinity while no other tenant is active.
 
         Args:
-            tenant: of the job.
-            min_s: no job that takes less is long.
+            tenant: of the batch.
+            min_s: no batch that takes less is long.
             now: monotonic seconds.
         """
         means = [self._users[each].mean_s for each in self._other_active_tenants(tenant, now)]
         return max(min_s, _LONG_FACTOR * min(means)) if means else float("inf")
 
     def add_long_time(self, tenant: Tenant, seconds: float, now: float) -> None:
-        """Record that a long job of a tenant has held the only worker."""
+        """Record that a long batch of a tenant has held the only worker."""
         user = self._user_of(tenant)
         user.long_s, user.long_ended_at = seconds, now
 
     def long_allowed_at(self, tenant: Tenant, now: float) -> float:
-        """Return until when no long job of a tenant may take the only worker again.
+        """Return until when no long batch of a tenant may take the only worker again.
 
-        The other tenants have it for as long as their weights give them, compared with the last long job.
+        The other tenants have it for as long as their weights give them, compared with the last long batch.
         """
         user, weights = (
             self._user_of(tenant),

@@ -27,7 +27,7 @@ class OutputBufferLeases:
         self.leases: dict[tuple[str, int], BatchItem] = {}
 
     def acquire(self, processes: Iterable[str], item: BatchItem) -> bool:
-        """The processes of a seat are given a part that has room for outputs; return whether they may use it."""
+        """The processes of a slot are given a part that has room for outputs; return whether they may use it."""
         rows, request = item.row_range, item.request
         if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):
             return False

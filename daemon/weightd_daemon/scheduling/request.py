@@ -37,7 +37,7 @@ class Isolation(enum.IntEnum):
     """What else may run while a request does, each narrower than the one before."""
 
     BATCHABLE = 0
-    ALONE = 1  # nothing is before it or behind it at its seat, or in its job: if the seat dies, then of this
+    ALONE = 1  # nothing is before it or behind it at its slot, or in its batch: if the slot dies, then of this
     CONFINED = 2  # nor does any other one that is confined run
 
 
@@ -54,13 +54,13 @@ class Request:
         usage: of the tenant, for the model.
         priority_level: how many levels of priority come before its own.
         isolation: what else may run while it does.
-        deaths: seats that died of it, or so it seems.
-        has_started: a seat was given it, or some of it.
-        lost_slots: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
+        deaths: slots that died of it, or so it seems.
+        has_started: a slot was given it, or some of it.
+        lost_slots: slots that ended while they ran it, for whatever reason; those that ran it at once count once.
         lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
         sample_digest: likewise, see `fault_isolation.fingerprint`.
-        is_ended: while a seat ran it: what that gives later is dropped.
+        is_ended: while a slot ran it: what that gives later is dropped.
         pending_writes: the rows whose outputs a process may still write to memory of the client, of each process.
         may_still_write: it has ended while there were any.
         partial_result_bytes: bytes of the answers to its parts that wait for those to others.

@@ -1,11 +1,11 @@
-"""What waits for the seats of one model, and whose turn it is.
+"""What waits for the slots of one model, and whose turn it is.
 
 First come, first served, but for priorities. Requests of clients under suspicion (`offenders`) are confined: one of
-them, where there are several tenants one of each, is with a seat at a time. A request that runs in parts takes turns
-with what else waits: it does not hold all seats.
+them, where there are several tenants one of each, is with a slot at a time. A request that runs in parts takes turns
+with what else waits: it does not hold all slots.
 
 All of this is so among the requests of one tenant. Where there are several it is first a tenant's turn: that of the
-one that has had least of the device whose seat is free (`shares`).
+one that has had least of the device whose slot is free (`shares`).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class RequestQueue:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         levels: of priority.
-        is_confined_running: whether a seat has a request that is confined; of a tenant, if one is given.
+        is_confined_running: whether a slot has a request that is confined; of a tenant, if one is given.
 
     Attributes:
-        normal: what waits for nothing but its turn and a seat, and has not begun.
-        long: requests that take too long for the last free seat, see `Scheduler`; while there are several tenants.
-        splitting: what runs in parts, of which some have still to be given to seats: those of the first, then the
+        normal: what waits for nothing but its turn and a slot, and has not begun.
+        long: requests that take too long for the last free slot, see `Scheduler`; while there are several tenants.
+        splitting: what runs in parts, of which some have still to be given to slots: those of the first, then the
             next's.
         splits: the requests that run in parts and have not ended, by their numbers.
-        was_split: whether the last job was a part of a request.
+        was_split: whether the last batch was a part of a request.
         is_multi_tenant: whether there are several tenants: then what waits of each is in queues of its own.
         active_tenants: of tenants, while it is shared.
     """
@@ -64,7 +64,7 @@ class RequestQueue:
         self.was_split = False
         self.is_multi_tenant = False
         self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self._runnable_of(tenant)))
-        # Those whose last job was a part of a request.
+        # Those whose last batch was a part of a request.
         self._tenants_last_split: set[Tenant] = set()
         # The last is what is looked at before it may run.
         self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
@@ -88,7 +88,7 @@ class RequestQueue:
         self._queue_for(request).append(request)
 
     def put_back(self, items: Sequence[BatchItem]) -> None:
-        """What seats had of requests waits again, at the head."""
+        """What slots had of requests waits again, at the head."""
         requeued: list[Request] = []
         for item in items:
             if item.split is not None:
@@ -190,12 +190,12 @@ class RequestQueue:
         return {request.tenant: self.count for request in itertools.islice(self, 1)}
 
     def has_splitting(self, tenant: Tenant) -> bool:
-        """Return whether anything of a tenant runs in parts, of which some have still to be given to seats."""
+        """Return whether anything of a tenant runs in parts, of which some have still to be given to slots."""
         splitting = self.splitting
         return (splitting.queue_of(tenant) if isinstance(splitting, TenantQueues) else splitting).count > 0
 
     def on_batch_formed(self, tenant: Tenant, *, is_split: bool) -> None:
-        """While it is shared, a job has been made of what waited of a tenant: a part of a request, or not."""
+        """While it is shared, a batch has been made of what waited of a tenant: a part of a request, or not."""
         (self._tenants_last_split.add if is_split else self._tenants_last_split.discard)(tenant)
 
     def evict_for(self, request: Request) -> list[Request] | None:

@@ -1,8 +1,8 @@
-"""Which job runs on which slot, and when: the `RequestQueue` of one model and its `SlotPool`, put together.
+"""Which batch runs on which slot, and when: the `RequestQueue` of one model and its `SlotPool`, put together.
 
-Jobs are formed when a seat is free, of what waits then: where the model's rows allow it, of several requests, or of a
-part of one. No seat idles while something waits that it could run, and nothing waits for company. Plain decisions, fed
-with the clock.
+Batches are formed when a slot is free, of what waits then: where the model's rows allow it, of several requests, or of
+a part of one. No slot idles while something waits that it could run, and nothing waits for company. Plain decisions,
+fed with the clock.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ AT_ONCE = 0.0
 # So many requests end in one turn of the loop: between two turns other clients are served.
 MAX_ENDED_PER_TURN = 32
 
-# So long after another tenant has asked a model, a seat gets nothing ahead: it may ask again.
+# So long after another tenant has asked a model, a slot gets nothing ahead: it may ask again.
 _RECENT_REQUEST_S = 1.0
 
 
 class Scheduler:
-    """The requests for one model, and the seats that run them.
+    """The requests for one model, and the slots that run them.
 
     Args:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
-        predict_timeout: seconds after which a seat that computes is held to hang.
+        predict_timeout: seconds after which a slot that computes is held to hang.
         schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is to
             be checked first.
         levels: of priority.
         clocks: of the devices, for all models.
-        concurrency: how many jobs the seats can run at once when all of them are there.
+        concurrency: how many batches the slots can run at once when all of them are there.
 
     Attributes:
         execution_counters: what has run.
@@ -59,7 +59,7 @@ class Scheduler:
         queue: what waits.
         clocks: as above.
         deadlines: of the requests that have not ended.
-        users: the tenants that use the seats; one object for all models of one process.
+        users: the tenants that use the slots; one object for all models of one process.
     """
 
     def __init__(  # noqa: PLR0913
@@ -88,7 +88,7 @@ class Scheduler:
         self.users = Users()
         self._durations = Durations()
         self._concurrency = concurrency
-        # When a long request may be given to a seat that it was not given to, without any other event.
+        # When a long request may be given to a slot that it was not given to, without any other event.
         self._next_long_at = math.inf
         # They have given way to others.
         self._evicted: list[tuple[Request, RequestError]] = []
@@ -122,7 +122,7 @@ class Scheduler:
             self.queue.put_back(sorted(items, key=lambda item: item.number))
 
     def try_start(self, request: Request, now: float) -> tuple[Slot, Batch] | None:
-        """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
+        """Have a request run that has just come, if it is its turn and a slot is free; return None if it has to wait.
 
         If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
         `assign` after it, unless something has begun, and goes on.
@@ -176,7 +176,7 @@ class Scheduler:
         return evicted
 
     def assign(self, now: float) -> Iterator[tuple[Slot, Batch]]:
-        """Yield each pair of seat and job that is due now; what is yielded is running.
+        """Yield each pair of slot and batch that is due now; what is yielded is running.
 
         If many requests are found to be late, the rest of the work is left to the next turn of the loop.
         """
@@ -212,7 +212,7 @@ class Scheduler:
             self._schedule_by(AT_ONCE)
 
     def release_slot(self, process: str, *, excluding: Sequence[Request] = ()) -> None:
-        """The seat of the process is gone, or as good as that: what it has not answered waits again, at the head.
+        """The slot of the process is gone, or as good as that: what it has not answered waits again, at the head.
 
         `excluding`: these have ended.
         """
@@ -223,7 +223,7 @@ class Scheduler:
             self.queue.put_back([item for item in self.slots.remove(slot) if item.request not in excluding])
 
     def retry_items_alone(self, batch: Batch, *, excluding: Sequence[Request] = ()) -> None:
-        """Something became of a job that says nothing of any of its parts: each of them runs again, alone.
+        """Something became of a batch that says nothing of any of its parts: each of them runs again, alone.
 
         `excluding`: these have ended.
         """
@@ -233,15 +233,15 @@ class Scheduler:
         self.queue.put_back(retried)
 
     def retry_alone(self, item: BatchItem) -> None:
-        """A job was refused that had more parts than this one, which runs again without the others."""
+        """A batch was refused that had more parts than this one, which runs again without the others."""
         item.request.require_isolation(Isolation.ALONE)
         self.execution_counters.retried_items += 1
         self.queue.put_back([item])
 
     def take_overdue(self, now: float) -> list[tuple[Slot, Batch]]:
-        """Take out the seats that have computed for too long, each with what it runs.
+        """Take out the slots that have computed for too long, each with what it runs.
 
-        What they had beside it waits again; what waits behind a job that only runs long is taken back, too.
+        What they had beside it waits again; what waits behind a batch that only runs long is taken back, too.
         """
         hung_slots: list[tuple[Slot, Batch]] = []
         for each in self.slots.take_overdue(now):
@@ -257,7 +257,7 @@ class Scheduler:
         return moved
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
-        """Have what is `matches` run one at a time: what waits, and what is with a seat if it has to run again."""
+        """Have what is `matches` run one at a time: what waits, and what is with a slot if it has to run again."""
         for request in filter(matches, self._outstanding()):
             request.require_isolation(Isolation.CONFINED)
         self.queue.confine(matches)
@@ -300,7 +300,7 @@ class Scheduler:
             self._watch_deadline(request)
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """Take out each request that is `should_end`, wherever it is; return it with whether a seat is running it."""
+        """Take out each request that is `should_end`, wherever it is; return it with whether a slot is running it."""
         running = self._end_in_slots(should_end)
         return [(request, False) for request in self.take_matching(should_end)] + running
 
@@ -313,7 +313,7 @@ class Scheduler:
         return waiting + [request for request, _ in running]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Return the requests that wait, or have still to be given to a seat in part, and are `should_take`.
+        """Return the requests that wait, or have still to be given to a slot in part, and are `should_take`.
 
         Forget them.
         """
@@ -332,7 +332,7 @@ class Scheduler:
 
     @property
     def may_gather(self) -> bool:
-        """Whether a job that could be assigned now may have more, if that comes."""
+        """Whether a batch that could be assigned now may have more, if that comes."""
         free = (slot.policy.max_rows for slot in self.slots.merging.values() if not slot.batches)
         return 0 < self.queue.normal.count < max(free, default=0)
 
@@ -343,7 +343,7 @@ class Scheduler:
 
     @property
     def next_event_at(self) -> float:
-        """No request and no seat is due for `expire` or `take_overdue` before this (monotonic seconds)."""
+        """No request and no slot is due for `expire` or `take_overdue` before this (monotonic seconds)."""
         return min(self.deadlines.next_deadline, self.slots.next_check_at, self._next_long_at)
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Scheduler:
     def _next_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
         """The request that runs now, out of which queue, and where.
 
-        Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for seats
+        Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for slots
         of the model that it has begun on, while others are free that the next can have.
         """
         request_queue, is_first = self.queue, True
@@ -410,7 +410,7 @@ class Scheduler:
         return self.users.long_threshold_s(tenant, self.clocks.max_batch_s, now)
 
     def _may_start(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Whether the first request of a queue may have a free seat: a long one leaves the last one to other tenants.
+        """Whether the first request of a queue may have a free slot: a long one leaves the last one to other tenants.
 
         Where there is only one it may have that, and rests afterwards, so that its tenant gets no more than its share
         of the time even while nothing of the others waits.
@@ -428,7 +428,7 @@ class Scheduler:
         return False
 
     def _on_ran(self, request: Request, seconds: float, now: float) -> None:
-        """A seat has run a request."""
+        """A slot has run a request."""
         tenant = request.tenant
         self._durations.add(tenant, request.content_bytes, seconds, now)
         self.users.add_time(tenant, seconds)
@@ -438,7 +438,7 @@ class Scheduler:
     def _assign(
         self, slot: Slot, request: Request, batch_key: BatchKey | None, now: float, *, is_long: bool = False
     ) -> Batch:
-        """Have the seat run a request of this form, as soon as it has nothing before it."""
+        """Have the slot run a request of this form, as soon as it has nothing before it."""
         if batch_key is None:
             number = request.number
             batch = Batch(number, {number: BatchItem(number, request)})
@@ -454,7 +454,7 @@ class Scheduler:
         return batch
 
     def _charge(self, slot: Slot, batch: Batch) -> None:
-        """What a job takes goes by its rows, if it is of several tenants."""
+        """What a batch takes goes by its rows, if it is of several tenants."""
         shares: dict[Tenant, float] = {}
         rows = sum([item.rows for item in batch.items.values()])
         for item in batch.items.values():
@@ -463,7 +463,7 @@ class Scheduler:
         batch.charge = self.clocks.clock_of(slot.device).start_batch(shares, self.slots.expected_s(slot, batch))
 
     def _form_batch(self, slot: Slot, request: Request, batch_key: BatchKey, now: float) -> Batch:
-        """The job of a request, and of what goes with it, or of some of its rows."""
+        """The batch of a request, and of what goes with it, or of some of its rows."""
         policy, waiting = slot.policy, self.queue.normal
         split = self.queue.splits.get(request.number)
         if split is None and policy.should_split(batch_key, request.origin.party):
@@ -494,7 +494,7 @@ class Scheduler:
         return split
 
     def _max_batch_s(self, default_s: float, now: float) -> float:
-        """How many seconds a job may take of which that can be told; `default_s`: where no other tenant asks."""
+        """How many seconds a batch may take of which that can be told; `default_s`: where no other tenant asks."""
         return self.clocks.max_batch_s if self.queue.is_multi_tenant and self._has_other_tenants(now) else default_s
 
     def _next_split_batch(self, split: SplitRequest, slot: Slot, now: float) -> Batch:
@@ -522,7 +522,7 @@ class Scheduler:
                 return
             known = active if self._last_tenant is None else {*active, self._last_tenant}
             if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
-                # The last seat is left to other tenants that were active.
+                # The last slot is left to other tenants that were active.
                 return
             # Whoever asks next is another one, if it is not the one who is there.
             self._last_tenant = next(iter(active), self._last_tenant)
@@ -545,7 +545,7 @@ class Scheduler:
             )
 
     def _restart_splits(self) -> None:
-        """What has begun on a model that no seat serves any more runs on the one that is served, all of it."""
+        """What has begun on a model that no slot serves any more runs on the one that is served, all of it."""
         for split in [split for split in self.queue.splits.values() if split.is_pending]:
             if self.slots.accepting and not self.slots.devices_with(split.policy):
                 self.end_split(split.request)

@@ -1,11 +1,11 @@
-"""The seats of one model: who takes jobs, who has which, and for how long.
+"""The slots of one model: who takes batches, who has which, and for how long.
 
-A seat that is quick has credit for two jobs: one runs and one is ready, so it never waits for the daemon between two.
-One that computes for long has nothing ready, and what waits behind it is taken back: no request waits for one seat
+A slot that is quick has credit for two batches: one runs and one is ready, so it never waits for the daemon between
+two. One that computes for long has nothing ready, and what waits behind it is taken back: no request waits for one slot
 while another is free.
 
-A seat is spoken of by its name, or by that of any of its processes where it is these that answer or die. One whose
-processes compute together has credit for one job, and none is ever taken back from it.
+A slot is spoken of by its name, or by that of any of its processes where it is these that answer or die. One whose
+processes compute together has credit for one batch, and none is ever taken back from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weightd_protocol import limits
 # A hint to try again sooner would only bring the next refusal.
 _MIN_RETRY_S = 0.01
 
-# A seat that was lost is replaced by then, or there are to be fewer.
+# A slot that was lost is replaced by then, or there are to be fewer.
 REPLACEMENT_TIMEOUT_S = 10.0
 
 # Of so many of the last answers the mean duration is taken.
@@ -45,10 +45,10 @@ _PEAK_WINDOW_S = 1.0
 
 
 class OverdueSlot(NamedTuple):
-    """A seat that has computed for long.
+    """A slot that has computed for long.
 
     Attributes:
-        hung_batch: what it runs, if that was for too long: the seat is taken out then.
+        hung_batch: what it runs, if that was for too long: the slot is taken out then.
         requeued: what it had beside that.
     """
 
@@ -58,23 +58,23 @@ class OverdueSlot(NamedTuple):
 
 
 class SlotPool:
-    """The seats of one model.
+    """The slots of one model.
 
     Args:
-        predict_timeout: seconds after which a seat that computes is held to hang.
+        predict_timeout: seconds after which a slot that computes is held to hang.
         schedule_by: called with a time that is sooner than `next_check_at` was.
         execution_counters: of what has run.
-        on_new_device: called when there is a seat on a device where there was none before.
-        on_ran: called with the request of a job, the seconds that the job took and the clock, while there are several
-            tenants; not for jobs of several requests, nor for parts of one.
+        on_new_device: called when there is a slot on a device where there was none before.
+        on_ran: called with the request of a batch, the seconds that the batch took and the clock, while there are
+            several tenants; not for batches of several requests, nor for parts of one.
 
     Attributes:
-        accepting: those that take jobs, by name. One that is not among them gets nothing new but may still answer.
-        merging: of these those where requests may share jobs. If there is one, what has come is taken in before any of
-            it is assigned.
-        next_check_at: no seat has computed for too long before this.
+        accepting: those that take batches, by name. One that is not among them gets nothing new but may still answer.
+        merging: of these those where requests may share batches. If there is one, what has come is taken in before any
+            of it is assigned.
+        next_check_at: no slot has computed for too long before this.
         estimates: of what has run.
-        seen_devices: the devices on which there are seats, or were: the next one may be there.
+        seen_devices: the devices on which there are slots, or were: the next one may be there.
         counters: of the model.
     """
 
@@ -94,7 +94,7 @@ class SlotPool:
         self.seen_devices: set[str] = set()
         self._slots: dict[str, Slot] = {}
         self.accepting: dict[str, Slot] = {}
-        # How many seats there were when one was lost to a tenant, and for how long they are waited for.
+        # How many slots there were when one was lost to a tenant, and for how long they are waited for.
         self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
         # Those that would be, if it were their turn.
         self._paused: dict[str, Slot] = {}
@@ -106,7 +106,7 @@ class SlotPool:
         self.counters = ModelCounters()
         self._request_peak = RollingMax(_PEAK_WINDOW_S)
         self._recalled: list[tuple[Slot, int]] = []
-        # For how long the jobs of the last answers ran.
+        # For how long the batches of the last answers ran.
         self._recent_durations_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
 
     # --- who is there -------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ class SlotPool:
         policy: BatchingPolicy = NO_BATCHING,
         concurrency: int = 1,
     ) -> None:
-        """The seat takes jobs from now on; it consists of these processes. See `Slot` for the rest."""
+        """The slot takes batches from now on; it consists of these processes. See `Slot` for the rest."""
         self.add(Slot(name, processes, device, policy, concurrency))
 
     def add(self, slot: Slot) -> None:
-        """The seat takes jobs from now on; if there is one of its name already, that one does."""
+        """The slot takes batches from now on; if there is one of its name already, that one does."""
         slot = self._slots.setdefault(slot.name, slot)
         self.accepting[slot.name] = slot
         self._update_merging()
@@ -134,14 +134,14 @@ class SlotPool:
             self._on_new_device()
 
     def set_policy(self, process: str, policy: BatchingPolicy) -> None:
-        """From now on this may be done with the rows of requests at the seat of the process."""
+        """From now on this may be done with the rows of requests at the slot of the process."""
         slot = self._slot_by_process.get(process)
         if slot is not None:
             slot.policy = policy
             self._update_merging()
 
     def retire(self, process: str) -> None:
-        """The seat of the process gets nothing new; it may still answer what it has."""
+        """The slot of the process gets nothing new; it may still answer what it has."""
         slot = self._slot_by_process.get(process)
         if slot is not None:
             self.accepting.pop(slot.name, None)
@@ -149,21 +149,21 @@ class SlotPool:
             self._update_merging()
 
     def pause(self, name: str) -> None:
-        """The seat gets nothing new before it goes on."""
+        """The slot gets nothing new before it goes on."""
         slot = self.accepting.pop(name, None)
         if slot is not None:
             self._paused[name] = slot
             self._update_merging()
 
     def resume(self, name: str) -> None:
-        """The seat takes jobs again, if it has not been dismissed meanwhile."""
+        """The slot takes batches again, if it has not been dismissed meanwhile."""
         slot = self._paused.pop(name, None)
         if slot is not None:
             self.accepting[name] = slot
             self._update_merging()
 
     def remove(self, slot: Slot) -> list[BatchItem]:
-        """The seat is gone, or as good as that: return what it has not answered and somebody waits for."""
+        """The slot is gone, or as good as that: return what it has not answered and somebody waits for."""
         for name in {slot.name, *slot.all_processes}:
             del self._slot_by_process[name]
         del self._slots[slot.name]
@@ -176,16 +176,16 @@ class SlotPool:
         return [item for batch in slot.batches.values() for item in batch.awaited_items]
 
     def slot_of(self, process: str) -> Slot | None:
-        """Return where the process runs jobs, or has run some that it may still answer."""
+        """Return where the process runs batches, or has run some that it may still answer."""
         return self._slot_by_process.get(process)
 
     def lockstep_of(self, process: str) -> LockstepTracker | None:
-        """Return that of its seat; None if it has none, or computes alone."""
+        """Return that of its slot; None if it has none, or computes alone."""
         slot = self._slot_by_process.get(process)
         return None if slot is None else slot.lockstep
 
     def in_flight(self, process: str) -> int:
-        """Jobs that the seat of the process has, whether or not somebody waits for them."""
+        """Batches that the slot of the process has, whether or not somebody waits for them."""
         slot = self._slot_by_process.get(process)
         return 0 if slot is None else len(slot.batches)
 
@@ -199,12 +199,12 @@ class SlotPool:
     def least_loaded(
         self, request: Request, split: SplitRequest | None, waiting: Iterable[Request], now: float
     ) -> Slot | None:
-        """Return the seat with the least to do that has credit, the first of them; None if none has any.
+        """Return the slot with the least to do that has credit, the first of them; None if none has any.
 
         Args:
             request: to be given to it.
             split: what has begun of it: the rest runs on the same model.
-            waiting: what could share its job: it does not wait for a seat while that may become more.
+            waiting: what could share its batch: it does not wait for a slot while that may become more.
             now: the clock.
         """
         least_loaded, min_load = None, float("inf")
@@ -223,21 +223,21 @@ class SlotPool:
         return least_loaded
 
     def free_slots(self, now: float) -> list[Slot]:
-        """Return those that would begin with a job at once, the one with the least to do first."""
+        """Return those that would begin with a batch at once, the one with the least to do first."""
         free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Isolation.BATCHABLE, now)]
         return sorted(free, key=lambda slot: len(slot.batches) / slot.concurrency)
 
     def form_batch(
         self, slot: Slot, request: Request, batch_key: BatchKey, waiting: former.BatchCandidates, now: float
     ) -> former.BatchGroup:
-        """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
+        """Return what shares a batch of a slot that is free with a request of this form, of all that waits."""
         constraints = self._constraints(
             slot, self._max_requests(slot, batch_key, 1 + waiting.request_count, now), waiting.max_s
         )
         return former.form_batch(request, batch_key, waiting.requests, constraints, now)
 
     def expected_s(self, slot: Slot, batch: Batch) -> float:
-        """Return how many seconds a job will take at a seat, about; 0.0 where nobody knows."""
+        """Return how many seconds a batch will take at a slot, about; 0.0 where nobody knows."""
         estimate_s = (
             self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows)
             if batch.batch_key is not None
@@ -251,7 +251,7 @@ class SlotPool:
         return sum(self._recent_durations_s) / len(self._recent_durations_s) if self._recent_durations_s else 0.0
 
     def assign(self, slot: Slot, batch: Batch, now: float) -> None:
-        """Have the seat run a job, as soon as it has nothing before it."""
+        """Have the slot run a batch, as soon as it has nothing before it."""
         for item in batch.items.values():
             request = item.request
             if not request.has_started:
@@ -266,7 +266,7 @@ class SlotPool:
             self._schedule_by(next_check_at)
 
     def finish(self, process: str, number: int, now: float) -> BatchItem | None:
-        """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
+        """A process has answered a part for its slot; return it, or None if nobody waits for this answer any more."""
         slot = self._slot_by_process.get(process)
         batch = None if slot is None else slot.batch_of(number)
         if slot is None or batch is None:
@@ -290,16 +290,16 @@ class SlotPool:
     # --- what is taken from them --------------------------------------------------------------------------------
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """End what seats have that is `should_end`; return each request once, with whether a seat is running any of it.
+        """End what slots have that is `should_end`; return each request once, with whether a slot is running any of it.
 
-        What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
+        What a slot runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
         """
         return list(
             self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items()
         )
 
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
-        """End what seats have of these requests, without a look at others; return them as `end_matching` does."""
+        """End what slots have of these requests, without a look at others; return them as `end_matching` does."""
 
         def items_to_end(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
@@ -307,7 +307,7 @@ class SlotPool:
         return self._end_items(items_to_end)
 
     def recall_split(self, split: SplitRequest) -> None:
-        """Take the parts of a request back from the seats that have not begun with them."""
+        """Take the parts of a request back from the slots that have not begun with them."""
         for slot in self._slots.values():
             for batch in slot.queued_batches:
                 mine = [item.number for item in batch.items.values() if item.split is split]
@@ -315,7 +315,7 @@ class SlotPool:
                     self._recall_items(slot, batch, mine)
 
     def take_overdue(self, now: float) -> Iterator[OverdueSlot]:
-        """Take out the seats that have computed for too long, and take back what waits behind one that runs long."""
+        """Take out the slots that have computed for too long, and take back what waits behind one that runs long."""
         if now < self.next_check_at:
             return
         for slot in list(self._slots.values()):
@@ -336,7 +336,7 @@ class SlotPool:
         self.next_check_at = min((self._next_check_of(slot) for slot in self._slots.values()), default=float("inf"))
 
     def recall_of_others(self, tenant: Tenant) -> list[BatchItem]:
-        """Take back what seats have not begun with and is another tenant's; return what is awaited of that."""
+        """Take back what slots have not begun with and is another tenant's; return what is awaited of that."""
         recalled: list[BatchItem] = []
         for slot in self._slots.values():
             for batch in slot.queued_batches:
@@ -345,7 +345,7 @@ class SlotPool:
         return recalled
 
     def take_recalled(self) -> Sequence[tuple[Slot, int]]:
-        """Return what seats have in vain, by the part's number, so that they need not begin with it; and forget it."""
+        """Return what slots have in vain, by the part's number, so that they need not begin with it; and forget it."""
         if not self._recalled:
             return ()
         recalled, self._recalled = self._recalled, []
@@ -369,23 +369,23 @@ class SlotPool:
         )
 
     def devices_with(self, policy: BatchingPolicy) -> list[str]:
-        """Return where those are that take jobs on these terms."""
+        """Return where those are that take batches on these terms."""
         return [slot.device for slot in self.accepting.values() if slot.policy == policy]
 
     def is_confined_running(self, tenant: Tenant | None = None) -> bool:
-        """Return whether a seat has a job that is confined, or was lost to one; of this tenant where one is given."""
+        """Return whether a slot has a batch that is confined, or was lost to one; of this tenant where one is given."""
         if self._unreplaced_by_tenant and (tenant is None or tenant in self._unreplaced_by_tenant):
             return True
         return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots.values())
 
     def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
-        """A seat is about to be lost to what a tenant has asked: that was its seat until another one is there."""
+        """A slot is about to be lost to what a tenant has asked: that was its slot until another one is there."""
         deadline = now + REPLACEMENT_TIMEOUT_S
         self._unreplaced_by_tenant[tenant] = len(self.accepting) + len(self._paused), deadline
         self._schedule_by(deadline)
 
     def update_unreplaced(self, now: float) -> None:
-        """See which seats that were lost to tenants have been replaced."""
+        """See which slots that were lost to tenants have been replaced."""
         if not self._unreplaced_by_tenant:
             return
         slot_count = len(self.accepting) + len(self._paused)
@@ -398,7 +398,7 @@ class SlotPool:
     def retry_after_s(self, queued: int, now: float) -> float | None:
         """Return in how many seconds there may be room in a queue that is full.
 
-        It has moved on by one place for each seat after the time that a request takes. Before anything was answered
+        It has moved on by one place for each slot after the time that a request takes. Before anything was answered
         nobody knows how long that is.
         """
         slot_count = len(self.accepting) + len(self._paused)
@@ -409,7 +409,7 @@ class SlotPool:
         return max(seconds, _MIN_RETRY_S)
 
     def count_spare(self, now: float, long_s: float) -> int:
-        """Return how many jobs the seats could run beside those that are long, or have run for `long_s` seconds."""
+        """Return how many batches the slots could run beside those that are long, or have run for `long_s` seconds."""
         slots = (*self.accepting.values(), *self._paused.values())
         return sum(max(0, slot.concurrency - slot.count_long(now, long_s)) for slot in slots)
 
@@ -420,7 +420,10 @@ class SlotPool:
             self._on_ran(item.request, seconds, now)
 
     def _can_queue_behind(self, slot: Slot, request: Request, waiting: Iterable[Request], now: float) -> bool:
-        """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
+        """Whether nothing that may still come could share the request's batch.
+
+        So that it need not wait for the slot.
+        """
         batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
         return batch_key is None or former.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
 
@@ -430,9 +433,9 @@ class SlotPool:
         return former.SlotConstraints(slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s)
 
     def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
-        """How many of the requests that wait may share a job: those of the seats that are free share all there are.
+        """How many of the requests that wait may share a batch: those of the slots that are free share all there are.
 
-        A seat counts that will be free before this one had run what waits. And what there was a moment ago is counted:
+        A slot counts that will be free before this one had run what waits. And what there was a moment ago is counted:
         who has just been answered asks again.
         """
         slots = self.merging.values()
@@ -444,7 +447,7 @@ class SlotPool:
         return math.ceil(peak / (1 + sum(self._free_at(each) <= completes_at for each in slots if each is not slot)))
 
     def _free_at(self, slot: Slot) -> float:
-        """When a seat will have run what it has, as far as is known."""
+        """When a slot will have run what it has, as far as is known."""
         free_at = slot.busy_since if slot.batches else -math.inf
         for batch in slot.batches.values():
             if batch.batch_key is None:
@@ -453,7 +456,7 @@ class SlotPool:
         return free_at
 
     def _end_items(self, select: Callable[[Batch], list[BatchItem]]) -> dict[Request, bool]:
-        """End the requests of the parts that are chosen of each job; return whether a seat is running any of each."""
+        """End the requests of the parts that are chosen of each batch; return whether a slot is running any of each."""
         ended: dict[Request, bool] = {}
         for slot in self._slots.values():
             for batch in list(slot.batches.values()):
@@ -467,7 +470,7 @@ class SlotPool:
         return ended
 
     def _recall_items(self, slot: Slot, batch: Batch, numbers: Sequence[int]) -> list[BatchItem]:
-        """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""
+        """Take these parts of a batch back from a slot that has not begun with it; return those that are awaited."""
         items = [batch.items.pop(number) for number in numbers]
         self._recalled += [(slot, number) for number in numbers]
         if not batch.items:

@@ -16,7 +16,7 @@ class Quota:
 
     Attributes:
         in_flight: requests that were accepted and have not ended.
-        waiting: those of them that no seat has been given yet.
+        waiting: those of them that no slot has been given yet.
         waiting_bytes: of their tensors.
         connections: that it has.
     """
@@ -85,12 +85,12 @@ class Quota:
         self.waiting_bytes += nbytes
 
     def start_request(self, nbytes: int) -> None:
-        """A seat is given it for the first time, or some of it."""
+        """A slot is given it for the first time, or some of it."""
         self.waiting -= 1
         self.waiting_bytes -= nbytes
 
     def end_request(self, nbytes: int, *, has_started: bool) -> None:
-        """It has ended; `has_started`: a seat had been given it."""
+        """It has ended; `has_started`: a slot had been given it."""
         self.in_flight -= 1
         if not has_started:
             self.start_request(nbytes)

@@ -88,11 +88,11 @@ class Usage:
         requests: that have come, those included that were refused at once.
         served: that were answered.
         rows: of them, as far as those of the model are known.
-        slot_seconds: for which seats ran them; a job of several is divided by their rows.
-        queue_seconds: from the arrival of each to when a seat was given it.
+        slot_seconds: for which slots ran them; a batch of several is divided by their rows.
+        queue_seconds: from the arrival of each to when a slot was given it.
         bytes_in: of their tensors, as far as these were sent.
         bytes_out: of the answers, likewise.
-        unexpected_exits: seats that were lost to them.
+        unexpected_exits: slots that were lost to them.
         in_flight: that were accepted and have not ended.
         refused: that have ended in an error, by reason; messages that are no requests, too.
     """
@@ -129,11 +129,11 @@ class Usage:
         self.bytes_in += nbytes
 
     def add_queue_time(self, seconds: float) -> None:
-        """A seat was given it, or the first of it, so long after it had come."""
+        """A slot was given it, or the first of it, so long after it had come."""
         self.queue_seconds += seconds
 
     def add_run(self, seconds: float, rows: int) -> None:
-        """A seat has run it, or a part of it."""
+        """A slot has run it, or a part of it."""
         self.slot_seconds += seconds
         self.rows += rows
 
@@ -235,7 +235,7 @@ class UsageTable:
         self._samples.append({tenant: self.slot_seconds(tenant) for tenant in self._tenants})
 
     def shares(self) -> dict[str, float]:
-        """Return of each tenant its part of the seat seconds of late; empty where nothing has run."""
+        """Return of each tenant its part of the slot seconds of late; empty where nothing has run."""
         oldest = self._samples[0] if self._samples else {}
         seconds_by_tenant = {
             tenant: max(0.0, self.slot_seconds(tenant) - oldest.get(tenant, 0.0)) for tenant in self._tenants

@@ -1,4 +1,4 @@
-"""One client of a gate: its connection, the stream on which the daemon serves it, and what is between the two."""
+"""One client of a proxy: its connection, the stream on which the daemon serves it, and what is between the two."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class ProxyClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the daemon has yet to answer some of what the client has sent, as far as a gate can tell."""
+        """Whether the daemon has yet to answer some of what the client has sent, as far as a proxy can tell."""
         return self.pending_requests > 0
 
     def receive(self) -> list[zmtp.MessageFrames]:

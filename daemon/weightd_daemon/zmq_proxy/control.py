@@ -1,9 +1,9 @@
-"""What daemon, zygote and gates say to each other: messages of JSON, over `Stream`.
+"""What daemon, zygote and proxies say to each other: messages of JSON, over `Stream`.
 
-daemon to zygote   ProxyConfig.to_frames, with the gate's end of its link and its listening socket: make a gate
-zygote to daemon   ProxyEvent: a gate's pid, and once it has ended how
-daemon to gate     the keys of CURVE that are let in from now on, and who belongs to which tenant
-gate to daemon     PeerConnected, with the end of a pair of sockets: somebody new, who speaks over that;
+daemon to zygote   ProxyConfig.to_frames, with the proxy's end of its link and its listening socket: make a proxy
+zygote to daemon   ProxyEvent: a proxy's pid, and once it has ended how
+daemon to proxy     the keys of CURVE that are let in from now on, and who belongs to which tenant
+proxy to daemon     PeerConnected, with the end of a pair of sockets: somebody new, who speaks over that;
 how many are left, once somebody has gone; Said, for the log
 """
 
@@ -19,7 +19,7 @@ from weightd_daemon.platform.group_membership import Members
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.limits import MAX_FRAME_BYTES
 
-# As in `logging`, which a gate does not import.
+# As in `logging`, which a proxy does not import.
 DEBUG, WARNING, ERROR = 10, 30, 40
 
 LogFunction = Callable[[int, str], object]
@@ -27,7 +27,7 @@ LogFunction = Callable[[int, str], object]
 
 
 class ProxyConfig(NamedTuple):
-    """What a gate has to know.
+    """What a proxy has to know.
 
     Attributes:
         name: of its listener.
@@ -56,7 +56,7 @@ class ProxyConfig(NamedTuple):
     error_prefix: bytes
 
     def to_frames(self, number: int) -> list[bytes]:
-        """Return the message by which the zygote is asked for the gate of this number."""
+        """Return the message by which the zygote is asked for the proxy of this number."""
         return [json.dumps([number, *self[:-1]]).encode(), self.error_prefix]
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class ProxyLogLine(NamedTuple):
 
 
 class ProxyEvent(NamedTuple):
-    """What the zygote says of a gate.
+    """What the zygote says of a proxy.
 
     Attributes:
         number: as it was asked for.
@@ -131,7 +131,10 @@ def _parse_members(rows: Sequence[Any] | None) -> list[Members] | None:
 
 
 def error_prefix(message: bytes) -> bytes:
-    """Return what is to be in `ProxyConfig.error_prefix`, from an encoded error without a text, which has the text at its end."""
+    """Return what is to be in `ProxyConfig.error_prefix`, from an encoded error without a text.
+
+    Which has the text at its end.
+    """
     return message[:-1]
 
 
@@ -142,7 +145,7 @@ def error_frame(prefix: bytes, text: str) -> bytes:
 
 
 def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[Members] | None) -> bytes:
-    """Return the message to a gate with new keys and tenants, see `ProxyConfig`; `parse_allowed_peers` reads it."""
+    """Return the message to a proxy with new keys and tenants, see `ProxyConfig`; `parse_allowed_peers` reads it."""
     return json.dumps([keys, tenants]).encode()
 
 
@@ -173,7 +176,7 @@ def encode_log_line(level: int, text: str) -> bytes:
 
 
 def parse_proxy_message(frame: Any) -> PeerConnected | ProxyLogLine | int:
-    """Return what a gate has said: somebody new, a line for the log, or how many are left."""
+    """Return what a proxy has said: somebody new, a line for the log, or how many are left."""
     first, *rest = json.loads(bytes(frame))
     if not rest:
         return int(first)

@@ -1,4 +1,4 @@
-"""A thread for what takes long: large frames are encrypted and decrypted there, while the gate's loop goes on."""
+"""A thread for what takes long: large frames are encrypted and decrypted there, while the proxy's loop goes on."""
 
 from __future__ import annotations
 

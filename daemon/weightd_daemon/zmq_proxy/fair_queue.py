@@ -1,4 +1,4 @@
-"""Whose connection a gate reads next: users take turns, and so do the connections of each."""
+"""Whose connection a proxy reads next: users take turns, and so do the connections of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gate does from the moment in which it was forked."""
+"""What a proxy does from the moment in which it was forked."""
 
 from __future__ import annotations
 

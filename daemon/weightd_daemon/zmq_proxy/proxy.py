@@ -1,4 +1,4 @@
-"""The gate's one loop: messages of clients to the daemon, each client's over its own stream, and answers to clients.
+"""The proxy's one loop: messages of clients to the daemon, each client's over its own stream, and answers to clients.
 
 Nothing that one user does is to be felt by another: each has its own limits of connections and of memory, and takes
 turns with the others. A client whose messages the daemon does not read, or which does not read its answers, waits
@@ -63,7 +63,7 @@ _LOG_INTERVAL_S = 10.0
 _TRIM_THRESHOLD_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 1.0
 
-# While the kernel lets this process send no descriptor, the gate tries again after so long.
+# While the kernel lets this process send no descriptor, the proxy tries again after so long.
 _RETRY_INTERVAL_S = 0.1
 
 # Of a connection: its own, and this end of its pair.

@@ -1,4 +1,4 @@
-"""What a gate cannot do, whatever runs in it: it is left its sockets, its memory and its processor."""
+"""What a proxy cannot do, whatever runs in it: it is left its sockets, its memory and its processor."""
 
 from __future__ import annotations
 

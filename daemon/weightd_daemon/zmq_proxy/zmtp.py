@@ -24,8 +24,8 @@ MAX_COMMAND_BYTES = 4096
 MAX_MESSAGES_PER_PARSE = 16
 MAX_FRAMES_PER_PARSE = 128
 
-# With CURVE a longer frame is encrypted and decrypted by `ZmtpConnection.pending_work` and `Sealing`, since that takes about a
-# millisecond for each MiB.
+# With CURVE a longer frame is encrypted and decrypted by `ZmtpConnection.pending_work` and `Sealing`, since that takes
+# about a millisecond for each MiB.
 CRYPTO_THREAD_BYTES = 512 * 1024
 
 # A frame of which less than this is announced waits for its end among the bytes that came with it.
@@ -430,7 +430,7 @@ def check_metadata(data: bytes) -> None:
     """Check the metadata of a peer.
 
     Raises:
-        MechanismError: they are malformed, or its socket cannot speak with a gate.
+        MechanismError: they are malformed, or its socket cannot speak with a proxy.
     """
     properties: dict[bytes, bytes] = {}
     position = 0

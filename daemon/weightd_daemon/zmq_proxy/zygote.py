@@ -1,8 +1,8 @@
-"""The zygote: a process that forks gates, and does nothing else.
+"""The zygote: a process that forks proxies, and does nothing else.
 
-A gate is made of a process that has all modules loaded and one thread: it is there within milliseconds, and shares most
-of its memory with the next one. The daemon is such a process for a moment only, at its very start: that is when it
-forks the zygote. Gates die with the zygote, and it with the daemon.
+A proxy is made of a process that has all modules loaded and one thread: it is there within milliseconds, and shares
+most of its memory with the next one. The daemon is such a process for a moment only, at its very start: that is when it
+forks the zygote. Proxies die with the zygote, and it with the daemon.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightd_daemon.zmq_proxy import control, process
 from weightd_daemon.zmq_proxy.proxy import LINGER_S
 from weightd_daemon.zmq_proxy.sandbox import set_process_name
 
-# What a gate is given longer than it takes to end in order.
+# What a proxy is given longer than it takes to end in order.
 _EXIT_TIMEOUT_S = 2 * LINGER_S + 1.0
 
 # A terminal, and who ends the processes of a service one by one, mean the daemon, which ends this one.
@@ -64,7 +64,7 @@ class Zygote:
         self.stream = Stream(connection)
 
     def request_fork(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
-        """Have a gate made: see `ProxyConfig.to_frames`; it gets descriptors of its link and its listening socket.
+        """Have a proxy made: see `ProxyConfig.to_frames`; it gets descriptors of its link and its listening socket.
 
         Return whether all was sent; what is left goes with the stream's `flush`.
 
@@ -74,12 +74,12 @@ class Zygote:
         return self.stream.send(frames, descriptors)
 
     def kill(self) -> None:
-        """Have the kernel end it, and with it its gates, whatever state it is in: its stream tells."""
+        """Have the kernel end it, and with it its proxies, whatever state it is in: its stream tells."""
         # Its pid is its own until `end` has waited for it.
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Let it end, once its gates have: those whose links are closed do; after some seconds, kill it."""
+        """Let it end, once its proxies have: those whose links are closed do; after some seconds, kill it."""
         # It notices this, while the socket still shows when it has exited.
         with contextlib.suppress(OSError):  # it has gone
             self.stream.connection.shutdown(socket.SHUT_WR)
@@ -164,7 +164,7 @@ def _run_zygote(parent: int, connection: socket.socket) -> None:
 
 
 class _Proxies:
-    """The gates.
+    """The proxies.
 
     Args:
         stream: to the daemon.
@@ -178,7 +178,7 @@ class _Proxies:
         self._stops_at = _NEVER
 
     def run(self) -> None:
-        """Make gates until the daemon's end is closed; then wait until they have ended."""
+        """Make proxies until the daemon's end is closed; then wait until they have ended."""
         exits, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore_signal)
@@ -226,7 +226,7 @@ class _Proxies:
         self._report(control.ProxyEvent(number, pid, None))
 
     def _reap(self) -> None:
-        """Wait for every gate that has exited: one signal may stand for several."""
+        """Wait for every proxy that has exited: one signal may stand for several."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -58,7 +58,7 @@ class ServerMetadata:
 
 @dataclass(frozen=True)
 class ServerMetadataResponse:
-    """daemon → client: name and version of the server, its models, and what it understands beyond version 1 as it was.
+    """daemon → client: name and version of the server, its models, and what it understands beyond version 2 as it was.
 
     Nothing is sent to a server that it does not name in `extensions`, for it refuses what it does not know.
     """

@@ -98,7 +98,7 @@ class MetricsResponse:
 
     That is the names, states and readiness of the models that there are for it, and its own account; all else is 0 or
     empty. `tenants` has one named `default` where the configuration has none. `seconds_bounds` and `rows_bounds` are
-    those of the histograms. `pss_bytes` is of the daemon, its gates and its keeper, as the memory of models.
+    those of the histograms. `pss_bytes` is of the daemon, its proxies and its shim, as the memory of models.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

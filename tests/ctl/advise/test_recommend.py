@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightctl.advise.evidence import Comparison, Difference
+from weightctl.advise.comparison import Comparison, Difference
 from weightctl.advise.recommend import BatchSizeResult, Verdict, gain, is_worth_its_latency, recommend
 
 ROWS = (1, 2, 4, 8, 16, 32)

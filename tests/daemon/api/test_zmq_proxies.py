@@ -1,4 +1,4 @@
-"""Gates as processes, clients that speak ZeroMQ, and a daemon that says to each what it has said."""
+"""Proxies as processes, clients that speak ZeroMQ, and a daemon that says to each what it has said."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Daemon:
     """A daemon that says to each client what it has said, but "leave" ends a connection.
 
     Args:
-        listeners: that have gates.
-        max_memory_bytes: of a gate.
+        listeners: that have proxies.
+        max_memory_bytes: of a proxy.
         lock: who is let in by each.
         limits: of the connections of one user.
     """
@@ -218,7 +218,7 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     assert ask(welcome, b"hello") == [b"hello"]
     assert ask(known, b"again") == [b"again"]
     assert not plain.poll(0)
-    # A gate that takes the place of another knows it, too.
+    # A proxy that takes the place of another knows it, too.
     [gate] = daemon.gates.proxies
     before = gate.pid
     os.kill(before, signal.SIGKILL)
@@ -586,7 +586,7 @@ def test_who_does_not_read_waits_alone_and_the_daemon_sees_it(
         slow.send_multipart([b"%d" % number, b"", bytes(MIB)])
     until(lambda: daemon.answered == 40, "all is answered")
     assert ask(client, b"hello") == [b"hello"]
-    # What the gate, the library and the kernel keep of it, is little.
+    # What the proxy, the library and the kernel keep of it, is little.
     assert daemon.unsent > 40 * MIB - 8 * MIB
     assert [answer(slow)[0] for _ in range(40)] == [b"%d" % number for number in range(40)]
     until(lambda: not daemon.unsent, "all is said")

@@ -1,4 +1,4 @@
-"""A holder that dies in its search for a canary: the next one leaves out what it died of."""
+"""A holder that dies in its search for a self-test: the next one leaves out what it died of."""
 
 from __future__ import annotations
 

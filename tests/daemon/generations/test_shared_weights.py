@@ -667,7 +667,7 @@ def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own
     assert life.attached(W2) == [AddSlot(W2)]  # and nothing to settle
     assert (life.generation.is_complete, life.generation.should_be_replaced, life.generation.deaths) == (True, False, 0)
     assert life.generation.attach_control.can_trust_answers(lambda _: False)
-    # Nobody need be asked for a replacement, which is held to the canary that the holder had found.
+    # Nobody need be asked for a replacement, which is held to the self-test that the holder had found.
     assert life.replaced(W1, by=W3) == [attach(W3, "")]
     life.attached(W3, attached=replace(ATTACHED, selftest_digest="other"))
     assert life.generation.children[W3].state is ChildState.STOPPING

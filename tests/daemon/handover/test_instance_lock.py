@@ -210,12 +210,12 @@ def test_another_users_files_are_an_error_of_one_line(
     assert refused(config).endswith(": Permission denied")
 
 
-# --- what is a keeper's ---------------------------------------------------------------------------------------------
+# --- what is a shim's ---------------------------------------------------------------------------------------------
 
 
 def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:
     with lock_instance(config, keep_private_dir=True):
-        # It is not made, either: that is done when it is known that there is no keeper.
+        # It is not made, either: that is done when it is known that there is no shim.
         assert not config.private_dir.exists()
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "pages").touch()

@@ -1,4 +1,4 @@
-"""A daemon's keeper: started, handed from daemon to daemon, and replaced when it is lost."""
+"""A daemon's shim: started, handed from daemon to daemon, and replaced when it is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> DaemonConfig:
 
 
 class Service(testkit.manager.Manager):
-    """A service manager that keeps what it is given, and the keepers that have been seen."""
+    """A service manager that keeps what it is given, and the shims that have been seen."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "clients", directory / "notify")
@@ -170,7 +170,7 @@ def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
 def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    # Short, but long enough for a keeper to start in.
+    # Short, but long enough for a shim to start in.
     monkeypatch.setattr(client, "_TIMEOUT_S", 4.0 if how is signal.SIGSTOP else LIMIT_S)
     daemon = service.start(config)
     lost = daemon.pid

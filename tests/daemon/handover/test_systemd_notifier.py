@@ -37,7 +37,7 @@ class FakeModel:
 
 
 class Stage:
-    """A herald, and what it looks at."""
+    """A notifier, and what it looks at."""
 
     def __init__(self, *models: FakeModel, watchdog: float | None = None) -> None:
         self.herald = SystemdNotifier(watchdog)

@@ -74,7 +74,7 @@ class FakeModel:
 
 
 class Yard:
-    """A fleet, and every model that it has made."""
+    """A registry, and every model that it has made."""
 
     def __init__(self, **configs: ModelConfig) -> None:
         self.made: list[FakeModel] = []

@@ -34,7 +34,7 @@ TWO = dataclasses.replace(ONE, path="/models/two.onnx")
 
 
 class Daemon:
-    """A fleet over a host; `restarted` is the next one on the same host."""
+    """A registry over a host; `restarted` is the next one on the same host."""
 
     def __init__(self, host: FakeHost | None = None, now: float = 1000.0) -> None:
         self.host = host or FakeHost()
@@ -213,7 +213,8 @@ def test_a_daemon_that_ends_answers_everybody() -> None:
     assert [each.name for each in daemon.records()] == ["m"]
 
 
-# --- a fleet --------------------------------------------------------------------------------------------------------
+# --- a registry
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_models_go_on_as_the_configuration_says_now() -> None:

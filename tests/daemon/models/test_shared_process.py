@@ -53,7 +53,7 @@ class Home:
                 **config,
             )
             devices = {"ascend:0": self.device}
-            # As the fleet does: one is started before the next one is made.
+            # As the registry does: one is started before the next one is made.
             self.models[name] = households.make(name, there, devices, self.host, self.host, IdSequence())
             self.models[name].start(self.now)
 

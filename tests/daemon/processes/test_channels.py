@@ -1,4 +1,4 @@
-"""The lanes of children that are this process: who is heard, what waits, and what is not lost."""
+"""The channels of children that are this process: who is heard, what waits, and what is not lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = bytes(3_000_000)
 
 
 class Scene:
-    """Lanes, and what was heard by them. Whoever connects is the child `name`."""
+    """Channels, and what was heard by them. Whoever connects is the child `name`."""
 
     def __init__(self, directory: Path) -> None:
         self.name: str | None = "w1"

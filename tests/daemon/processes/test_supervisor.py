@@ -68,7 +68,7 @@ HOLDER, WORKER = "m.1.holder", "m.1.w1"
 
 
 class Pinned(ProcessSupervisor):
-    """One that takes no snapshot unless it is told to: the test has it. And its worker's lane is the test's."""
+    """One that takes no snapshot unless it is told to: the test has it. And its worker's channel is the test's."""
 
     pins = False
     heard = 0
@@ -159,7 +159,7 @@ class Scene:
             assert socket.poll(30_000)
 
     def asked(self, count: int) -> list[Any]:
-        """Connect the worker's lane; return as many orders that come by it."""
+        """Connect the worker's channel; return as many orders that come by it."""
         self.lane.connection.connect(self.path)
         orders: list[Any] = []
         while len(orders) < count:

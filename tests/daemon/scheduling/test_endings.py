@@ -96,11 +96,12 @@ def test_a_deadline_passes_without_a_look_at_the_other_requests() -> None:
     assert scheduler.next_event_at == 1001
 
 
-# --- the desk -------------------------------------------------------------------------------------------------------
+# --- the dispatcher
+# -------------------------------------------------------------------------------------------------------
 
 
 class Clients:
-    """A desk without a worker, whose queue has requests of a client and two of another one; counts the errors."""
+    """A dispatcher without a worker, whose queue has requests of a client and two of another one; counts the errors."""
 
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=10_000)

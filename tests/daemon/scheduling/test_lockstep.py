@@ -1,4 +1,4 @@
-"""What comes of what the processes of a seat say of a part: nothing before all have said it, and all alike."""
+"""What comes of what the processes of a slot say of a part: nothing before all have said it, and all alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of clients and a seat of ranks: one of them may write there, and only where no other one still reads."""
+"""Memory of clients and a slot of ranks: one of them may write there, and only where no other one still reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory(gone: Callable[[int], object] = os.close) -> SharedRegion:
 
 
 class Bench:
-    """A desk with one request, whose inputs are the first 8 bytes of its client's memory."""
+    """A dispatcher with one request, whose inputs are the first 8 bytes of its client's memory."""
 
     def __init__(self, room: int = 8) -> None:
         self.desk = Dispatcher(

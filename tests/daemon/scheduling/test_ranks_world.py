@@ -83,7 +83,7 @@ def rooms(order: Predict) -> list[tuple[int, int]]:
 
 
 class World(RuleBasedStateMachine):
-    """A desk, its clients, and its groups."""
+    """A dispatcher, its clients, and its groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class World(RuleBasedStateMachine):
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
         return Dispatcher("m", config, self, self.send_order, lambda _: None)
 
-    # --- what the desk tells ------------------------------------------------------------------------------------
+    # --- what the dispatcher tells ------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """All ranks of one group have told of it, of the last part if there are several."""
@@ -151,7 +151,7 @@ class World(RuleBasedStateMachine):
         """Nobody asks."""
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
-        """A rank is given something: nothing is ever taken back, and there is one job at a time."""
+        """A rank is given something: nothing is ever taken back, and there is one batch at a time."""
         group = self.groups[process.partition(".")[0]]
         [rank] = [each for each in group.ranks if each.name == process]
         if isinstance(order, BeginBatch):
@@ -413,7 +413,7 @@ class World(RuleBasedStateMachine):
             self.drop(found[1].name)
 
     def drop(self, process: str) -> None:
-        """As the crew does: the seat is lost, and with one of its processes all."""
+        """As the crew does: the slot is lost, and with one of its processes all."""
         self.desk.release_slot(process)
         group = self.groups.get(process.partition(".")[0])
         if group is not None:

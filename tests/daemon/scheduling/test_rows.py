@@ -1,4 +1,4 @@
-"""What shares a job, what is cut, whose turn it is, and how answers are put together."""
+"""What shares a batch, what is cut, whose turn it is, and how answers are put together."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def request(
 def desk(
     max_queue: int, seats: int = 1, terms: BatchingPolicy = ROWS, **askers: object
 ) -> tuple[Dispatcher, list[ChildOrder]]:
-    """A desk, and the orders that it gives."""
+    """A dispatcher, and the orders that it gives."""
     orders: list[ChildOrder] = []
 
     def order(name: str, order: ChildOrder, frames: object, memories: object) -> None:
@@ -106,7 +106,7 @@ def scheduler(terms: BatchingPolicy, *requests: Request, seats: int = 1) -> Sche
 
 
 def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
-    """Run so many jobs, one after another on each seat; return each as pairs of request and rows."""
+    """Run so many batches, one after another on each slot; return each as pairs of request and rows."""
     seen: list[list[tuple[int, int]]] = []
     running = [*made.assign(0.0)]
     while running and len(seen) < count:
@@ -118,7 +118,7 @@ def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
     return seen
 
 
-# --- what shares a job ----------------------------------------------------------------------------------------------
+# --- what shares a batch ----------------------------------------------------------------------------------------------
 
 
 def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
@@ -159,7 +159,7 @@ def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound(
     first, wide, two, alone, five, one = request(2), request(1, 9), request(2), request(), request(5), request()
     alone.require_isolation(Isolation.ALONE)
     assert group(first, wide, two, alone, one) == ([first, two, one], 5, False)
-    # Once something did not fit, the job is full: what comes later shall not overtake it.
+    # Once something did not fit, the batch is full: what comes later shall not overtake it.
     assert group(first, wide, two, five, one) == ([first, two], 4, True)
     assert group(request(8), one).is_full
 

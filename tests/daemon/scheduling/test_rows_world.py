@@ -1,4 +1,5 @@
-"""Requests whose rows share jobs, or are cut into parts, on seats that are fast, slow, or die, of devices of any speed.
+"""Requests whose rows share batches, or are cut into parts, on slots that are fast, slow, or die, of devices of any
+speed.
 
 Each row of a request is a number of its own, and the model's answer is its input: whatever happens on the way, what a
 client gets is what it has sent. Some offer room for it in their memory: nobody writes there where another one does, or
@@ -45,7 +46,7 @@ ROOM = 4096
 
 @dataclass
 class Worker:
-    """A process that has been given orders; the first of its jobs runs."""
+    """A process that has been given orders; the first of its batches runs."""
 
     device: str
     terms: BatchingPolicy
@@ -68,7 +69,7 @@ def description(rows: int, width: int) -> RequestDescription:
 
 
 class World(RuleBasedStateMachine):
-    """A desk, its clients, and its workers."""
+    """A dispatcher, its clients, and its workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class World(RuleBasedStateMachine):
         for device in itertools.islice(itertools.cycle(DEVICES), workers):
             self.enlist(device)
 
-    # --- what the desk tells ------------------------------------------------------------------------------------
+    # --- what the dispatcher tells ------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """An answer: to whom it was promised, and as large as it says."""

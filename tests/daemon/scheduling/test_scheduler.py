@@ -18,7 +18,7 @@ from weightd_protocol.messages.inference import RequestDescription
 
 _numbers = itertools.count(1)
 
-# What a quick seat may have: one job runs, one is ready.
+# What a quick slot may have: one batch runs, one is ready.
 CREDIT = 2
 
 
@@ -346,7 +346,7 @@ class Against(RuleBasedStateMachine):
             assert [*map(numbers, self.running.values())] == running
 
     def _starts(self, new: Request) -> bool:
-        """It is given to a seat just as if it had been submitted: then nothing is left to assign."""
+        """It is given to a slot just as if it had been submitted: then nothing is left to assign."""
         queue = self._queue_of(new)
         queue.append(new)
         turn = self._turn()

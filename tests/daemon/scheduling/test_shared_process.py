@@ -1,4 +1,7 @@
-"""Several desks and the processes that they share: one job at a time in each, in turn, and none idles in vain."""
+"""Several dispatchers and the processes that they share.
+
+One batch at a time in each, in turn, and none idles in vain.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TERMS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=4)
 
 @dataclass
 class Process:
-    """What it has been given and has not answered, and who has asked that: all of one job."""
+    """What it has been given and has not answered, and who has asked that: all of one batch."""
 
     turns: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
     jobs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -42,7 +45,7 @@ class Process:
 
 
 class Member:
-    """One model: its desk, and who has been answered."""
+    """One model: its dispatcher, and who has been answered."""
 
     def __init__(self, index: int, house: House, terms: BatchingPolicy) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
@@ -127,7 +130,7 @@ class House:
         return name
 
     def serve(self, name: str) -> None:
-        """The process answers all of its job."""
+        """The process answers all of its batch."""
         there = self.processes[name]
         jobs = [*there.jobs]
         there.jobs.clear()
@@ -139,7 +142,7 @@ class House:
             each.look()
 
     def end(self, name: str, end: ExitCause) -> None:
-        """The process has ended: all desks are told before any of them goes on."""
+        """The process has ended: all dispatchers are told before any of them goes on."""
         del self.processes[name]
         for each in self.members:
             each.desk.on_exit(name, end, self.now)
@@ -285,7 +288,7 @@ def test_how_soon_to_try_again_is_told_while_another_has_its_turn() -> None:
 
 
 class World(RuleBasedStateMachine):
-    """Desks, processes that are fast, slow, or die, and clients that give up."""
+    """Dispatchers, processes that are fast, slow, or die, and clients that give up."""
 
     def __init__(self) -> None:
         super().__init__()

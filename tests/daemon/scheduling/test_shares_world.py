@@ -1,4 +1,4 @@
-"""Tenants that share seats, in a simulated world: what each has had of the devices is counted, to the last second."""
+"""Tenants that share slots, in a simulated world: what each has had of the devices is counted, to the last second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tenant(name: str, weight: float = 1.0) -> Tenant:
 
 @dataclass
 class SimulatedWorker:
-    """A worker: the first of its jobs runs since then, and is over at `ends`."""
+    """A worker: the first of its batches runs since then, and is over at `ends`."""
 
     model: Model
     device: str
@@ -58,7 +58,7 @@ class SimulatedWorker:
 
 
 class Model:
-    """A desk, and what it is told to do."""
+    """A dispatcher, and what it is told to do."""
 
     def __init__(
         self, world: World, max_queue: int, max_queue_bytes: int, workers: int, predict_timeout: float
@@ -154,7 +154,7 @@ class World:
         return made
 
     def household(self, models: int, processes: int) -> list[Model]:
-        """Return models that are served by each of some processes, one job at a time."""
+        """Return models that are served by each of some processes, one batch at a time."""
         made = [Model(self, 1000, 2**40, processes, 1000.0) for _ in range(models)]
         self.models += made
         for each in made:
@@ -300,7 +300,7 @@ class World:
         return had
 
     def conserves(self) -> bool:
-        """Whether no seat idles while something waits that it could run, and is not long."""
+        """Whether no slot idles while something waits that it could run, and is not long."""
         return all(
             seat.jobs or not any(not each.isolation and each not in line.long for each in line)
             for seat in self.seats.values()
@@ -867,7 +867,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.sampled_from(["ask", "ask", "run", "enlist"]), max_size=60), st.booleans())
 def test_one_tenant_is_served_in_the_order_in_which_it_asks(events: Iterable[str], is_second: bool) -> None:
-    """As if there were no tenants: each seat has one job that runs, and one that is ready."""
+    """As if there were no tenants: each slot has one batch that runs, and one that is ready."""
     world, a = World(), tenant("a")
     model = world.model("cpu")
     if is_second:

@@ -67,7 +67,7 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
         32 * KIB,
         8 * KIB,
     ]
-    # Each has one to the client and two between gate and daemon; 1,024 connections are the limit by default.
+    # Each has one to the client and two between proxy and daemon; 1,024 connections are the limit by default.
     assert sum(map(kernel_buffer_bytes, range(1, 1025))) < 128 * 1024 * KIB
     ours, theirs = accepted("127.0.0.1")
     with ours, theirs:

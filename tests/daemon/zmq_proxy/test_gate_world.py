@@ -1,4 +1,4 @@
-"""A gate in this thread: clients and the daemon act in any order between the turns of its loop."""
+"""A proxy in this thread: clients and the daemon act in any order between the turns of its loop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _FEW = st.integers(0, 3)
 
 
 class _Refusing:
-    """The gate's end of the link; the kernel passes no descriptor while `refuses`."""
+    """The proxy's end of the link; the kernel passes no descriptor while `refuses`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -76,7 +76,7 @@ class _Refusing:
 
 
 class World(RuleBasedStateMachine):
-    """The gate, its clients and its daemon."""
+    """The proxy, its clients and its daemon."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
     def refuse_descriptors(self, refuses: bool) -> None:
         self.refusing.refuses = refuses
 
-    # --- the gate ---------------------------------------------------------------------------------------------------
+    # --- the proxy ---------------------------------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 5))
     def turn(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""A gate in a thread, between clients that are hostile and a daemon that reads when it is told to."""
+"""A proxy in a thread, between clients that are hostile and a daemon that reads when it is told to."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Peer:
         return data
 
     def rest(self) -> bytes:
-        """What comes before the gate ends the connection."""
+        """What comes before the proxy ends the connection."""
         data = b""
         try:
             while part := self.connection.recv(1 << 16):
@@ -76,7 +76,7 @@ class Peer:
 
 
 class Daemon:
-    """The other end of a gate's link."""
+    """The other end of a proxy's link."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.link = Stream(connection, accepts_descriptors=True)
@@ -93,7 +93,7 @@ class Daemon:
         return self.lanes[-1]
 
     def told(self, text: str) -> bool:
-        """Hear the gate until it has logged this."""
+        """Hear the proxy until it has logged this."""
         while not any(text in line for line in self.lines):
             self.hear()
         return True
@@ -112,7 +112,7 @@ class Daemon:
 
 
 class Scene:
-    """A gate, its daemon, and clients."""
+    """A proxy, its daemon, and clients."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -211,7 +211,7 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 
 def is_let_in(connection: socket.socket) -> bool:
-    """Whether the gate greets it."""
+    """Whether the proxy greets it."""
     try:
         return connection.recv(1) != b""
     except ConnectionError:
@@ -254,7 +254,7 @@ def test_a_listener_may_have_a_limit_of_its_own(start: Start) -> None:
 
 
 def passes(peer: Peer, lane: Stream) -> bool:
-    """Whether the gate still passes on what a client sends."""
+    """Whether the proxy still passes on what a client sends."""
     peer.send(message([b"again"]))
     return received(lane) == [[b"again"]]
 
@@ -279,7 +279,7 @@ def test_users_without_a_tenant_push_out_no_tenant_however_many_they_are(
     own = [scene.met() for _ in range(2)]
     for number in range(20):
         uid[0] = first + number * (first != 5)
-        # The gate greets each before it looks for those that are too many.
+        # The proxy greets each before it looks for those that are too many.
         assert is_let_in(scene.raw(GREETING))
     assert scene.daemon.told("expected at most 2 of users without a tenant, a part of 8 (max_connections), got 3")
     # They are one user.
@@ -499,7 +499,7 @@ def test_a_client_whose_messages_the_daemon_does_not_read_waits_alone(start: Sta
             idle = 0
         except BlockingIOError:
             idle += not select.select([], [stuck], [], 0.1)[1]
-    # What the gate keeps is one message that it has read, and a part of the next one at most.
+    # What the proxy keeps is one message that it has read, and a part of the next one at most.
     assert sent < 6 * MIB
     client, lane = scene.met()
     client.send(message([b"x"]))
@@ -522,7 +522,7 @@ def test_a_client_that_does_not_read_waits_alone_and_gets_all_when_it_does(start
         lane.send(each)
     while select.select([], [lane], [], 0.3)[1]:
         lane.flush()
-    # One message is on its way in the gate; the rest waits in the daemon, which counts it.
+    # One message is on its way in the proxy; the rest waits in the daemon, which counts it.
     assert lane.unsent > 5 * MIB
     client, its_lane = scene.met()
     its_lane.send([b"x"])
@@ -569,7 +569,7 @@ def test_a_client_that_leaves_is_gone_for_the_daemon(start: Start) -> None:
 
 
 class Refusing:
-    """The gate's end of its link, to which the kernel passes no descriptor while it refuses."""
+    """The proxy's end of its link, to which the kernel passes no descriptor while it refuses."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -637,7 +637,7 @@ def test_last_answers_arrive_whatever_the_daemon_had_yet_to_read_of_the_link(sta
     lane.send([answer])
     while not lane.flush():
         pass
-    # The gate has read the answer, and holds it until its client reads.
+    # The proxy has read the answer, and holds it until its client reads.
     until(lambda: scene.gate._buffered_bytes >= MIB, "the gate has the answer")
     scene.daemon.link.close()
     # The ends of those that the daemon has not read are closed with the link.

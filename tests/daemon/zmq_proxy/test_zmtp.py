@@ -42,7 +42,7 @@ def ready() -> ZmtpConnection:
 
 
 def fed(to: ZmtpConnection, data: bytes) -> Messages:
-    """What these bytes complete, as a gate takes them in."""
+    """What these bytes complete, as a proxy takes them in."""
     messages: Messages = []
     while data or to.is_backlogged:
         if to.is_backlogged:

@@ -384,7 +384,7 @@ def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pyte
                 return str(cast(Any, error).details())
             return ""
 
-        # Until then others are still answered, and have a seat.
+        # Until then others are still answered, and have a slot.
         until(are_there_so_many, "there are as many as there may be")
         for each in unread:
             each.cancel()

@@ -552,8 +552,8 @@ def test_a_card_that_cannot_export_is_told_with_what_to_do(card: Card) -> None:
 
 _TWO_ANSWERS = """
 from weightd_worker.engines import ENGINES
-from weightd_worker.engines.engine import Settings
-engine = ENGINES["mindspore_lite"](Settings(1, "ascend:0", False))
+from weightd_worker.engines.engine import BuildSettings
+engine = ENGINES["mindspore_lite"](BuildSettings(1, "ascend:0", False))
 engine.build(path)
 names = [[each.name for each in tensors] for tensors in engine.signature]
 names, engine.predict({"b": b, "a": a}), engine.predict({"b": a, "a": b})

@@ -183,7 +183,7 @@ def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path
     before = engine.predict({"x": x})["y"].tobytes()
     pools = {
         each
-        for each in chunks.find_extents(libc(), engine._pages._before)
+        for each in chunks.find_extents(libc(), engine._page_sharing._before)
         if (each[1] - each[0]) % chunks.POOL_BYTES == 0
     }
     # Its own way to memory: without libnuma it has malloc's.

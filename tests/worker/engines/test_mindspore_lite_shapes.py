@@ -180,9 +180,9 @@ def test_a_covered_shape_causes_no_build(model: Model, kind: str) -> None:
     built = engine._model
     for batch in (1, 33, 16):
         engine.predict(values(lstm(batch)))
-    assert (engine._model is built, engine.grew) == (True, False)
+    assert (engine._model is built, engine.was_rebuilt_larger) == (True, False)
     engine.predict(values(lstm(34)))
-    assert (engine._model is built, engine.grew) == (False, True)
+    assert (engine._model is built, engine.was_rebuilt_larger) == (False, True)
 
 
 def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
@@ -239,7 +239,7 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
     monkeypatch.setattr("weightd_worker.engines.page_sharing.PageSharing.attach", attach)
     block_bytes = pagesharing.mmap_threshold_bytes()
     engine.predict(values({"x": (2, 1024)}))
-    assert (joined, engine.is_apart, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)
+    assert (joined, engine.has_unshared_weights, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)
 
 
 def test_max_shape_is_the_largest_shape_that_a_request_may_have(model: Model, kind: str) -> None:

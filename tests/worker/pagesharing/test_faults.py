@@ -80,7 +80,11 @@ block = c.realloc(ctypes.c_void_p(block), ctypes.c_size_t(9 << 20))
     ("verb", "fault", "reason"),
     [
         ("export_pages", FULL_DISK, "sharing pages failed: [Errno 28] No space left on device"),
-        ("export_pages", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB,) * 2)", "File too large"),
+        (
+            "export_pages",
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB,) * 2)",
+            "File too large",
+        ),
         ("export_pages", THIRD_MAPPING_FAILS, "Cannot allocate memory"),
         ("attach_pages", THIRD_MAPPING_FAILS, "Cannot allocate memory"),
         ("export_pages", OTHER_MALLOC, "another malloc, or tuned"),
@@ -283,7 +287,9 @@ def test_a_holder_with_few_mappings_shares_the_longest_runs(spawn: Spawn, path: 
 def test_without_a_mapping_left_nothing_is_shared(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("maps.mapping_limit = lambda: 10")
-    assert child.ask("[getattr(pagesharing, verb)(path).shared_bytes for verb in ('export_pages', 'attach_pages')]") == [0, 0]
+    assert child.ask(
+        "[getattr(pagesharing, verb)(path).shared_bytes for verb in ('export_pages', 'attach_pages')]"
+    ) == [0, 0]
     assert unharmed(child)
 
 

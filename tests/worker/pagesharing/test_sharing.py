@@ -123,8 +123,12 @@ def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
 def test_where_nothing_is_left_to_share_nothing_is_done(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do(f"empty, other = {str(tmp_path / 'empty')!r}, {str(tmp_path / 'other')!r}; gc.disable()")
-    child.do("done = [pagesharing.export_pages(empty), pagesharing.attach_pages(empty)]; model = weights(1, 8); before = digest(model)")
-    child.do("done += [pagesharing.attach_pages(empty), pagesharing.export_pages(other), pagesharing.attach_pages(other)]")
+    child.do(
+        "done = [pagesharing.export_pages(empty), pagesharing.attach_pages(empty)]; model = weights(1, 8); before = digest(model)"
+    )
+    child.do(
+        "done += [pagesharing.attach_pages(empty), pagesharing.export_pages(other), pagesharing.attach_pages(other)]"
+    )
     child.do(f"done += [pagesharing.export_pages({str(tmp_path / 'again')!r})]")
     assert child.ask("[each.shared_bytes for each in done]") == [0, 0, 0, 8 * MIB, 0, 0]
     assert child.ask("[each.examined_bytes for each in done]") == [0, 0, 8 * MIB, 8 * MIB, 0, 0]

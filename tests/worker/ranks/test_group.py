@@ -146,7 +146,7 @@ def test_from_hello_to_stop(group: Group) -> None:
 def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     group.cut = ranks.mlp(group.directory / "sliced", output="sliced")
     np.savez(str(group.canary), x=X[:2], output_0=ranks.whole(X[:2]))
-    warmed = group.enter(reply=None)
+    warmed = group.enter(reply_rank=None)
     assert all(each.selftest_digest for each in warmed)
     x = np.concatenate([X, X])
     group.ask(x)
@@ -154,7 +154,7 @@ def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     # All refuse what leaves a rank without its share, before it is sent, and go on.
     group.ask(np.concatenate([X, X])[:3])
     refused = group.answers()
-    assert [(each.leaving, each.code) for each in refused] == [(False, "INVALID_ARGUMENT")] * 2
+    assert [(each.is_exiting, each.code) for each in refused] == [(False, "INVALID_ARGUMENT")] * 2
     assert refused[0].error == "input x: expected a multiple of 2 rows, one for each rank, got 3"
     group.ask(x)
     assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
@@ -209,7 +209,7 @@ def test_a_signal_of_a_library_ends_it_and_the_kernel_tells_of_it(group: Group) 
 
 
 def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> None:
-    group.start(0, table=str(tmp_path / "none.json"))
+    group.start(0, rank_table=str(tmp_path / "none.json"))
     group.daemon.hear("r0", Hello)
     group.daemon.tell("r0", JoinGroup())
     broken, _ = group.daemon.hear("r0", ProcessFailed)

@@ -35,7 +35,8 @@ Why that is safe, step by step
         other thread may use, allocate or free large blocks: **that is the caller's promise**. What the
         interpreter itself writes meanwhile is not in the memory of point 1.
     4.  If the kernel refuses in between (no memory, no space, too many mappings), what was replaced stays
-        replaced by equal pages, what was not stays, and ``PageSharingUnavailable`` says why. The model works in any case.
+        replaced by equal pages, what was not stays, and ``PageSharingUnavailable`` says why. The model works in any
+        case.
     5.  From then on each process can write to its pages without anybody noticing: the mappings are private.
     6.  A store is believed only if it is a regular file of the same user, used by nobody else, complete, and
         finished (``store.py``). It must not be written or truncated afterwards: processes read their weights

@@ -16,8 +16,8 @@ What is done here must not find its own memory. So nothing in this file or in ma
 then.
 
 Blocks below ``LARGE_BLOCK_BYTES`` are looked at only if it is known that they came with the model: malloc gives them
-mappings of their own only between ``start_build`` and the exchange, and those that were there before are left out. What the
-interpreter may have allocated meanwhile are tables of its own containers; nothing is put into one between the
+mappings of their own only between ``start_build`` and the exchange, and those that were there before are left out. What
+the interpreter may have allocated meanwhile are tables of its own containers; nothing is put into one between the
 comparison of a page and its exchange, and the first page, with its count of references, is left out.
 """
 

@@ -1,1 +1,4 @@
-"""Rows: what of several requests runs in one job, what of one request in several, and how answers are put together."""
+"""Rows: what of several requests runs in one batch, what of one request in several.
+
+And how answers are put together.
+"""

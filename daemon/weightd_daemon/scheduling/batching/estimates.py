@@ -1,11 +1,11 @@
-"""How long jobs take, by where they run and what of it they are: what comes next is told by what was."""
+"""How long batches take, by where they run and what of it they are: what comes next is told by what was."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# Of the last jobs each counts so much in the mean.
+# Of the last batches each counts so much in the mean.
 _WEIGHT = 0.2
 
 # Forms of requests, on one device each; the clients choose them.
@@ -15,14 +15,14 @@ Kind = tuple[Any, ...]
 
 
 class DurationEstimates:
-    """Mean seconds of jobs, on each device, of each kind of request, for numbers of rows within a factor of two."""
+    """Mean seconds of batches, on each device, of each kind of request, for numbers of rows within a factor of two."""
 
     def __init__(self) -> None:
         # Of each power of two that is more than the rows: the mean of the rows, and of the seconds.
         self._means: dict[tuple[str, Kind], dict[int, tuple[float, float]]] = {}
 
     def add(self, device: str, kind: Kind, rows: int, seconds: float) -> None:
-        """A job has run."""
+        """A batch has run."""
         means = self._means.get((device, kind))
         if means is None:
             if len(self._means) >= _MAX_KINDS:
@@ -35,7 +35,7 @@ class DurationEstimates:
         )
 
     def expected_s(self, device: str, kind: Kind, rows: int) -> float:
-        """Return the seconds that a job with so many rows is going to take at most, about; 0.0 where nobody knows."""
+        """Return the seconds that a batch with so many rows is going to take at most, about; 0.0 where nobody knows."""
         nearest = self._nearest(device, kind, rows)
         return nearest[1] * max(1.0, rows / nearest[0]) if nearest else 0.0
 
@@ -57,7 +57,7 @@ class DurationEstimates:
         return speeds.get(device, mean_speed) / sum(speeds.get(each, mean_speed) for each in devices)
 
     def _nearest(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
-        """The mean of the rows, and of the seconds, of the jobs whose rows were nearest to so many."""
+        """The mean of the rows, and of the seconds, of the batches whose rows were nearest to so many."""
         means = self._means.get((device, kind))
         if not means:
             return None

@@ -1,4 +1,4 @@
-"""Which requests share a job: the one whose turn it is, and what waits and fits it."""
+"""Which requests share a batch: the one whose turn it is, and what waits and fits it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 
-# So many that do not fit are looked at: it is done with each job.
+# So many that do not fit are looked at: it is done with each batch.
 _MAX_MISFITS = 64
 
 # More is not put together: by itself a request may be larger.
@@ -26,13 +26,13 @@ _NEARLY_ALL = 0.8
 
 
 class SlotConstraints(NamedTuple):
-    """The seat that a job is for.
+    """The slot that a batch is for.
 
     Attributes:
         policy: what may be done with rows there.
         expected_s: returns the seconds that so many rows of a kind take there at most, about.
-        max_requests: requests that share the job: what waits is divided among all seats that are free.
-        max_s: seconds that a job of several may take, about.
+        max_requests: requests that share the batch: what waits is divided among all slots that are free.
+        max_s: seconds that a batch of several may take, about.
     """
 
     policy: BatchingPolicy
@@ -42,12 +42,12 @@ class SlotConstraints(NamedTuple):
 
 
 class BatchCandidates(NamedTuple):
-    """What may share a job.
+    """What may share a batch.
 
     Attributes:
         requests: in the order in which they are to run.
         request_count: how many they are.
-        max_s: seconds that a job of several may take, about.
+        max_s: seconds that a batch of several may take, about.
     """
 
     requests: Iterable[Request]
@@ -56,7 +56,7 @@ class BatchCandidates(NamedTuple):
 
 
 class BatchGroup(NamedTuple):
-    """Requests that share a job, or one that has it for itself.
+    """Requests that share a batch, or one that has it for itself.
 
     Attributes:
         requests: in the order of their rows.
@@ -72,9 +72,9 @@ class BatchGroup(NamedTuple):
 def form_batch(
     first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float
 ) -> BatchGroup:
-    """Return the first request, and those that share its job.
+    """Return the first request, and those that share its batch.
 
-    Each of them will be answered before its deadline, as far as it can be told how long the job runs.
+    Each of them will be answered before its deadline, as far as it can be told how long the batch runs.
 
     Args:
         first: whose turn it is.
@@ -126,15 +126,15 @@ def next_split_rows(
 
     Args:
         split: the request, of which rows are left.
-        device: of the seat that is free.
-        devices: of all seats that run it, this one among them.
-        estimates: of earlier jobs.
+        device: of the slot that is free.
+        devices: of all slots that run it, this one among them.
+        estimates: of earlier batches.
         max_s: seconds that it may take, about.
     """
     policy, batch_key = split.policy, split.batch_key
     share = math.ceil(batch_key.rows * estimates.share(device, devices, batch_key.kind, batch_key.rows))
     max_rows = min(policy.max_split_rows, split.next_rows)
-    # A few rows that were left would be a job of their own: shares are never known that well.
+    # A few rows that were left would be a batch of their own: shares are never known that well.
     rows = max_rows if share >= _NEARLY_ALL * max_rows else share
     if max_s < math.inf:
         rows = estimates.max_rows_within(device, batch_key.kind, rows, max_s)
@@ -142,7 +142,7 @@ def next_split_rows(
 
 
 def _can_share(request: Request, batch_key: BatchKey, policy: BatchingPolicy) -> bool:
-    """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
+    """Whether the request may share a batch: nothing speaks against it, and it would not fill more than one alone."""
     is_mergeable = (
         policy.can_merge
         and batch_key.has_only_row_inputs

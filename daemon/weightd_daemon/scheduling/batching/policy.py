@@ -35,20 +35,20 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchingPolicy:
-    """What may be done with the rows of requests where a seat runs them.
+    """What may be done with the rows of requests where a slot runs them.
 
     Attributes:
         source_number: the number of what is loaded there: parts of one request run on one source.
         inputs: those whose first dimension counts rows.
         outputs: those whose first dimension follows.
-        max_rows: of a job that several requests share; 1: they share none.
-        max_split_rows: that a job takes of one request at most; 0: all.
+        max_rows: of a batch that several requests share; 1: they share none.
+        max_split_rows: that a batch takes of one request at most; 0: all.
         sizes: the only numbers of rows that the model takes, in ascending order; none: it takes any.
-        is_exact: requests that share a job have the answers that they would have alone, to the last bit. Where they
+        is_exact: requests that share a batch have the answers that they would have alone, to the last bit. Where they
             have not, only those of one user share one.
         tested_dims: with these dimensions rows were found to be equal. A request with others does not run in parts:
-            unlike what shares a job, it is nowhere compared with what it is in one piece. None: it may have any.
-        unmerged_parties: parties (`parties.number_of`) whose rows were found to differ: their requests share no job,
+            unlike what shares a batch, it is nowhere compared with what it is in one piece. None: it may have any.
+        unmerged_parties: parties (`parties.number_of`) whose rows were found to differ: their requests share no batch,
             and do not run in parts.
     """
 
@@ -69,7 +69,7 @@ class BatchingPolicy:
 
     @property
     def can_merge(self) -> bool:
-        """Whether requests may share a job."""
+        """Whether requests may share a batch."""
         return self.max_rows > 1
 
     def should_split(self, batch_key: BatchKey, party: str) -> bool:

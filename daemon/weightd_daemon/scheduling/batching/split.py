@@ -1,4 +1,7 @@
-"""A request that is cut: its rows run in parts, each in a job of its own, and its answer is put together of theirs."""
+"""A request that is cut.
+
+Its rows run in parts, each in a batch of its own, and its answer is put together of theirs.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from weightd_protocol.messages.worker import Result
 
 
 class SplitRequest:
-    """The rows of one request: which of them are still to be given to a seat, and the answers that have come.
+    """The rows of one request: which of them are still to be given to a slot, and the answers that have come.
 
     Attributes:
         request: whose they are.
-        policy: of the seats that may run them.
+        policy: of the slots that may run them.
         batch_key: of the request.
         is_ended: nobody waits for any of it.
     """
@@ -48,7 +51,7 @@ class SplitRequest:
 
     @property
     def is_pending(self) -> bool:
-        """Whether rows have still to be given to a seat."""
+        """Whether rows have still to be given to a slot."""
         return bool(self._pending_ranges)
 
     @property

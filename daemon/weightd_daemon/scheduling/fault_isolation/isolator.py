@@ -1,7 +1,7 @@
-"""What keeps requests from killing seat after seat, and a seat that hangs from keeping requests.
+"""What keeps requests from killing slot after slot, and a slot that hangs from keeping requests.
 
-What a seat dies of, hangs in or is spoilt by is a job. That says something of a request only if the job had no other
-part: where it had several, each of them runs again alone, and what happens then tells.
+What a slot dies of, hangs in or is spoilt by is a batch. That says something of a request only if the batch had no
+other part: where it had several, each of them runs again alone, and what happens then tells.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from weightd_protocol.messages.worker import Ping
 
 _log = logging.getLogger("weightd")
 
-# A request that two seats died of is held to be the cause.
+# A request that two slots died of is held to be the cause.
 MAX_DEATHS = 2
 
-# Whatever ends the seats that run a request, and be it for want of the memory that it takes: this is the last one.
+# Whatever ends the slots that run a request, and be it for want of the memory that it takes: this is the last one.
 MAX_LOST_SLOTS = 5
 
 # What a process may have to finish before it comes to the self-test: two predicts. The self-test is the third.
@@ -50,7 +50,7 @@ class _PendingAction(NamedTuple):
 
 
 class FaultIsolator:
-    """Watches the seats and requests of one model.
+    """Watches the slots and requests of one model.
 
     Args:
         config: of the model.
@@ -81,8 +81,8 @@ class FaultIsolator:
         self._fail_request = fail_request
         self._schedule_by = schedule_by
         # Requests that something was learned of, and what follows from that once their digests are known.
-        # Tenants that this model has answered: until then one has one seat at a time, so that the first of its requests
-        # cannot take several seats along at once.
+        # Tenants that this model has answered: until then one has one slot at a time, so that the first of its requests
+        # cannot take several slots along at once.
         self._trusted_tenants: set[str] = set()
         self._pending_actions: deque[_PendingAction] = deque()
         self._fingerprint_task: FingerprintTask | None = None
@@ -116,7 +116,7 @@ class FaultIsolator:
         return True
 
     def on_answered(self, request: Request, now: float) -> None:
-        """A seat has answered the request."""
+        """A slot has answered the request."""
         if request.origin.is_tenant:
             self._trusted_tenants.add(request.tenant.name)
         if (request.is_mutable and not request.digest) or not self.quarantine.may_be_suspected(request, now):
@@ -162,10 +162,10 @@ class FaultIsolator:
         else:
             self._admit_or_reject(request, now)
 
-    # --- seats --------------------------------------------------------------------------------------------------
+    # --- slots --------------------------------------------------------------------------------------------------
 
     def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
-        """A process has ended, and may have died of what its seat had."""
+        """A process has ended, and may have died of what its slot had."""
         forgiven = self._group_failures.on_exit(process, exit_cause)
         if forgiven is not None:
             self._act_on_digest(forgiven, self.quarantine.on_answered, now)
@@ -204,7 +204,7 @@ class FaultIsolator:
             self._restrict_client(origin, now)
 
     def on_process_failed(self, process: str, reason: str, now: float) -> None:
-        """A process can go on no more, for this reason, and its seat is lost with it; what that ran waits again."""
+        """A process can go on no more, for this reason, and its slot is lost with it; what that ran waits again."""
         slot = self._scheduler.slots.slot_of(process)
         if slot is not None and slot.lockstep is not None:
             self._on_group_lost(slot, GroupLoss(reason, Internal), now)
@@ -213,7 +213,7 @@ class FaultIsolator:
             self._scheduler.release_slot(process)
 
     def on_leaving(self, process: str, number: int, now: float) -> None:
-        """A seat ends, because its model may be spoilt by a job that failed: it is as lost as one that died."""
+        """A slot ends, because its model may be spoilt by a batch that failed: it is as lost as one that died."""
         slot = self._scheduler.slots.slot_of(process)
         batch = slot.batch_of(number) if slot is not None else None
         if batch is not None:
@@ -221,9 +221,9 @@ class FaultIsolator:
             self._record_loss(batch, now - batch.started_at, now)
 
     def take_overdue(self, now: float) -> Iterator[tuple[Slot, str]]:
-        """Yield the seats that compute for too long, each with the reason to end it.
+        """Yield the slots that compute for too long, each with the reason to end it.
 
-        Nobody waits for what such a seat may still give.
+        Nobody waits for what such a slot may still give.
         """
         for slot, batch in self._scheduler.take_overdue(now):
             reason = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
@@ -251,7 +251,7 @@ class FaultIsolator:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
-        """A group of ranks is lost, with the job that it may have."""
+        """A group of ranks is lost, with the batch that it may have."""
         batches = list(slot.batches.values())
         _record_times(batches, now)
         slot.batches.clear()
@@ -260,7 +260,7 @@ class FaultIsolator:
             self._on_batch_lost(slot, batch, loss, now)
 
     def _on_batch_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> None:
-        """A group of ranks is lost, of which this job was taken: it waits again, but for what ends."""
+        """A group of ranks is lost, of which this batch was taken: it waits again, but for what ends."""
         ended = self._group_failures.on_lost(slot, batch, loss, now)
         self._scheduler.retry_items_alone(batch, excluding=[request for request, _ in ended])
         suspect = batch.single_request if loss.error_type is not None else None
@@ -279,7 +279,7 @@ class FaultIsolator:
         return request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
 
     def _isolate_requests(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
-        """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
+        """A slot has died of one of these batches: what they are of runs alone; return who has asked."""
         for batch in batches:
             batch.isolate_requests()
             if batch.single_request is not None:
@@ -287,7 +287,7 @@ class FaultIsolator:
         return {origin for batch in batches for origin in batch.origins}
 
     def _record_loss(self, batch: Batch, ran_s: float, now: float) -> None:
-        """A seat is lost to a job that it has run for `ran_s` seconds."""
+        """A slot is lost to a batch that it has run for `ran_s` seconds."""
         record_death([batch])
         self._record_offense(batch.origins, ran_s, now)
         self._record_tenant_loss([batch], now)
@@ -295,13 +295,13 @@ class FaultIsolator:
             self._restrict_client(origin, now)
 
     def _record_offense(self, origins: set[ClientOrigin], ran_s: float, now: float) -> None:
-        """A seat was lost to what these have asked: that counts against who has asked all of it."""
+        """A slot was lost to what these have asked: that counts against who has asked all of it."""
         if len(origins) == 1:
             [origin] = origins
             self.offenses.record_death(origin, ran_s, now)
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
-        """A seat is about to be lost to these jobs: to a tenant, if all of it is one's."""
+        """A slot is about to be lost to these batches: to a tenant, if all of it is one's."""
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
@@ -310,8 +310,8 @@ class FaultIsolator:
     def _find_errors(
         self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> list[tuple[Request, RequestError]]:
-        """Return those requests of what ran that end with their seat, each with the error; the others run again."""
-        # Several jobs may be parts of one.
+        """Return those requests of what ran that end with their slot, each with the error; the others run again."""
+        # Several batches may be parts of one.
         started_at = {request: batch.started_at for batch in executed for request in batch.requests}
         errors = [
             (each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()
@@ -341,7 +341,7 @@ class FaultIsolator:
         return None
 
     def _restrict_client(self, origin: ClientOrigin, now: float) -> None:
-        """A seat was lost to what this client asked: see that not all are."""
+        """A slot was lost to what this client asked: see that not all are."""
         if not self.offenses.is_confined(origin, now):
             return
         self._scheduler.confine(lambda each: self.offenses.is_confined(each.origin, now))
@@ -413,7 +413,7 @@ class FaultIsolator:
         self.client_log.log(_log, logging.WARNING, request.origin.party, text, request.id)
 
     def _reject_quarantined(self, now: float) -> None:
-        """Whoever waits with a content that is held would only kill, or stop, the next seat."""
+        """Whoever waits with a content that is held would only kill, or stop, the next slot."""
         for request in self._scheduler.require_check(lambda each: self.quarantine.may_be_quarantined(each, now)):
             if is_small(request):
                 self._admit_or_reject(request, now)
@@ -430,7 +430,7 @@ class FaultIsolator:
 
 
 def _record_times(batches: Sequence[Batch], now: float) -> None:
-    """A seat is lost: what ran there has had it, whoever is to blame."""
+    """A slot is lost: what ran there has had it, whoever is to blame."""
     for batch in batches:
         if batch.has_started:
             batch.record_time(now - batch.started_at)

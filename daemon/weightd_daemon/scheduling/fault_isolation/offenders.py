@@ -1,13 +1,13 @@
-"""Clients whose requests kill seat after seat, though each has another content: they run apart, or are refused.
+"""Clients whose requests kill slot after slot, though each has another content: they run apart, or are refused.
 
 Plain decisions, fed with the clock. A client is known by what the kernel says of it, on two levels. Whose requests
-kill seats faster than these are replaced is confined: all clients that are have one seat together, which takes one
+kill slots faster than these are replaced is confined: all clients that are have one slot together, which takes one
 of their requests at a time. Each death that follows has what that client asks refused for a while, longer each time.
 Somebody who begins anew, from another process or on another connection, is met on the second level: by its user or
 its address.
 
 Where there are tenants, that level is the tenant, and it is the same for all models: with the first death it has one
-seat at a time, wherever it asks, and soon it is refused for a while.
+slot at a time, wherever it asks, and soon it is refused for a while.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_protocol.errors import ResourceExhausted
 
-# So many deaths in a row, of a process and of a user. One request of which two seats died has already made two.
+# So many deaths in a row, of a process and of a user. One request of which two slots died has already made two.
 MAX_PEER_DEATHS = 4
 MAX_PARTY_DEATHS = 8
 
@@ -26,7 +26,7 @@ MAX_PARTY_DEATHS = 8
 MAX_TENANT_DEATHS = 3
 
 # A death is of the same row as the one before if it comes sooner than this. Who kills more slowly takes less from the
-# others than to be refused would take from an innocent: most seats are replaced faster.
+# others than to be refused would take from an innocent: most slots are replaced faster.
 OFFENSE_RETENTION_S = 15.0
 
 # For how long the first death of a client that is confined has it refused, and the later ones at most.
@@ -65,7 +65,7 @@ class OffenderTable:
         self.offenders: dict[str, _Offender] = {}
 
     def record_death(self, name: str, max_deaths: int, confinement_deaths: int, ran_s: float, now: float) -> _Offender:
-        """Seats were lost to what this one asked once more; return it."""
+        """Slots were lost to what this one asked once more; return it."""
         self.drop_expired(now)
         offender = self.offenders.pop(name, None) or _Offender(max_deaths, confinement_deaths)  # the oldest comes first
         self.offenders[name] = offender
@@ -90,15 +90,15 @@ class OffenderTable:
         return [name for name, offender in self.offenders.items() if offender.is_confined]
 
     def drop_expired(self, now: float) -> None:
-        """Forget those to whom no seat was lost for long."""
+        """Forget those to whom no slot was lost for long."""
         self.offenders = {name: offender for name, offender in self.offenders.items() if now < offender.expires_at}
 
 
 class ClientOffenses:
-    """The clients of one model that seats were lost to. Times are monotonic seconds.
+    """The clients of one model that slots were lost to. Times are monotonic seconds.
 
     Attributes:
-        tenant_offenders: those to whom seats of any model were lost: one object for all models.
+        tenant_offenders: those to whom slots of any model were lost: one object for all models.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class ClientOffenses:
         return bool(self._client_offenders.offenders or self.tenant_offenders.offenders)
 
     def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
-        """A seat has died, left or had to be ended of what this client asked, which it had run for `ran_s` seconds."""
+        """A slot has died, left or had to be ended of what this client asked, which it had run for `ran_s` seconds."""
         if origin.is_tenant:
             self.tenant_offenders.record_death(origin.party, MAX_TENANT_DEATHS, 1, ran_s, now)
             return
@@ -137,7 +137,7 @@ class ClientOffenses:
         return any(offender.is_confined for _, offender in self._offenders_of(origin, now))
 
     def should_fail_next(self, origin: ClientOrigin, now: float) -> bool:
-        """Return whether the next seat that is lost to what the client asks ends that request, proven or not."""
+        """Return whether the next slot that is lost to what the client asks ends that request, proven or not."""
         return any(offender.deaths > 1 for _, offender in self._offenders_of(origin, now) if offender.is_confined)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests that seats died of, or hang in, are kept from the next seat, whoever sends them again.
+"""Requests that slots died of, or hang in, are kept from the next slot, whoever sends them again.
 
 A request is known by its content, so a client that tries again cannot take the service down. Nothing is computed of a
 content whose size is not that of one that is known, so nobody pays for it while nothing is.
@@ -20,7 +20,7 @@ from weightd_protocol.errors import Internal
 # Long enough to stop a loop of retries; short enough that a request which only had bad luck is not lost for the day.
 QUARANTINE_S = 300.0
 
-# A seat that hangs may have been stopped from outside; a second one, with the same content and none that has
+# A slot that hangs may have been stopped from outside; a second one, with the same content and none that has
 # answered it in between, has not.
 MAX_HANGS = 2
 
@@ -30,7 +30,7 @@ _MAX_CONTENTS = 1024
 
 @dataclass(frozen=True)
 class _ContentRecord:
-    """Of a known content: until when it is known, how often a seat hung in it, and what tells it from most others."""
+    """Of a known content: until when it is known, how often a slot hung in it, and what tells it from most others."""
 
     expires_at: float
     hangs: int
@@ -141,7 +141,7 @@ class Quarantine:
         self.quarantined.add(request, now)
 
     def on_hang(self, request: Request, now: float) -> bool:
-        """A seat hung in the request; return whether its content is refused from now on."""
+        """A slot hung in the request; return whether its content is refused from now on."""
         self.suspected.drop_expired(now)
         suspect = self.suspected.remove(_content_key(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)
@@ -152,7 +152,7 @@ class Quarantine:
         return False
 
     def on_answered(self, request: Request, now: float) -> None:
-        """A seat has answered the request: its content is beyond suspicion."""
+        """A slot has answered the request: its content is beyond suspicion."""
         if self.may_be_suspected(request, now):
             self.suspected.remove(_content_key(request))
 

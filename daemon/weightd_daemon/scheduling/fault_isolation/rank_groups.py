@@ -49,9 +49,11 @@ class RankGroupFailures:
         self._lost_by_process: dict[str, _LostGroup] = {}
 
     def on_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> list[tuple[Request, RequestError]]:
-        """A group is lost while it ran a job: return those requests of the job that end by that, each with its error.
+        """A group is lost while it ran a batch.
 
-        What becomes of a job says something of a request only if that is all of it.
+        Return those requests of the batch that end by that, each with its error.
+
+        What becomes of a batch says something of a request only if that is all of it.
         """
         suspect = batch.single_request if loss.error_type is not None else None
         if suspect is not None:

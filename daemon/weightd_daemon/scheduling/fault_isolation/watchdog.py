@@ -1,6 +1,6 @@
 """Whether processes still answer: each is heard of within a period, by what it answers, or by a ping if it is idle.
 
-Plain decisions, fed with the clock. A process whose seat computes is not pinged: how long it may take is the
+Plain decisions, fed with the clock. A process whose slot computes is not pinged: how long it may take is the
 scheduler's business.
 """
 
@@ -90,7 +90,7 @@ class Watchdog:
 
         Args:
             now: the clock.
-            is_busy: whether the seat of this process computes.
+            is_busy: whether the slot of this process computes.
         """
         due = WatchdogActions([], [], [])
         if now < self.next_event_at:

@@ -1,4 +1,4 @@
-"""Jobs of several requests: what becomes of one says nothing of any of its parts, until each has run alone."""
+"""Batches of several requests: what becomes of one says nothing of any of its parts, until each has run alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 
 
 class Bench:
-    """A guard and its scheduler, and seats that are given what a test wants."""
+    """A guard and its scheduler, and slots that are given what a test wants."""
 
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S)
@@ -56,7 +56,7 @@ class Bench:
         ]
 
     def seat(self, *jobs: Batch) -> str:
-        """Another seat, of two processes, that has these jobs; return the name of its second process."""
+        """Another slot, of two processes, that has these batches; return the name of its second process."""
         self.seats += 1
         first, second = f"s{self.seats}.0", f"s{self.seats}.1"
         self.scheduler.slots.add_new(f"s{self.seats}", (first, second))
@@ -67,7 +67,7 @@ class Bench:
         return second
 
     def runs(self) -> list[list[int]]:
-        """Give a new seat what is due; return its jobs, each as the numbers of its requests."""
+        """Give a new slot what is due; return its batches, each as the numbers of its requests."""
         process = self.seat()
         given = [job for _, job in self.scheduler.assign(self.now)]
         assert all(job.number == job.requests[0].number for job in given)
@@ -108,14 +108,14 @@ def look(bench: Bench) -> int:
 
 
 def kill(bench: Bench, request: Request) -> None:
-    """Have two seats die of a request."""
+    """Have two slots die of a request."""
     for _ in range(2):
         bench.guard.on_exit(bench.seat(batch(request)), CRASH, bench.now)
         bench.scheduler.take_matching(lambda each: each is request)
 
 
 def hang(bench: Bench, request: Request) -> None:
-    """Have a seat hang in a request."""
+    """Have a slot hang in a request."""
     seat = bench.scheduler.slots.slot_of(bench.seat())
     assert seat is not None
     bench.scheduler.slots.assign(seat, batch(request), bench.now)
@@ -308,7 +308,7 @@ def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced()
     bench.seat()
     seats.update_unreplaced(bench.now)
     assert not seats.is_confined_running(poison.tenant)
-    # The second one ends the request; where nothing replaces the seat, that is waited for so long and no longer.
+    # The second one ends the request; where nothing replaces the slot, that is waited for so long and no longer.
     bench.guard.on_exit(bench.seat(batch(more)), CRASH, bench.now)
     assert bench.refused == {1: "INTERNAL"}
     for now, waits in ((REPLACEMENT_TIMEOUT_S - 0.1, True), (REPLACEMENT_TIMEOUT_S, False)):

@@ -30,7 +30,7 @@ ANN = ClientOrigin("ann 1", "ann")
 
 
 class Bench:
-    """A desk, and a group of two ranks and a broker at a time."""
+    """A dispatcher, and a group of two ranks and a broker at a time."""
 
     def __init__(self, terms: BatchingPolicy | None = None) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, selftest_interval=1.0)

@@ -1,4 +1,4 @@
-"""Real keepers with real children, small ones."""
+"""Real shims with real children, small ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 1024 * 1024
 SLEEP = ["sleep", "1000"]
 PATH = os.environ.get("PATH", os.defpath)
 
-# Dies with its keeper, and says when it would.
+# Dies with its shim, and says when it would.
 _DEPENDENT = """
 import sys, time
 from weightd_common.pdeathsig import die_with_parent
@@ -86,7 +86,7 @@ def exited(child: ChildProcess) -> int | None:
 
 
 def dependent(keeper: ShimClient, fifo: Path) -> ChildProcess:
-    """A child that dies with its keeper; it is ready to."""
+    """A child that dies with its shim; it is ready to."""
     os.mkfifo(fifo)
     read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -117,7 +117,7 @@ def test_an_exit_status_is_told_and_a_log_is_continued(keeper: ShimClient, tmp_p
 
 
 def sibling(keeper: ShimClient, log: Path) -> tuple[ChildProcess, int]:
-    """A child of the keeper, and the pid of another one that it has forked."""
+    """A child of the shim, and the pid of another one that it has forked."""
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     os.mkfifo(log)
     read = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -196,7 +196,7 @@ def test_a_child_is_the_keepers_and_inherits_nothing(keeper: ShimClient, directo
     assert str(tmp_path / "log") in targets
     assert any(each.startswith("/memfd:weightd-order") for each in targets)
     assert not targets & own
-    kill(child, signal.SIGTERM)  # which the keeper ignores, and its children do not
+    kill(child, signal.SIGTERM)  # which the shim ignores, and its children do not
     assert exited(child) == -signal.SIGTERM
 
 

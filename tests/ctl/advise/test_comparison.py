@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightctl.advise.evidence import Comparison, max_difference
+from weightctl.advise.comparison import Comparison, max_difference
 
 NUMBERS = st.lists(st.floats(width=32), min_size=2, max_size=6)
 
