@@ -17,7 +17,7 @@ def reset(*ignored: signal.Signals) -> None:
     """Set ignored signals back to their default action, and block none. Call it first, in the main thread.
 
     A parent that ignores SIGCHLD would otherwise have the kernel discard the exit statuses of this process's children,
-    and one that blocks SIGTERM would make this process deaf to it. SIGHUP, SIGINT, SIGQUIT and the signals of batch
+    and one that blocks SIGTERM would make this process deaf to it. SIGHUP, SIGINT, SIGQUIT and the signals of job
     control stay ignored if they are: nohup(1) and shells ask for that.
 
     Args:

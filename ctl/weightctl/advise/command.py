@@ -9,9 +9,9 @@ from typing import List, Sequence, Union
 
 from weightctl import exit_codes
 from weightctl.advise import recommend, render
+from weightctl.advise.batch_test import BatchTest, BatchTestResult, batching_refusal
 from weightctl.advise.measure import AdvisePlan, Measurement
 from weightctl.advise.source import FileRows, SyntheticRows
-from weightctl.advise.batch_test import BatchTest, BatchTestResult, batching_refusal
 from weightctl.command import Command, CommandError, Connect
 from weightctl.measuring import shapes, subject
 from weightctl.text import clean

@@ -34,8 +34,9 @@ class Authorizer:
         listener_tenants: by the name of a listener, the tenants that it is for; none: all.
     """
 
-    def __init__(self, tenants: TenantResolver, accounts: UsageTable, listener_tenants: Mapping[str, Sequence[str]]) ->
-    None:
+    def __init__(
+        self, tenants: TenantResolver, accounts: UsageTable, listener_tenants: Mapping[str, Sequence[str]]
+    ) -> None:
         self.tenants = tenants
         self.accounts = accounts
         self.listener_tenants = listener_tenants

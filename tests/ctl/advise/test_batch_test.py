@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict, Optional, cast
 import numpy as np
 import pytest
 
-from weightctl.advise.source import FileRows, SyntheticRows
 from weightctl.advise.batch_test import BatchTest, BatchTestResult
+from weightctl.advise.source import FileRows, SyntheticRows
 from weightd.client import Client
 from weightd_common.rowtest.rows import RowKind
 from weightd_protocol.errors import Internal, InvalidArgument

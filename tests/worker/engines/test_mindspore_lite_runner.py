@@ -183,12 +183,12 @@ def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path
     before = engine.predict({"x": x})["y"].tobytes()
     pools = {
         each
-        for each in chunks.find_extents(libc(), engine._page_sharing._before)
+        for each in chunks.find_extents(libc(), engine._page_sharing._starts_before)
         if (each[1] - each[0]) % chunks.POOL_BYTES == 0
     }
     # Its own way to memory: without libnuma it has malloc's.
     assert pools or "/libnuma." not in Path("/proc/self/maps").read_text()
-    assert engine.sharing.export(str(tmp_path / "store")).bytes >= 2 * x.shape[1] ** 2 * x.itemsize
+    assert engine.sharing.export(str(tmp_path / "store")).shared_bytes >= 2 * x.shape[1] ** 2 * x.itemsize
     assert engine.predict({"x": x})["y"].tobytes() == before
 
 
