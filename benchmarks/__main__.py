@@ -99,7 +99,7 @@ benchmarks, with the workers that each has unless --workers is given:
 {benchmarks}
   all         each of them but cluster, fairness, gateway, ranks and rival
 
-* over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
+* over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's proxy. latency shows the proxy beside it.
 ‡ --part chooses some of it, --no-tenants tells nobody apart. --quick, with cluster and gateway too: less is said.
 † of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
 

@@ -86,7 +86,7 @@ class Batching(Result):
         rows = [
             (f"{MLP}, {self.in_flight} in flight, {who}", f"{each:8.1f} requests/s") for who, each in self.rps.items()
         ]
-        rows.append((f"{MLP}, rows of a job", f"{self.rows_per_batch:8.1f}"))
+        rows.append((f"{MLP}, rows of a batch", f"{self.rows_per_batch:8.1f}"))
         if self.rival_ratio is None:
             rows.append((_MOSEC, f"not in {PYTHON.parent.parent}: `make bench-rival` installs it there"))
         rows += [(f"{MLP}, a lone client, {who}", f"p50 {each:6.2f} ms") for who, each in self.lone_p50_ms.items()]
@@ -133,7 +133,7 @@ def run(setup: Setup) -> Batching:
 
 @dataclasses.dataclass(frozen=True)
 class _LoadResult:
-    """Requests per second, by side and round; and rows of a job."""
+    """Requests per second, by side and round; and rows of a batch."""
 
     rps: Mapping[str, list[float]]
     rows_per_batch: float
@@ -181,7 +181,7 @@ def _lone(setup: Setup) -> Mapping[str, list[float]]:
 
 
 def _served(service: Service) -> tuple[int, int]:
-    """Return how many requests of the model with batching on were answered, and how many jobs that took."""
+    """Return how many requests of the model with batching on were answered, and how many batches that took."""
     status = next(each for each in service.status().models if each.name == _ON)
     return status.served, status.executions.count if status.executions else 0
 

@@ -111,7 +111,7 @@ class Fairness(Result):
         p50_ratio_1000: 1,000.
         refused: of so many requests of B (`sent`) while A fills the queue.
         large_ratio: A has 8 in flight of 8 MiB each, on another model.
-        long_batches_ratio: B's p99 while A has long jobs on every worker, by its p99 alone and one job of A's
+        long_batches_ratio: B's p99 while A has long batches on every worker, by its p99 alone and one batch of A's
             `max_rows`.
         long_batches_p99_s: this p99.
         poison: B's errors while A sends poison.
@@ -180,7 +180,7 @@ class Fairness(Result):
             Target("p50_ratio_1000", 2.2),
             Target("refused", 0),
             Target("large_ratio", 3.0),
-            Target("long_jobs", 2.0),
+            Target("long_batches_ratio", 2.0),
             Target("poison", 0),
             Target("poison_workers_lost", 1),
             Target("storms", 1.5),
@@ -251,7 +251,7 @@ class _Plan:
             "b": {"uids": [users.BOB], "weight": given["b"]},
             "idle": {"uids": [users.CAROL], "weight": 5.0},
         }
-        # The gates of this benchmark ask in nobody's name, and who watches it is root.
+        # The ZeroMQ proxies of this benchmark ask in nobody's name, and who watches it is root.
         tables["watcher"] = {"uids": [0], "may": ["infer", "status", "operate"]}
         return tables
 
@@ -325,7 +325,7 @@ def _full(plan: _Plan) -> Found:
         stage.a.wait_for_report()
         result = stage.measure(sample, 0.0, REQUESTS_WHILE_FULL)
         stage.a.end()
-    return {"refused": _failed(result), "asked": REQUESTS_WHILE_FULL, "n": REQUESTS_WHILE_FULL}
+    return {"refused": _failed(result), "sent": REQUESTS_WHILE_FULL, "n": REQUESTS_WHILE_FULL}
 
 
 def _large(plan: _Plan) -> Found:
@@ -356,11 +356,11 @@ def _long_batches(plan: _Plan) -> Found:
         stage.a.end()
     p99 = percentile(beside.seconds, 99)
     progress(
-        f"A has jobs of {rows} rows; one of {MAX_ROWS} takes {1e3 * batch_s:.0f} ms, B's p99 is {1e3 * p99:.0f} ms"
+        f"A has batches of {rows} rows; one of {MAX_ROWS} takes {1e3 * batch_s:.0f} ms, B's p99 is {1e3 * p99:.0f} ms"
     )
     return {
-        "long_jobs": p99 / (percentile(alone.seconds, 99) + batch_s),
-        "long_jobs_p99_s": p99,
+        "long_batches_ratio": p99 / (percentile(alone.seconds, 99) + batch_s),
+        "long_batches_p99_s": p99,
         "n": len(beside.seconds),
     }
 
@@ -776,7 +776,7 @@ def _special_values(plan: _Plan) -> Found:
             return float(ended.outcomes[OK] / ended.busy_s)
 
         def beside(values: Sequence[Arrays]) -> float:
-            """Return B's rate after rows of both were in one job."""
+            """Return B's rate after rows of both were in one batch."""
             stage.a.begin(loads.keep, FLOORED, values, BACKLOG)
             stage.a.wait_for_report()
             rate()
@@ -872,7 +872,7 @@ def _shares(plan: _Plan) -> Found:
             rates = [each.outcomes.get(OK, 0) / each.busy_s for each in (a, b)]
             if after:
                 mine = [after[name] - before.get(name, 0.0) for name in ("a", "b")]
-                progress(f"1:{weight}: seat seconds {mine[0]:.2f} and {mine[1]:.2f} of {took:.1f}, requests {rates}")
+                progress(f"1:{weight}: slot seconds {mine[0]:.2f} and {mine[1]:.2f} of {took:.1f}, requests {rates}")
             else:
                 mine = rates
             share = mine[1] / sum(mine)

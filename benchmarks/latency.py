@@ -31,7 +31,7 @@ class Latency(Result):
 
     Attributes:
         p50_us: a request to weightd over `transport`, in the client, from array to array.
-        proxy_p50_us: the same over ZeroMQ, through the gate.
+        proxy_p50_us: the same over ZeroMQ, through the proxy.
         two_hop_p50_us: frames of the same sizes over ZeroMQ to a worker and back, with nothing done on the way.
         ratio: the first by the last.
         proxy_ratio: the second by the last.
@@ -53,17 +53,17 @@ class Latency(Result):
 
     def targets(self) -> Sequence[Target]:
         """Return the bounds of the ratios."""
-        return [Target("ratio", _BOUNDS[self.transport]), Target("gate_ratio", _BOUNDS["zmq"])]
+        return [Target("ratio", _BOUNDS[self.transport]), Target("proxy_ratio", _BOUNDS["zmq"])]
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         return [
             (f"weightd over {self.transport}", f"p50 {self.p50_us:5.0f} us   p99 {self.p99_us:5.0f} us"),
-            ("weightd through the gate", f"p50 {self.proxy_p50_us:5.0f} us"),
+            ("weightd through the ZeroMQ proxy", f"p50 {self.proxy_p50_us:5.0f} us"),
             ("two-hop echo", f"p50 {self.two_hop_p50_us:5.0f} us   p99 {self.two_hop_p99_us:5.0f} us"),
             ("the engine's part", f"p50 {self.bare_predict_us:5.0f} us"),
             ("ratio", spread(self.ratio_spread)),
-            ("gate_ratio", spread(self.proxy_ratio_spread)),
+            ("proxy_ratio", spread(self.proxy_ratio_spread)),
         ]
 
 

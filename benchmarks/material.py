@@ -23,7 +23,7 @@ from weightd_protocol.errors import InvalidArgument, Unavailable
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 
-# How a client reaches the daemon: over the unix socket, or over ZeroMQ and through the gate.
+# How a client reaches the daemon: over the unix socket, or over ZeroMQ and through the proxy.
 TRANSPORTS: Mapping[str, str] = {"unix": "unix://", "zmq": "ipc://"}
 DEFAULT_TRANSPORT = "unix"
 

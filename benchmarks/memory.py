@@ -176,7 +176,7 @@ def _service(path: Path, models: int, workers: int, inputs: list[Arrays], refere
         service.ready()
         for name in names:
             _exercise(service, client, name, workers, inputs, reference)
-        # What the daemon and its gate hold no more they give back within a second or two.
+        # What the daemon and its ZeroMQ proxy hold no more they give back within a second or two.
         now, roles = service.pss_at_rest(), service.roles()
         by_role: dict[str, tuple[int, int]] = {}
         for pid, size in now.items():

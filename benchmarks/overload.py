@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from benchmarks import material
-from benchmarks.crowd import LoadClients
 from benchmarks.load import answers
+from benchmarks.load_clients import LoadClients
 from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss

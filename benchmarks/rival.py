@@ -322,8 +322,8 @@ def _throughput(
     rps: dict[str, list[float]] = {who: [] for who in services}
     for _ in range(THREAD_ROUNDS):
         for who, service in services.items():
-            crowd = Threads(service.connect, inputs, threads)
-            rps[who].append(crowd.requests_per_second(THREAD_SECONDS, reference))
+            clients = Threads(service.connect, inputs, threads)
+            rps[who].append(clients.requests_per_second(THREAD_SECONDS, reference))
     return rps
 
 

@@ -128,8 +128,8 @@ def run(setup: Setup) -> Throughput:
             if runner is not None:
                 runner_rps.append(runner.requests_per_second(count, reference))
             for threads in THREADS:
-                crowd = Threads(connect, tiny_inputs, threads)
-                tiny_rps[threads].append(crowd.requests_per_second(SECONDS, tiny_reference))
+                clients = Threads(connect, tiny_inputs, threads)
+                tiny_rps[threads].append(clients.requests_per_second(SECONDS, tiny_reference))
         pss_mb = {"processes" if name == MLP else PARALLEL: _pss(service, name) / MB for name in ways}
     compared = ratio(rps, bare_rps)
     return Throughput(

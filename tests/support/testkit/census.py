@@ -11,9 +11,9 @@ SHIM_MARK = b"launchers.shim import process"
 # What the command line or the name of a process that is no model's shows it to be; the first that fits.
 _ROLES: Mapping[str, str] = {
     "weightd_worker.forkserver": "fork server",
-    SHIM_MARK.decode(): "keeper",
+    SHIM_MARK.decode(): "shim",
     "weightd_daemon.processes.snapshotter": "snapshotter",
-    "name zmq-proxy ": "gate",
+    "name zmq-proxy ": "proxy",
     "name weightd-zygote": "zygote",
 }
 

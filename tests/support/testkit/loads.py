@@ -141,7 +141,7 @@ def hold(
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     # Messages of one connection are handled in their order.
     hands.client.server()
-    hands.report("begun")
+    hands.report("started")
     return [_end_of(each, with_text=True) for each in pending]
 
 
@@ -172,7 +172,7 @@ def ask_until_stopped(
     while not hands.stopping.is_set():
         asked = ask(hands, model, inputs, answers, 0.0, len(inputs))
         if not outcomes:
-            hands.report("begun")
+            hands.report("started")
         took += asked.seconds
         outcomes.update(asked.outcomes)
     return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
@@ -190,7 +190,7 @@ def keep(
     """
     outcomes: Counter[str] = Counter()
     if not warm_up:
-        hands.report("begun")
+        hands.report("started")
     begin = time.perf_counter()
     with Client(address, **hands.options) if address else hands.another() as client:
         pending: Deque[Pending] = deque()
@@ -202,7 +202,7 @@ def keep(
             outcomes[_end_of(pending.popleft())] += 1
             ended += 1
             if ended == warm_up:
-                hands.report("begun")
+                hands.report("started")
                 outcomes.clear()
                 begin = time.perf_counter()
         busy_s = time.perf_counter() - begin
@@ -227,7 +227,7 @@ def poison(hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_fligh
                 pending.append(client.submit(model, changed))
             code = _end_of(pending.popleft())
             if not outcomes:
-                hands.report("begun")
+                hands.report("started")
             outcomes[code] += 1
     return LoadResult([], dict(outcomes), time.perf_counter() - begin)
 
@@ -244,7 +244,7 @@ def storm(hands: ProcessContext, path: str, kind: str, model: str, connections: 
         thread = threading.Thread(target=_blow, args=(hands, path, kind, model, number, sent))
         thread.start()
         threads.append(thread)
-    hands.report("begun")
+    hands.report("started")
     for thread in threads:
         thread.join()
     return {"sent": sum(sent)}
@@ -294,7 +294,7 @@ def hold_connections(
                 outcomes["connected"] += 1
             except OSError as error:
                 outcomes[type(error).__name__] += 1
-        hands.report("begun")
+        hands.report("started")
         hands.stopping.wait()
     return dict(outcomes)
 
@@ -326,7 +326,7 @@ def connect_from(
             peer.shutdown(socket.SHUT_WR)
         elif ends == "close":
             peer.close()
-        hands.report("begun")
+        hands.report("started")
         hands.stopping.wait()
 
 
@@ -362,7 +362,7 @@ def connect_as_many_users(hands: ProcessContext, addresses: Sequence[str], count
         if len(held) > count:
             held.popleft().close()
         if number == count:
-            hands.report("begun")
+            hands.report("started")
     for each in held:
         each.close()
     return dict(outcomes)
@@ -377,7 +377,7 @@ def reconnect(hands: ProcessContext, address: Any, says: bytes = b"") -> Dict[st
     threads = [threading.Thread(target=_reconnect, args=(hands, address, says, outcomes)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    hands.report("begun")
+    hands.report("started")
     for thread in threads:
         thread.join()
     return dict(outcomes)
@@ -387,7 +387,7 @@ def send_millions_of_frames(hands: ProcessContext, address: str) -> Dict[str, in
     """Send messages of 20 million empty frames to a ZeroMQ listener until told to stop; return what became of them."""
     outcomes: Counter[str] = Counter()
     part = b"\1\0" * 100_000
-    hands.report("begun")
+    hands.report("started")
     while not hands.stopping.is_set():
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(1.0)
@@ -429,7 +429,7 @@ def ask_for(hands: ProcessContext, address: str, kind: str, connections: int = 4
 
 def compute(hands: ProcessContext) -> Dict[str, int]:
     """Keep one core busy and send nothing until the test stops this load."""
-    hands.report("begun")
+    hands.report("started")
     while not hands.stopping.is_set():
         sum(range(10_000))
     return {}
@@ -446,7 +446,7 @@ def _repeat(hands: ProcessContext, address: str, messages: bytes, connections: i
     threads = [threading.Thread(target=_repeat_one, args=(hands, address, data, sent)) for _ in range(connections)]
     for thread in threads:
         thread.start()
-    hands.report("begun")
+    hands.report("started")
     for thread in threads:
         thread.join()
     return {"sent": sum(sent)}
@@ -485,7 +485,7 @@ def end_many(hands: ProcessContext, path: str, model: str, inputs: Arrays, count
         return _stream_message([*encode(Infer("1", description, parameters)), *tensors]) * count
 
     sent = 0
-    hands.report("begun")
+    hands.report("started")
     while not hands.stopping.is_set():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
@@ -622,7 +622,7 @@ def call_grpc(
         threads = [threading.Thread(target=keep_calling) for _ in range(calls)]
         for thread in threads:
             thread.start()
-        hands.report("begun")
+        hands.report("started")
         for thread in threads:
             thread.join()
     return dict(outcomes)
@@ -638,7 +638,7 @@ def pour(hands: ProcessContext, port: int, begins: bytes, repeats: bytes, connec
     threads = [threading.Thread(target=_pour, args=(hands, port, begins, repeats, counts)) for _ in range(connections)]
     for thread in threads:
         thread.start()
-    hands.report("begun")
+    hands.report("started")
     for thread in threads:
         thread.join()
     return {"connections": counts["connections"], "megabytes": counts["bytes"] // 1_000_000}
@@ -672,7 +672,7 @@ def pass_unclosable(hands: ProcessContext, path: str) -> Dict[str, int]:
     with _passed_lingering(path), Path("/dev/null").open("rb") as null:
         for _ in range(100):
             outcomes[pass_descriptor(path, null.fileno())] += 1
-        hands.report("begun")
+        hands.report("started")
         while not hands.stopping.is_set():
             outcomes[pass_descriptor(path, null.fileno())] += 1
     return dict(outcomes)
@@ -720,7 +720,7 @@ def hoard(
         peers: List[socket.socket] = []
         for number in range(connections):
             if number == connections // 8:
-                hands.report("begun")
+                hands.report("started")
             if hands.stopping.wait(1 / 100):
                 break
             peer = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -768,7 +768,7 @@ def overlong(hands: ProcessContext, address: str) -> Dict[str, int]:
     """
     refused = 0
     with zmq.Context() as context:
-        hands.report("begun")
+        hands.report("started")
         while not hands.stopping.is_set():
             with context.socket(zmq.DEALER) as peer:
                 peer.setsockopt(zmq.LINGER, 0)
@@ -781,7 +781,7 @@ def overlong(hands: ProcessContext, address: str) -> Dict[str, int]:
 def garbage(hands: ProcessContext, address: str, seconds: float = float("inf")) -> Dict[str, int]:
     """Send bytes that are no message over one connection to the Unix socket after another; return how many ended."""
     ended, begin = 0, time.monotonic()
-    hands.report("begun")
+    hands.report("started")
     while not hands.stopping.is_set() and (not ended or time.monotonic() < begin + seconds):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
             peer.connect(address)
@@ -818,7 +818,7 @@ def share_holes(hands: ProcessContext, path: str, model: str, nbytes: int, max_o
                 peer.send(Unregister(f"done {count}", region))
                 count += 1
                 if count == 2:
-                    hands.report("begun")
+                    hands.report("started")
             allocated = sum(os.fstat(each).st_blocks * 512 for each in descriptors)
             return {**outcomes, "bytes": allocated}
     finally:
@@ -844,7 +844,7 @@ def _send_and_read_nothing(hands: ProcessContext, path: str, gust: bytes, connec
     """Send a gust of messages again and again over each connection; one that is closed is followed by another."""
     outcomes: Counter[str] = Counter()
     peers: List[socket.socket] = []
-    hands.report("begun")
+    hands.report("started")
     while not hands.stopping.is_set():
         if len(peers) < connections:
             peer = socket.socket(socket.AF_UNIX)
@@ -893,7 +893,7 @@ def frame_innocent(
         finally:
             os.close(descriptor)
         if sum(outcomes.values()) == 1:
-            hands.report("begun")
+            hands.report("started")
         if hands.stopping.is_set():
             break
     return dict(outcomes)
@@ -954,7 +954,7 @@ def slow_headers(hands: ProcessContext, address: str, model: str) -> Dict[str, i
     sent = 0
     with contextlib.ExitStack() as stack:
         send, receive = _unix_peer(stack, address) if address.startswith("unix://") else _zmq_peer(stack, address)
-        hands.report("begun")
+        hands.report("started")
         while not hands.stopping.is_set():
             for each in messages:
                 send(each)

@@ -116,7 +116,7 @@ class User:
         kind, report = self._receive()
         if kind == "error":
             raise report
-        assert kind == "told", kind
+        assert kind == "report", kind
         return report
 
     def end(self) -> Any:

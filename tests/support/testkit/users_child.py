@@ -66,7 +66,7 @@ def main() -> None:
     os.setresgid(int(uid), int(uid), int(uid))
     os.setresuid(int(uid), int(uid), int(uid))
     pipe = Connection(int(descriptor))
-    hands = ProcessContext(lambda value: pipe.send(("told", value)))
+    hands = ProcessContext(lambda value: pipe.send(("report", value)))
     orders: queue.Queue[Order] = queue.Queue()
     threading.Thread(target=_read, args=(pipe, hands, orders), daemon=True).start()
     hands.report(os.getresuid())

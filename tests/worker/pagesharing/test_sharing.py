@@ -123,9 +123,8 @@ def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
 def test_where_nothing_is_left_to_share_nothing_is_done(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do(f"empty, other = {str(tmp_path / 'empty')!r}, {str(tmp_path / 'other')!r}; gc.disable()")
-    child.do(
-        "done = [pagesharing.export_pages(empty), pagesharing.attach_pages(empty)]; model = weights(1, 8); before = digest(model)"
-    )
+    child.do("done = [pagesharing.export_pages(empty), pagesharing.attach_pages(empty)]")
+    child.do("model = weights(1, 8); before = digest(model)")
     child.do(
         "done += [pagesharing.attach_pages(empty), pagesharing.export_pages(other), pagesharing.attach_pages(other)]"
     )
