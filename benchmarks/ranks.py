@@ -1,9 +1,9 @@
 """Two ranks of the real MindSpore under weightd, against the same two called directly without it.
 
 Time is that of small slices, whose predict is as short as one of two ranks can be: what a request takes beside it shows
-most. Memory is that of slices of 100 MB: the daemon, its ZeroMQ proxy and its fork server take as much whatever the model, and
-by the side of next to none that would say nothing of models that are worth cutting. The library's processes take most
-of it all the same.
+most. Memory is that of slices of 100 MB: the daemon, its ZeroMQ proxy and its fork server take as much whatever the
+model, and by the side of next to none that would say nothing of models that are worth cutting. The library's processes
+take most of it all the same.
 
 The bare ranks have as many threads as weightd's. They predict one time after another without a pause, and compile for
 the one shape that they are asked with; weightd's model takes any number of rows.

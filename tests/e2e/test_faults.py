@@ -92,7 +92,7 @@ def test_what_a_client_asked_that_is_gone_is_dropped(service: Service) -> None:
 
 def test_no_process_leaves_weights_or_inputs_in_a_core_dump(service: Service) -> None:
     found = {f"{role} {pid}": core_dump_of(pid) for pid, role in service.roles().items()}
-    assert {key.split(" ")[0] for key in found} >= {"daemon", "holder", "worker", "fork", "gate"}, found
+    assert {key.split(" ")[0] for key in found} >= {"daemon", "holder", "worker", "fork", "proxy"}, found
     assert [key for key, each in found.items() if each != (0, 0)] == []
 
 

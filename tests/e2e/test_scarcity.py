@@ -135,7 +135,7 @@ def test_descriptors_in_flight_beyond_the_limit_of_a_gate_have_new_clients_wait(
         daemon.client(place.zmq_address) as late,
     ):
         ask_all(client, "mlp", questions)
-        [gate] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "gate"]
+        [gate] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "proxy"]
         resource.prlimit(gate, resource.RLIMIT_NOFILE, (1400, 1400))
         # The kernel counts those of all processes of a user, here root.
         ours, theirs = socket.socketpair()
@@ -179,7 +179,7 @@ def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
             # The process that makes those that serve ZeroMQ, and one of them.
             family = census.families([daemon.pid])
             [zygote] = [pid for pid in family if census.role(pid) == "zygote"]
-            gates = [pid for pid in family if census.role(pid) == "gate"]
+            gates = [pid for pid in family if census.role(pid) == "proxy"]
             assert gates
             os.kill(zygote, signal.SIGKILL)
             # A gate that is about to die may still accept a connection.

@@ -193,7 +193,7 @@ def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_
     with ManagedService(tables, env=env, daemon=more) as service:
         service.ready()
         roles = service.roles()
-        assert {"keeper", "zygote", "gate", "worker", "fork server"} <= {*roles.values()}
+        assert {"shim", "zygote", "proxy", "worker", "fork server"} <= {*roles.values()}
         children = [pid for pid in roles if pid != service.pid]
         for pid in children:
             for name in ("cmdline", "comm"):
@@ -201,7 +201,7 @@ def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_
                 assert not any(each in seen for each in ("private", "spawned", "mlp", ".onnx")), (pid, name)
             seen = Path(f"/proc/{pid}/environ").read_text("utf-8", "replace")
             # The zygote and its gates are forked from the daemon: the kernel shows what that was started with.
-            if roles[pid] not in ("zygote", "gate"):
+            if roles[pid] not in ("zygote", "proxy"):
                 inherited = [name for name in env if name in seen]
                 assert inherited == ["A_LIBRARY_HOME", "ASCEND_HOME_PATH"], roles[pid]
 

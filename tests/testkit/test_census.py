@@ -37,14 +37,14 @@ def test_processes_are_found_with_their_children_but_none_that_has_exited() -> N
 def test_a_service_has_the_same_processes_under_another_daemon(tmp_path: Path) -> None:
     with ManagedService({"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}}) as service:
         service.ready()
-        until(lambda: "gate" in service.roles().values(), "there is a gate")
+        until(lambda: "proxy" in service.roles().values(), "there is a ZeroMQ proxy")
         before = service.roles()
-        assert {"daemon", "keeper", "zygote", "fork server", "worker"} <= {*before.values()}
+        assert {"daemon", "shim", "zygote", "fork server", "worker"} <= {*before.values()}
         assert "other" not in before.values()
         assert service.pss_at_rest(0.5).keys() == before.keys()
         service.restart(signal.SIGKILL)
         service.ready()
         until(lambda: sorted(service.roles().values()) == sorted(before.values()), "there are as many")
         after = service.roles()
-        kept = ("keeper", "worker")
+        kept = ("shim", "worker")
         assert {pid for pid, role in after.items() if role in kept} == {p for p, role in before.items() if role in kept}

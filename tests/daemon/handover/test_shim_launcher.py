@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 import testkit.manager
-from testkit.keeping import LIMIT_S, ended
+from testkit.shims import LIMIT_S, ended
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.handover import shim_launcher, state
 from weightd_daemon.handover.instance_lock import make_private_directory

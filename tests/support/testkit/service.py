@@ -151,7 +151,7 @@ class Service:
         return census.families([self.pid, *(pid for pid in census.shims(self._runtime) if pid != self.pid)])
 
     def roles(self) -> dict[int, str]:
-        """What each of `pids` is: "daemon", "gate", "fork server", "holder", "worker" and so on."""
+        """What each of `pids` is: "daemon", "proxy", "fork server", "holder", "worker" and so on."""
         model_roles = {each.pid: each.role for each in self.processes()}
         return {pid: "daemon" if pid == self.pid else model_roles.get(pid) or census.role(pid) for pid in self.pids()}
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from testkit.keeping import FORKING
+from testkit.shims import FORKING
 from weightd_daemon.processes.launchers.direct import DirectLauncher
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from testkit import memory
-from testkit.keeping import FORKING, LIMIT_S, ended
+from testkit.shims import FORKING, LIMIT_S, ended
 from testkit.stopping import stopped
 from weightd_daemon.platform.processes import ChildProcess, kill, reap
 from weightd_daemon.processes.launchers.launcher import SurvivingProcess
