@@ -7,7 +7,7 @@ from typing import Any, Callable, List, Tuple
 
 import numpy as np
 
-from ascendsim import Host, ledger, models
+from ascendsim import Host, driver_state, models
 from ascendsim.program import Program
 
 Start = Callable[..., Program]
@@ -48,5 +48,5 @@ def answers(program: Program, path: Path, x: Any, code: str = "predict(x)") -> b
 
 def kinds(host: Host, device: int = 0) -> List[str]:
     """What lies on a card, without contexts and workspaces."""
-    others = (ledger.CONTEXT, ledger.WORKSPACE)
+    others = (driver_state.CONTEXT, driver_state.WORKSPACE)
     return [each.kind for each in host.card_state(device).allocations if each.kind not in others]

@@ -8,7 +8,7 @@ from typing import Any, List
 import numpy as np
 import pytest
 
-from ascendsim import Host, ledger, models
+from ascendsim import Host, driver_state, models
 from ascendsim.program import Died, Program
 
 from .support import Start, answers, kinds
@@ -65,7 +65,7 @@ def x() -> Any:
 
 def workspaces(host: Host, device: int = 0) -> List[int]:
     """The MiB of each workspace on a card."""
-    return [each.bytes // MIB for each in host.card_state(device).allocations if each.kind == ledger.WORKSPACE]
+    return [each.bytes // MIB for each in host.card_state(device).allocations if each.kind == driver_state.WORKSPACE]
 
 
 # --- Types ------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def graphs(tmp_path: Path) -> List[Path]:
 
 
 def weight_mib(host: Host) -> int:
-    return sum(each.bytes for each in host.card_state().allocations if each.kind == ledger.PRIVATE_WEIGHTS) // MIB
+    return sum(each.bytes for each in host.card_state().allocations if each.kind == driver_state.PRIVATE_WEIGHTS) // MIB
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ascendsim import Host, ledger, models
+from ascendsim import Host, driver_state, models
 from ascendsim.program import Program
 
 from .support import answers, kinds
@@ -112,7 +112,7 @@ def test_the_first_predict_runs_on_all_workers(on_card: Program, host: Host, pat
 
 def test_on_a_card_each_worker_has_a_copy(on_card: Program, host: Host) -> None:
     """model_impl.cc:729."""
-    assert kinds(host) == [ledger.PRIVATE_WEIGHTS] * 2
+    assert kinds(host) == [driver_state.PRIVATE_WEIGHTS] * 2
     on_card.do("runner(path, 3, 'ascend', device_ids=[1, 0])\nr = None")
     assert host.card_state().used == 0
 
@@ -134,13 +134,13 @@ def test_of_the_context_only_the_device_and_the_provider_arrive(running: Program
     path = models.mlp(tmp_path / "fixed.mindir", batch=1)
     group = "g = ms.ModelGroup()\ng.add_model([str(path)])\ng.cal_max_size_of_workspace(ms.ModelType.MINDIR, context())"
     running.do(f"{group}\nq = runner(path, 2, 'ascend')\nNone", path=path)
-    assert [each.kind for each in host.card_state().allocations].count(ledger.WORKSPACE) == 2
+    assert [each.kind for each in host.card_state().allocations].count(driver_state.WORKSPACE) == 2
 
 
 def test_with_a_pid_list_every_worker_is_a_holder_and_nobody_learns_its_handle(running: Program, host: Host) -> None:
     config = {"ascend_context": {"shareable_weight_pid_list": "1"}}
     running.do("q = runner(path, 2, 'ascend', config_info=c)\nNone", c=config)
-    assert kinds(host) == [ledger.WEIGHTS] * 2
+    assert kinds(host) == [driver_state.WEIGHTS] * 2
 
 
 def test_a_handle_is_imported_once_in_a_process(program: Program, running: Program, host: Host, start: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, cast
 import numpy as np
 import pytest
 
-from ascendsim import Host, environment, ledger, models
+from ascendsim import Host, driver_state, environment, models
 from testkit.fakeengine import FakeEngine, sequence
 from testkit.script import Script
 from weightd_common.model_group import GroupMember, GroupMembers, joint_digest
@@ -73,7 +73,7 @@ class House:
     @property
     def workspaces(self) -> int:
         """How many lie on the card."""
-        return [each.kind for each in self.host.card_state(0).allocations].count(ledger.WORKSPACE)
+        return [each.kind for each in self.host.card_state(0).allocations].count(driver_state.WORKSPACE)
 
     def broken(self, order: object) -> str:
         self.daemon.tell("g", order)

@@ -278,7 +278,7 @@ def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None
     [
         (BuildError("no such op"), "no such op", exit_codes.CANNOT_BUILD, False),
         (OutOfDeviceMemory("the card is full"), "the card is full", exit_codes.CANNOT_BUILD, True),
-        (ModelCorrupted("the canary died"), "the canary died", exit_codes.CANNOT_BUILD, False),
+        (ModelCorrupted("the self-test died"), "the self-test died", exit_codes.CANNOT_BUILD, False),
         (MemoryError(), "MemoryError: ", exit_codes.FAILED, False),
         # What is longer than the wire takes is clipped.
         (BuildError("x" * 10_000), clip("x" * 10_000), exit_codes.CANNOT_BUILD, False),
@@ -595,7 +595,7 @@ def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
 
 def test_an_answer_for_another_batch_is_not_given() -> None:
     two = np.zeros((2, 3), np.float32)
-    # The canary's answers are right, but the same request has another answer now.
+    # The self-test's answers are right, but the same request has another answer now.
     three = np.ones((3, 3), np.float32)
     engine = fake(sequence(ZEROS, two, ZEROS, two, three, three, ZEROS, ZEROS, two, ONES))
     status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)

@@ -86,7 +86,7 @@ MODELS = {
         [fp32("y", "N", 8, "H", "W")],
         {"w": small(16, 3, 3, 3), "v": small(8, 16, 3, 3)},
     ),
-    # These run only where N is a multiple of 3; of 5, of which no size that a canary tries is one; or where it is 1.
+    # These run only where N is a multiple of 3; of 5, of which no size that a self-test tries is one; or where it is 1.
     "threes": reshaped(-1, 3, 4),
     "fives": reshaped(-1, 5, 4),
     "single": reshaped(1, 4),

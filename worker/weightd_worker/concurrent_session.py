@@ -57,7 +57,7 @@ class ConcurrentSession(WorkerSession):
         return self._status
 
     def _next_order(self) -> Entry:
-        """Have the crew run what comes; return another order when it is its turn, and a `Stop` where no more is run."""
+        """Have the threads run what comes; return another order in its turn, and a `Stop` where no more is run."""
         if self._status != exit_codes.OK:
             return super()._next_order()
         while True:
@@ -86,7 +86,7 @@ class ConcurrentSession(WorkerSession):
                     return order, tensors
 
     def _on_idle(self) -> None:
-        """As in any session. What the crew has said was heard, but it may wake this thread for that only now."""
+        """As in any session. What the threads have reported was read, but it may wake this thread for that only now."""
         if self._status == exit_codes.OK:
             super()._on_idle()
         else:
@@ -120,7 +120,7 @@ class ConcurrentSession(WorkerSession):
         if replies:
             self._reply(*replies)
         if self._threads.is_idle and self._fatal_failures:
-            # After the last one this process has no seat any more, and nobody hears.
+            # After the last one this process has no slot any more, and nobody hears.
             for failed in self._fatal_failures[:-1]:
                 self._reply((dataclasses.replace(failed, is_exiting=False), ()))
             self._reply((self._fatal_failures.pop(), ()))

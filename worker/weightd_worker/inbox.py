@@ -10,7 +10,7 @@ from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, UnmapRegion
 
 Entry = Tuple[ChildOrder, Sequence[Any]]
-"""An order, and what belongs to it: the tensors of a predict, or the predicts, each with its own, that are together."""
+"""An order, and what belongs to it: the tensors of a predict, or those of a batch, each with its own."""
 
 
 class Inbox:
@@ -18,7 +18,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._entries: Deque[Entry] = collections.deque()
-        # Predicts that are together, of which so many are still to come; and what has come behind the first of them.
+        # Predicts of a batch, of which so many are still to come; and what has come behind the first of them.
         self._open_batch: Optional[BeginBatch] = None
         self._items: List[Any] = []
         self._missing_count = 0
@@ -31,7 +31,7 @@ class Inbox:
         """One has come.
 
         Raises:
-            RemoteProtocolError: predicts are still to come that are together.
+            RemoteProtocolError: predicts of a batch are still to come.
         """
         if self._open_batch is not None:
             self._put_in_open_batch(self._open_batch, order, tensors)
@@ -111,7 +111,7 @@ class Inbox:
 
 
 def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginBatch]:
-    """Take a predict out of those that are together; return the order without it, None if it is not there."""
+    """Take a predict out of its batch; return the order without it, None if it is not there."""
     for index, part in enumerate(items):
         if part[0].request == request:
             items.remove(part)

@@ -120,7 +120,7 @@ class PredictThreads:
 
 
 class UnlockedEngine:
-    """An engine, which the members of a crew have compute while others go on."""
+    """An engine, which these threads have compute while others go on."""
 
     def __init__(self, engine: Engine, threads: PredictThreads) -> None:
         self._engine = engine

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ascendsim import Host, ledger, modelfile, protobuf, ranks
+from ascendsim import Host, driver_state, modelfile, protobuf, ranks
 from ascendsim.program import Program
 
 from ..support import errors_of
@@ -70,7 +70,7 @@ def test_a_pipeline_may_give_its_result_to_all(world: World, tmp_path: Path, x: 
 def test_each_communicator_has_its_own_buffers(world: World, host: Host, tmp_path: Path, x: Any) -> None:
     connected(world, ranks.mlp(tmp_path / "cut", ranks=4, layers=1, stages=2), x)
     kinds = [each.kind for each in host.card_state().allocations]
-    assert kinds.count(ledger.BUFFERS) == 2  # of its stage, and of its place in the pipeline
+    assert kinds.count(driver_state.BUFFERS) == 2  # of its stage, and of its place in the pipeline
 
 
 def test_a_group_needs_its_file(world: World, tmp_path: Path, x: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ascendsim import Host, ledger, ranks
+from ascendsim import Host, driver_state, ranks
 from ascendsim.program import Program, ProgramError
 from ascendsim.ranks import Slices
 
@@ -80,7 +80,7 @@ def test_a_communicator_takes_two_buffers_of_each_card(world: World, host: Host,
     """hccl HCCL_BUFFSIZE.md: 200 MB unless told otherwise, in each direction."""
     connected(world, cut, x, HCCL_BUFFSIZE="50")
     for card in (0, 1):
-        [buffers] = [each for each in host.card_state(card).allocations if each.kind == ledger.BUFFERS]
+        [buffers] = [each for each in host.card_state(card).allocations if each.kind == driver_state.BUFFERS]
         assert buffers.bytes == 100 * MIB
 
 
@@ -89,7 +89,7 @@ def test_a_card_that_is_full_shows_at_the_first_predict(world: World, host: Host
     first, _ = world()
     assert first.refusal("predict(x)", x=x).text == "predict failed!"
     assert "207001" in first.errors()[-2]
-    assert [each.kind for each in host.card_state().allocations] == [ledger.CONTEXT]
+    assert [each.kind for each in host.card_state().allocations] == [driver_state.CONTEXT]
 
 
 def test_a_world_that_ended_leaves_nothing_and_another_takes_its_place(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ascendsim import Host, ledger, ranks
+from ascendsim import Host, driver_state, ranks
 from ascendsim.program import Program, ProgramError
 from ascendsim.ranks import Slices
 
@@ -43,9 +43,9 @@ def test_a_build_talks_to_nobody_and_takes_no_memory_and_ranks_build_one_after_a
 ) -> None:
     """hcom_plugin.cc:207 and hcom.cc:70: local checks only; ge_graph_executor.cc:1352: loaded at the first predict."""
     programs = world()
-    assert [each.kind for each in host.card_state().allocations] == [ledger.CONTEXT]
+    assert [each.kind for each in host.card_state().allocations] == [driver_state.CONTEXT]
     assert_right(programs, cut, x)
-    kinds = {ledger.CONTEXT, ledger.PRIVATE_WEIGHTS, ledger.WORKSPACE, ledger.BUFFERS}
+    kinds = {driver_state.CONTEXT, driver_state.PRIVATE_WEIGHTS, driver_state.WORKSPACE, driver_state.BUFFERS}
     assert {each.kind for each in host.card_state().allocations} == kinds
 
 
@@ -78,7 +78,7 @@ def test_two_models_of_a_rank_share_weights_communicator_and_buffers(
             program.do(f"lib.model = both[{number}]")
         assert_right(programs, cut, x[: (1, 3)[number]])
     kinds = [each.kind for each in host.card_state().allocations]
-    assert (host.copies_of_weights(), kinds.count(ledger.BUFFERS)) == (1, 1)
+    assert (host.copies_of_weights(), kinds.count(driver_state.BUFFERS)) == (1, 1)
 
 
 # --- Out of step: wrong numbers, and no error -------------------------------------------------------------------

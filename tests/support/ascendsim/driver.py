@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Dict, Generator, List, Sequence, Tuple
 
-from ascendsim import ledger, process
-from ascendsim.ledger import GRANULE, MIB, DriverState, Memory, Store
+from ascendsim import driver_state, process
+from ascendsim.driver_state import GRANULE, MIB, DriverState, Memory, Store
 from ascendsim.switches import Switches, read
 
 INVALID_PARAM = 107000
@@ -88,7 +88,7 @@ class Driver:
         """Whether this process has taken memory of a card, but for its context."""
         with self._open() as (entries, _):
             mine = [each for each in entries.on(self._cards[device]) if each.owner == self._identity.token]
-            return any(each.kind != ledger.CONTEXT for each in mine)
+            return any(each.kind != driver_state.CONTEXT for each in mine)
 
     def open_port(self, device: int, number: int, limit: int) -> bool:
         """Take a port of a card for HCCL; False if it is taken, or as many processes as may have one."""
@@ -97,7 +97,7 @@ class Driver:
             if len(taken) >= limit or any(each.number == number for each in taken):
                 self._store.say(f"{self.pid}: port {number} of card {device}: {len(taken)} are taken")
                 return False
-            entries.ports.append(ledger.Port(self._cards[device], number, self._identity.token))
+            entries.ports.append(driver_state.Port(self._cards[device], number, self._identity.token))
             return True
 
     def close_port(self, device: int, number: int) -> None:
@@ -122,7 +122,7 @@ class Driver:
             users = len(entries.users(self._cards[device]))
             if users >= switches.max_processes:
                 raise self._refusal(DRIVER_ERROR, f"card {device} has {users} processes already")
-            memory = self._take(entries, switches, device, switches.context_mib * MIB, ledger.CONTEXT)
+            memory = self._take(entries, switches, device, switches.context_mib * MIB, driver_state.CONTEXT)
         self._devices[device] = [1, memory.number]
 
     def reset_device(self, device: int) -> None:
@@ -135,7 +135,7 @@ class Driver:
         """aclrtMalloc, aclrtMallocPhysical: the number of new memory of this kind."""
         with self._open() as (entries, switches):
             memory = self._take(entries, switches, device, size, kind)
-            if kind == ledger.WEIGHTS:
+            if kind == driver_state.WEIGHTS:
                 with self._store.file(memory).open("wb") as file:
                     file.truncate(memory.bytes)
             return memory.number

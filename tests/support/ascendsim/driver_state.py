@@ -122,14 +122,14 @@ class DriverState:
 
 
 class Store:
-    """The ledger's file in the host's directory; processes that have ended are taken out at each opening."""
+    """The driver's file in the host's directory; processes that have ended are taken out at each opening."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     @contextlib.contextmanager
     def open(self, self_token: str = "") -> Generator[Tuple[DriverState, Switches], None, None]:
-        """Read the ledger, let the block change it, write it; a block that raises has still changed it."""
+        """Read the file, let the block change it, write it; a block that raises has still changed it."""
         with (self._directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             switches = read(self._directory)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List
 
-from ascendsim import addresses, ledger, switches
+from ascendsim import addresses, driver_state, switches
 from ascendsim.switches import Fault, Switches
 
 _PATH = Path(__file__).resolve().parent / "path"
@@ -30,7 +30,7 @@ class Host:
         (directory / "cards").write_text(str(cards), encoding="ascii")
         lines = [f"address_{card}={addresses.of_card(card)}\n" for card in range(cards)]
         (directory / "hccn.conf").write_text("".join(lines), encoding="ascii")
-        self._store = ledger.Store(directory)
+        self._store = driver_state.Store(directory)
         self._faults = 0
         self._switches = Switches()
         self.switch()
@@ -63,16 +63,18 @@ class Host:
         """Let all go well again."""
         self.switch(faults=())
 
-    def card_state(self, device: int = 0) -> ledger.Card:
+    def card_state(self, device: int = 0) -> driver_state.Card:
         """What a card's memory holds now. Whatever belonged to a process that has ended is gone."""
         with self._store.open() as (entries, values):
-            capacity = values.capacity_mib * ledger.MIB
-            return ledger.Card(capacity, entries.used(device), tuple(entries.on(device)), tuple(entries.users(device)))
+            capacity = values.capacity_mib * driver_state.MIB
+            return driver_state.Card(
+                capacity, entries.used(device), tuple(entries.on(device)), tuple(entries.users(device))
+            )
 
     def copies_of_weights(self, device: int = 0) -> int:
         """How often weights lie on a card, shared or private."""
         kinds = [each.kind for each in self.card_state(device).allocations]
-        return kinds.count(ledger.WEIGHTS) + kinds.count(ledger.PRIVATE_WEIGHTS)
+        return kinds.count(driver_state.WEIGHTS) + kinds.count(driver_state.PRIVATE_WEIGHTS)
 
     def count(self, operation: str) -> int:
         """How many operations were begun on cards, over all processes: "build" or "predict"."""

@@ -1,4 +1,4 @@
-"""Inputs of the canary that tests run, made from a signature; and the search for them, with nobody who is told."""
+"""Inputs of the self-test that tests run, made from a signature; and the search for them, with nobody who is told."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
 
 
 def found(engine: Engine, rebuild: Callable[[], None]) -> SelfTest:
-    """The canary that a holder finds which knows nothing."""
+    """The self-test that a holder finds which knows nothing."""
     return search.find_selftest(engine, Build(()), rebuild, lambda trying, unfit: None)

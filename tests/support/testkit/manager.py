@@ -119,7 +119,7 @@ class Manager:
             if "FDSTOREREMOVE" in assignments and name in self.stored_fds:
                 os.close(self.stored_fds.pop(name))
             for descriptor in descriptors:
-                # recv_fds(3) of Python leaves that out; a keeper that inherited its own link would never end.
+                # recv_fds(3) of Python leaves that out; a shim that inherited its own link would never end.
                 os.set_inheritable(descriptor, False)
             if "FDSTORE" in assignments:
                 self.stored_fds[name] = descriptors[0]

@@ -26,7 +26,7 @@ Models = Mapping[str, Mapping[str, object]]
 LISTEN_LIMIT_S = 30
 READY_LIMIT_S = 300  # eight workers that build 192 MiB one after another on a busy machine
 STOP_LIMIT_S = 60
-# Beyond what the daemon and its gate take until they give back what they hold no more.
+# Beyond what the daemon and its ZeroMQ proxy take until they give back what they hold no more.
 REST_S = 2.0
 REST_LIMIT_S = 60
 STEADY_BYTES = 300_000  # of the whole service
@@ -147,7 +147,7 @@ class Service:
         return [process for model in models for generation in model.generations for process in generation.processes]
 
     def pids(self) -> list[int]:
-        """The daemon's pid, then those of all that it and its keeper have started, however they came to be."""
+        """The daemon's pid, then those of all that it and its shim have started, however they came to be."""
         return census.families([self.pid, *(pid for pid in census.shims(self._runtime) if pid != self.pid)])
 
     def roles(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""What the tests of a keeper share."""
+"""What the tests of the shim share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ time.sleep(1000)
 
 
 def ended(pid: int, seconds: float = LIMIT_S) -> bool:
-    """Whether the process, a child of this one or of its keeper, has ended within so many seconds."""
+    """Whether the process, a child of this one or of its shim, has ended within so many seconds."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -44,8 +44,8 @@ class User:
             alice.connect(service.address)
             alice.ask("infer", "mlp", {"x": x})
 
-    A function that it is to run is named by where it can be imported from, takes `users_child.Hands` first, and what it
-    takes and gives can be pickled.
+    A function that it is to run is named by where it can be imported from, takes `users_child.ProcessContext` first,
+    and what it takes and gives can be pickled.
 
     Args:
         uid: whose it is; its group has the same number.

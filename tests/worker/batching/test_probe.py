@@ -27,7 +27,7 @@ SIGNATURE = ModelSignature((X,), (Y,))
 
 
 def found(engine: Engine, rows: int = 8, known: Optional[selftest.SelfTest] = None, **order: Any) -> RowSupport:
-    """What is found of a model, with the canary that is found before; it is not to be spoilt."""
+    """What is found of a model, with the self-test that is found before; it is not to be spoilt."""
     build = Build((), max_rows=rows, **order)
     if known is None:
         known = search.find_selftest(engine, build, lambda: None, _ignore)

@@ -147,7 +147,7 @@ def test_a_second_build_takes_the_place_of_the_first(engine: Engine, model: Mode
     assert engine.predict({"a": rows(3), "b": rows(1)})["sum"].tolist() == rows(4).tolist()
 
 
-# --- the signature and the canary -----------------------------------------------------------------------------
+# --- the signature and the self-test ----------------------------------------------------------------------------------
 
 
 def test_a_free_dimension_is_minus_one_a_fixed_one_is_itself_and_a_scalar_has_none(built: Built) -> None:

@@ -1,4 +1,4 @@
-"""A fork server of the engine of this interpreter, and the lanes of it and of templates."""
+"""A fork server of the engine of this interpreter, and the channels of it and of templates."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class Forking:
     def __init__(self, daemon: Daemon, variables: Mapping[str, str]) -> None:
         self.daemon = daemon
         self.pids: Dict[str, int] = {}
-        self._lanes: List[ForkChannel] = []
+        self._channels: List[ForkChannel] = []
         self._by_name: Dict[str, ForkChannel] = {}
-        self.address = f"ipc://{daemon.runtime}/lanes"
+        self.address = f"ipc://{daemon.runtime}/channels"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(LIMIT_MS / 1000)
-        self._listener.bind(f"{daemon.runtime}/lanes.channel")
+        self._listener.bind(f"{daemon.runtime}/channels.channel")
         self._listener.listen()
         self.variables = {**ONE_THREAD, **variables}
         daemon.launch("server", self.command(os.getpid()), self.variables, self.arguments())
@@ -107,16 +107,16 @@ class Forking:
         return ["--address", self.address, "--name", "server"]
 
     def accept(self) -> ForkChannel:
-        """Wait for the next lane."""
+        """Wait for the next channel."""
         connection, _ = self._listener.accept()
-        self._lanes.append(ForkChannel(connection))
-        return self._lanes[-1]
+        self._channels.append(ForkChannel(connection))
+        return self._channels[-1]
 
-    def lane(self, name: str) -> ForkChannel:
-        """Return the lane of what was forked under that name."""
+    def channel(self, name: str) -> ForkChannel:
+        """Return the channel of what was forked under that name."""
         while name not in self._by_name:
-            lane = self.accept()
-            self._by_name.update((each, lane) for each, pid in self.pids.items() if pid == lane.pid)
+            channel = self.accept()
+            self._by_name.update((each, channel) for each, pid in self.pids.items() if pid == channel.pid)
         return self._by_name[name]
 
     def fork(self, name: str, model: Path, *more: str, of: Optional[ForkChannel] = None) -> int:
@@ -124,9 +124,9 @@ class Forking:
         arguments = (*self.daemon.arguments(name, model), *more)
         arguments += ("--address", self.address)
         self._by_name.pop(name, None)
-        lane = of or self.server
-        lane.tell(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))
-        forked = lane.hear(Forked)
+        channel = of or self.server
+        channel.tell(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))
+        forked = channel.hear(Forked)
         assert (forked.name, forked.error) == (name, "")
         self.pids[name] = forked.pid
         return forked.pid
@@ -141,8 +141,8 @@ class Forking:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for lane in self._lanes:
-            lane.stream.close()
+        for channel in self._channels:
+            channel.stream.close()
         self._listener.close()
 
 

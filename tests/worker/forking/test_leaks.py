@@ -47,7 +47,7 @@ def pair(leaky: Forking, tmp_path_factory: pytest.TempPathFactory) -> List[Born]
     born: List[Born] = []
     for name in ("a", "b"):
         pid = leaky.fork(name, model, "--role", "worker")
-        hello = leaky.lane(name).hear(Hello)
+        hello = leaky.channel(name).hear(Hello)
         born.append(Born(pid, hello, json.loads(hello.versions[ENGINE])))
     return born
 
@@ -126,6 +126,6 @@ def test_it_goes_as_far_before_the_daemon_as_a_spawned_one(
 ) -> None:
     (tmp_path / "model").write_bytes(b"any")
     pid = leaky.fork(role, tmp_path / "model", "--role", role)
-    leaky.lane(role).hear(Hello)
+    leaky.channel(role).hear(Hello)
     own, score = (int(Path(f"/proc/{each}/oom_score_adj").read_text("ascii")) for each in ("self", pid))
     assert score == min(own + above, 1000)

@@ -51,36 +51,36 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
     daemon, path = forking.daemon, model("wide")
     for name, role in (("h", "holder"), ("w1", "worker"), ("w2", "worker")):
         forking.fork(name, path, "--role", role)
-        hello = forking.lane(name).hear(Hello)
+        hello = forking.channel(name).hear(Hello)
         assert hello.origin == "forked"
-    forking.lane("h").tell(Build(()))
-    built = forking.lane("h").hear(Built)
+    forking.channel("h").tell(Build(()))
+    built = forking.channel("h").hear(Built)
     assert (built.handle, built.is_template) == (str(daemon.directory / "store"), False)
     x = (np.arange(1024) % 7 - 3).astype(np.float32).reshape(1, 1024)
     i, j = np.ogrid[:1024, :1024]
     for number, name in enumerate(("w1", "w2")):
-        forking.lane(name).tell(Attach(built.handle, built.selftest_cases))
-        attached = forking.lane(name).hear(Attached)
+        forking.channel(name).tell(Attach(built.handle, built.selftest_cases))
+        attached = forking.channel(name).hear(Attached)
         assert (attached.selftest_digest, attached.shared_bytes > 0.9 * built.shared_bytes) == (
             built.selftest_digest,
             True,
         )
-        answer = forking.lane(name).ask(number, x=x)
+        answer = forking.channel(name).ask(number, x=x)
         assert np.array_equal(answer, x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):
-        forking.lane(name).tell(Stop())
+        forking.channel(name).tell(Stop())
         assert forking.wait(name) == exit_codes.OK
 
 
 def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Model) -> None:
     with served() as forking:
         forking.fork("w", model("relu"))
-        forking.lane("w").hear(Hello)
+        forking.channel("w").hear(Hello)
         server = forking.daemon.children["server"]
         server.kill()
         server.wait()
-        forking.lane("w").tell(Ping(run_selftest=False))
-        forking.lane("w").hear(Pong)
+        forking.channel("w").tell(Ping(run_selftest=False))
+        forking.channel("w").hear(Pong)
 
 
 def test_all_end_with_their_parent(served: Start, model: Model) -> None:
@@ -91,21 +91,21 @@ def test_all_end_with_their_parent(served: Start, model: Model) -> None:
             assert parent.stdin
             parent.stdin.write(json.dumps(forking.arguments()).encode() + b"\n")
             parent.stdin.flush()
-            lane = forking.accept()
+            channel = forking.accept()
             arguments = (*forking.daemon.arguments("w", model("relu")), "--address", forking.address)
-            lane.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
-            pid = lane.hear(Forked).pid
+            channel.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
+            pid = channel.hear(Forked).pid
             assert forking.accept().pid == pid
             assert alive(pid)
-            assert alive(lane.pid)
+            assert alive(channel.pid)
             parent.kill()
-        until(lambda: not alive(pid) and not alive(lane.pid), "the end of both")
+        until(lambda: not alive(pid) and not alive(channel.pid), "the end of both")
 
 
-@pytest.mark.parametrize("how", ["told", "lane", "order"])
+@pytest.mark.parametrize("how", ["told", "channel", "order"])
 def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_for_it(served: Start, how: str) -> None:
     with served() as forking:
-        if how == "lane":
+        if how == "channel":
             forking.server.stream.close()
         else:
             forking.server.tell(Stop() if how == "told" else Ping(run_selftest=False))
@@ -151,7 +151,7 @@ def test_wrong_arguments_are_told_and_it_goes_on(forking: Forking) -> None:
 def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
     os.kill(forking.server.pid, signal.SIGINT)
     forking.fork("after", model("relu"))
-    forking.lane("after").hear(Hello)
+    forking.channel("after").hear(Hello)
 
 
 def command() -> List[str]:

@@ -42,19 +42,19 @@ MIB = 1 << 20
 def holder(forking: Forking, model: Path, *more: str) -> Tuple[ForkChannel, Built]:
     """A holder that may be a template, and what it has built."""
     forking.fork("h", model, "--role", "holder", "--template", *more)
-    lane = forking.lane("h")
-    hello = lane.hear(Hello)
-    assert (lane.pid, hello.pid, hello.origin) == (forking.pids["h"], str(lane.pid), "forked")
-    lane.tell(Build(()))
-    return lane, lane.hear(Built)
+    channel = forking.channel("h")
+    hello = channel.hear(Hello)
+    assert (channel.pid, hello.pid, hello.origin) == (forking.pids["h"], str(channel.pid), "forked")
+    channel.tell(Build(()))
+    return channel, channel.hear(Built)
 
 
 def worker(forking: Forking, name: str, model: Path, built: Built, of: ForkChannel) -> Tuple[Hello, Attached]:
     """Have a worker forked, and let it attach."""
     forking.fork(name, model, of=of)
-    hello = forking.lane(name).hear(Hello)
-    forking.lane(name).tell(Attach(built.handle, built.selftest_cases))
-    attached = forking.lane(name).hear(Attached)
+    hello = forking.channel(name).hear(Hello)
+    forking.channel(name).tell(Attach(built.handle, built.selftest_cases))
+    attached = forking.channel(name).hear(Attached)
     assert attached.selftest_digest == built.selftest_digest
     return hello, attached
 
@@ -74,15 +74,15 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
             hello, attached = worker(forking, name, path, built, template)
             assert (hello.origin, hello.origin_note) == ("template", "")
             assert attached.shared_bytes == built.shared_bytes
-            assert forking.lane(name).ask(number, x=x).tobytes() == expected.tobytes()
+            assert forking.channel(name).ask(number, x=x).tobytes() == expected.tobytes()
         assert not (forking.daemon.directory / "store").exists()
         # They live on without it.
         os.kill(template.pid, signal.SIGKILL)
         forking.wait("h")
-        forking.lane("w0").tell(Ping(run_selftest=True))
-        pong = forking.lane("w0").hear(Pong)
+        forking.channel("w0").tell(Ping(run_selftest=True))
+        pong = forking.channel("w0").hear(Pong)
         assert pong.selftest_digest == built.selftest_digest
-        forking.lane("w0").tell(Stop())
+        forking.channel("w0").tell(Stop())
         assert forking.wait("w0") == exit_codes.OK
 
 
@@ -109,14 +109,14 @@ def test_what_cannot_be_one_or_is_not_worth_it_is_none(
     served: Start, model: Model, name: str, more: Tuple[str, ...], shares: bool, note: str
 ) -> None:
     with served() as forking:
-        lane, built = holder(forking, model(name), *more)
+        channel, built = holder(forking, model(name), *more)
         assert (built.is_template, bool(built.handle), built.is_loss) == (False, shares, False)
         assert built.note.startswith(note)
         assert (built.shared_bytes > 4 * MIB - 64 * 1024) == shares
         words = "workers are not forked from this process: cannot fork: expected one thread, got 1 more: "
         assert (words in forking.daemon.log("h")) == shares
-        lane.tell(Fork("w", (), "/log"))
-        assert lane.hear(Forked) == Forked("w", 0, "this process is no template")
+        channel.tell(Fork("w", (), "/log"))
+        assert channel.hear(Forked) == Forked("w", 0, "this process is no template")
 
 
 def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(served: Start, model: Model) -> None:
@@ -129,7 +129,7 @@ def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(ser
         for number, name in enumerate(("w1", "w2")):
             _, attached = worker(forking, name, path, built, forking.server)
             assert attached.shared_bytes > 4 * MIB
-            drawn.add(forking.lane(name).ask(number, x=np.full((1, 1024), 1e30, np.float32)).tobytes())
+            drawn.add(forking.channel(name).ask(number, x=np.full((1, 1024), 1e30, np.float32)).tobytes())
         assert len(drawn) == 2
 
 

@@ -38,8 +38,8 @@ class Group:
         self.directory = directory
         self.cut = ranks.mlp(directory / "slices")
         self.table = ranks.table(directory / "table.json", [0, 1])
-        self.canary = directory / "canary.npz"
-        np.savez(str(self.canary), x=X, output_0=ranks.whole(X))
+        self.selftest = directory / "selftest.npz"
+        np.savez(str(self.selftest), x=X, output_0=ranks.whole(X))
         self.step = 0
 
     def start(self, rank: int, *, model: Optional[Path] = None, name: str = "", **told: Any) -> None:
@@ -47,7 +47,7 @@ class Group:
         groups = str(self.cut.group_infos[rank]) if self.cut.group_infos else ""
         meeting = RendezvousInfo(rank, 2, 120, 68, 1, rank_table=str(self.table), group_info=groups, buffer_mib=64)
         meeting = meeting._replace(**told)
-        arguments = ["--role", "rank", "--rendezvous", meeting.json(), "--selftest-inputs", str(self.canary)]
+        arguments = ["--role", "rank", "--rendezvous", meeting.json(), "--selftest-inputs", str(self.selftest)]
         path = model or self.cut.paths[rank]
         self.daemon.start(
             name or f"r{rank}",
@@ -145,7 +145,7 @@ def test_from_hello_to_stop(group: Group) -> None:
 
 def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     group.cut = ranks.mlp(group.directory / "sliced", output="sliced")
-    np.savez(str(group.canary), x=X[:2], output_0=ranks.whole(X[:2]))
+    np.savez(str(group.selftest), x=X[:2], output_0=ranks.whole(X[:2]))
     warmed = group.enter(reply_rank=None)
     assert all(each.selftest_digest for each in warmed)
     x = np.concatenate([X, X])
@@ -162,7 +162,7 @@ def test_where_each_has_its_rows_both_answer(group: Group) -> None:
 
 def test_stages_of_a_pipeline_have_groups_of_their_own(group: Group) -> None:
     group.cut = ranks.mlp(group.directory / "staged", stages=2)
-    np.savez(str(group.canary), x=X, output_0=ranks.whole(X, layers=4))
+    np.savez(str(group.selftest), x=X, output_0=ranks.whole(X, layers=4))
     group.enter()
     group.ask(X[:1])
     assert np.array_equal(group.answers()[1], ranks.whole(X[:1], layers=4))

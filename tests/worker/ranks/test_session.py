@@ -77,10 +77,10 @@ def together(*orders: List[Any]) -> List[Any]:
 
 @pytest.fixture
 def npz(tmp_path: Path) -> Write:
-    """Write the file of a canary."""
+    """Write the file of a self-test."""
 
     def write(**arrays: Any) -> str:
-        path = tmp_path / "canary.npz"
+        path = tmp_path / "selftest.npz"
         np.savez(str(path), **(arrays or {"x": X, "y": X * 2}))
         return str(path)
 

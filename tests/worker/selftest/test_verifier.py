@@ -165,7 +165,7 @@ def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
     assert shape_of(near, model, batch(5)) == (1, 3)
 
 
-# --- without a canary -----------------------------------------------------------------------------------------------
+# --- without a self-test -------------------------------------------------------------------------------------------
 
 SIX = BATCHED._replace(outputs=(TensorSignature("y", "FP32", (1, 2, 60)),))
 OF_SIX = {"x": np.ones((1, 2, 60), np.float32)}

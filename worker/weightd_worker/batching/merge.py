@@ -107,7 +107,7 @@ class MergedRequest:
             arrays: as `to_wire` returns them.
 
         Raises:
-            NotTogether: an output has not as many rows as the inputs.
+            NotBatchable: an output has not as many rows as the inputs.
         """
         check_rows(arrays, self.total_rows)
         positions = {name: position for position, name in enumerate(arrays)}

@@ -130,7 +130,7 @@ class _TryReporter:
         """Tell of a number of rows that is run for the first time.
 
         Raises:
-            NotTogether: a process has died of it.
+            NotBatchable: a process has died of it.
         """
         if row_count in self._announced:
             return

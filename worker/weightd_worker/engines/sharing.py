@@ -53,7 +53,7 @@ class WeightSharing(abc.ABC):
         """Let further processes attach to what was exported.
 
         Raises:
-            NotAllowed: the library offers no way.
+            AttachRefused: the library offers no way.
         """
 
     @abc.abstractmethod

@@ -20,8 +20,8 @@ from ascendsim import glog, process
 from ascendsim.hccl import settings as hccl_settings
 from ascendsim.hccl.errors import HcclError
 from ascendsim.hccl.link import Link
-from ascendsim.hccl.meeting import Rendezvous
 from ascendsim.hccl.ranktable import RankTable
+from ascendsim.hccl.rendezvous import Rendezvous
 from ascendsim.hccl.settings import Settings
 from ascendsim.modelfile import Floats
 from ascendsim.network import WORLD, Collective

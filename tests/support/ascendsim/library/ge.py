@@ -13,12 +13,12 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 
-from ascendsim import addresses, faults, glog, ledger, modelfile, network
+from ascendsim import addresses, driver_state, faults, glog, modelfile, network
 from ascendsim.driver import AclError, Driver
+from ascendsim.driver_state import MIB
 from ascendsim.hccl import groupinfo, products, ranktable, settings
 from ascendsim.hccl.errors import HcclError
 from ascendsim.hccl.world import StreamSyncTimeout, World
-from ascendsim.ledger import MIB
 from ascendsim.modelfile import Floats, ModelFile
 
 Sections = Mapping[str, Mapping[str, str]]
@@ -77,7 +77,7 @@ class _Context:
         """Take the memory of the communicators of these groups, once."""
         for group in groups:
             if group not in self._buffers:
-                self._buffers[group] = self._driver.allocate(self.device, self._buffer_bytes, ledger.BUFFERS)
+                self._buffers[group] = self._driver.allocate(self.device, self._buffer_bytes, driver_state.BUFFERS)
 
     def close(self) -> None:
         """GEFinalize."""
@@ -177,7 +177,7 @@ class Session:
         return np.concatenate(parts)
 
     def _allocate(self, driver: Driver, device: int, size: int) -> None:
-        self._memory.append(driver.allocate(device, size, ledger.PRIVATE_WEIGHTS))
+        self._memory.append(driver.allocate(device, size, driver_state.PRIVATE_WEIGHTS))
 
 
 _contexts: List[_Context] = []  # that of this process, if it has one
@@ -313,7 +313,7 @@ class Graph:
         if not self._memory:
             try:
                 workspace = self.model.workspace_bytes or self._driver.switches.workspace_mib * MIB
-                self._memory.append(self._driver.allocate(device, workspace, ledger.WORKSPACE))
+                self._memory.append(self._driver.allocate(device, workspace, driver_state.WORKSPACE))
                 self._context.take_buffers(self._groups)
                 self._weights = self._session.take(self._driver, device, self.model)
             except AclError:

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from ascendsim import faults, glog, ledger, modelfile
+from ascendsim import driver_state, faults, glog, modelfile
 from ascendsim.driver import AclError, Driver
-from ascendsim.ledger import MIB
+from ascendsim.driver_state import MIB
 from ascendsim.modelfile import Floats, ModelFile, ModelFileError
 
 SHARE_WEIGHT, SHARE_WORKSPACE = 1, 2
@@ -115,10 +115,10 @@ def release_memory(driver: Driver, path: str, device: int) -> None:
 def _take_weights(driver: Driver, path: str, device: int, model: ModelFile, memory: List[int]) -> Floats:
     own = modelfile.as_floats(model.weights, model)
     if not flags(path) & SHARE_WEIGHT:
-        memory.append(driver.allocate(device, model.weight_bytes, ledger.PRIVATE_WEIGHTS))
+        memory.append(driver.allocate(device, model.weight_bytes, driver_state.PRIVATE_WEIGHTS))
         return own.copy()
     if (device, path) not in _weights:
-        number = driver.allocate(device, model.weight_bytes, ledger.PRIVATE_WEIGHTS)
+        number = driver.allocate(device, model.weight_bytes, driver_state.PRIVATE_WEIGHTS)
         _weights[device, path] = Weights(number, own.copy())
     shared = _weights[device, path].floats
     # Each load writes those of the file as it is now, as with weights that processes share.
@@ -134,13 +134,13 @@ def _take_workspace(driver: Driver, path: str, device: int, model: ModelFile, me
             glog.warning("extendrt/kernel/ascend/model/model_process.cc:657", "GetModelWorkspace", text)
         own = size or model.workspace_bytes or driver.switches.workspace_mib * MIB
         if own:
-            memory.append(driver.allocate(device, own, ledger.WORKSPACE))
+            memory.append(driver.allocate(device, own, driver_state.WORKSPACE))
         return True
     if device not in _sizes:
         glog.error(f"{_MANAGER}:97", "GetModelWorkMem", "Get work mem failed!")
         return False
     if device not in _workspaces:
-        _workspaces[device] = driver.allocate(device, _sizes[device], ledger.WORKSPACE)
+        _workspaces[device] = driver.allocate(device, _sizes[device], driver_state.WORKSPACE)
     return True
 
 

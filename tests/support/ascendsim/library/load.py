@@ -12,9 +12,9 @@ import threading
 from typing import Dict, List, NamedTuple, Optional
 
 from ascendsim import driver as drivers
-from ascendsim import faults, glog, ledger, modelfile
+from ascendsim import driver_state, faults, glog, modelfile
 from ascendsim.driver import AclError, Driver
-from ascendsim.ledger import GRANULE, MIB
+from ascendsim.driver_state import GRANULE, MIB
 from ascendsim.library import groups
 from ascendsim.modelfile import Floats, ModelFile
 
@@ -129,7 +129,7 @@ class ModelProcess:
         step = (0, "")
         try:
             step = (681, "aclrtMallocPhysical failed! ret:")
-            memory = driver.allocate(self._options.device, size, ledger.WEIGHTS)
+            memory = driver.allocate(self._options.device, size, driver_state.WEIGHTS)
             step = (687, "aclrtMemExportToShareableHandle failed! ret:")
             self.shareable_handle = driver.export(memory)
             pids = _pids(self._options.pids)
@@ -175,7 +175,9 @@ class ModelProcess:
 
     def _plain(self, model: ModelFile) -> bool:
         try:
-            self._memory.append(self._driver.allocate(self._options.device, model.weight_bytes, ledger.PRIVATE_WEIGHTS))
+            self._memory.append(
+                self._driver.allocate(self._options.device, model.weight_bytes, driver_state.PRIVATE_WEIGHTS)
+            )
         except AclError as error:
             _error(855, "Load", f"Call aclmdlLoadFromMem failed, ret = {error.code}")
             return False
@@ -197,7 +199,7 @@ class ModelProcess:
         size = model.workspace_bytes or self._driver.switches.workspace_mib * MIB
         if size:
             try:
-                self._memory.append(self._driver.allocate(self._options.device, size, ledger.WORKSPACE))
+                self._memory.append(self._driver.allocate(self._options.device, size, driver_state.WORKSPACE))
             except AclError as error:
                 _error(764, "AllocWorkMemory", f"Call aclrtMalloc failed, err_code = {error.code}")
                 return False

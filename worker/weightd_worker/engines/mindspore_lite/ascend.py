@@ -2,7 +2,7 @@
 
 What the library does not do, read in the source of 2.7.0, and what this module does about it:
 
-- It knows two keys of the section ascend_context, and ignores them in silence in many cases (`_IGNORED`). What it
+- It knows two keys of the section ascend_context, and ignores them in silence in many cases (`weight_handle`). What it
   exports is "" then: that is a `BuildError`, not a model whose every worker has a copy of its own.
 - It takes a list of pids or a handle apart only after it has taken memory, and a handle as far as it is a number: both
   are checked before.

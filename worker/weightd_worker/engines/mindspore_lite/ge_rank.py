@@ -13,7 +13,7 @@ What the library does not do, read in the sources of 2.7 and HCCL, and what this
 - It shares no weights, and waits for others without the interpreter's lock, so that pings could be answered, and
   without a time limit of its own, so that the daemon's has to be the shorter one.
 - A predict that has failed spoils what the others have computed: `ModelCorrupted`. A resize runs nothing:
-`RankRejected`.
+  `RankRejected`.
 """
 
 from __future__ import annotations
