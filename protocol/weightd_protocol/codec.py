@@ -273,6 +273,11 @@ def _decode(
     return message
 
 
+def type_name(message: Any) -> str:
+    """Return the type of a message as it is spelled in the envelope."""
+    return _TAGS[type(message)]
+
+
 class EnvelopeHeading(NamedTuple):
     """Type and id of a message that is not decoded; "" for one that does not stand at the front of the envelope."""
 

@@ -26,7 +26,7 @@ import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from weightd_common import paths
 from weightd_common.stream import Stream
 from weightd_protocol import limits
-from weightd_protocol.codec import Decoder, encode
+from weightd_protocol.codec import Decoder, encode, type_name
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.worker import TO_CHILD, Fork, Forked, Stop
 from weightd_worker import arguments as child_arguments
@@ -80,7 +80,7 @@ def _serve(channel: Stream, forker: Forker) -> int:
             if isinstance(order, Stop):
                 return exit_codes.OK
             if not isinstance(order, Fork):
-                raise RemoteProtocolError(f"type: expected fork or stop, got {type(order).__name__.lower()}")
+                raise RemoteProtocolError(f"type: expected fork or stop, got {type_name(order)}")
             forker.fork(order, report_forked)
     return exit_codes.OK
 

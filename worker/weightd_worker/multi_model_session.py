@@ -6,6 +6,7 @@ import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 from weightd_common import model_group
+from weightd_protocol.codec import type_name
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.ranks import (
     JoinedGroup,
@@ -68,7 +69,7 @@ class MultiModelSession(SessionBase):
         elif isinstance(order, Ping):
             self._send(Pong())
         elif not isinstance(order, TrimStore):
-            raise RemoteProtocolError(f"type: expected an order for a group, got {type(order).__name__.lower()}")
+            raise RemoteProtocolError(f"type: expected an order for a group, got {type_name(order)}")
 
     def _join_group(self) -> None:
         self._group.build()

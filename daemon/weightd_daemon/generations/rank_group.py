@@ -110,7 +110,7 @@ class RankGroup(GenerationBase):
 
     def on_joined(self, name: str, joined: JoinedGroup, now: float) -> None:
         """A rank is in the group, and has loaded; when all have, they are to run the self-test."""
-        child = self._expect_message(name, ChildState.BUILDING, "joinedgroup", now)
+        child = self._expect_message(name, ChildState.BUILDING, "joined_group", now)
         if child is None:
             return
         self._joined[name] = joined
@@ -121,7 +121,7 @@ class RankGroup(GenerationBase):
 
     def on_selftest_done(self, name: str, selftest: SelfTestDone, now: float) -> None:
         """A rank has run the self-test, and found its answer right; when all have, they serve."""
-        child = self._expect_message(name, ChildState.ATTACHING, "selftestdone", now)
+        child = self._expect_message(name, ChildState.ATTACHING, "selftest_done", now)
         if child is None:
             return
         if not self.group_spec.is_sliced and len(selftest.members) != self.group_spec.model_count:

@@ -12,6 +12,7 @@ from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.rank_rendezvous import rank_number
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.lockstep import LockstepTracker
+from weightd_protocol.codec import type_name
 from weightd_protocol.messages.ranks import JoinedGroup, SelfTestDone
 from weightd_protocol.messages.worker import ChildMessage, ProcessFailed
 
@@ -25,7 +26,7 @@ def on_message(
     now: float,
 ) -> None:
     """A child has said what only processes of units say, or one of a unit what none of these says."""
-    message_name = type(message).__name__.lower()
+    message_name = type_name(message)
     match generation, message:
         case RankGroup(), JoinedGroup():
             generation.on_joined(child, message, now)

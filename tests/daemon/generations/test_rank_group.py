@@ -254,8 +254,8 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
 
 SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
     "hello": lambda group, name: group.hello(name),
-    "joinedgroup": lambda group, name: group.entered(name),
-    "selftestdone": lambda group, name: group.warmed(name),
+    "joined_group": lambda group, name: group.entered(name),
+    "selftest_done": lambda group, name: group.warmed(name),
     "reconnected": lambda group, name: group.back(name),
 }
 
@@ -265,8 +265,8 @@ SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
 def test_who_speaks_out_of_turn_does_not_know_where_it_is(when: str, what: str) -> None:
     if (when, what) in {
         ("spawned", "hello"),
-        ("loading", "joinedgroup"),
-        ("warming", "selftestdone"),
+        ("loading", "joined_group"),
+        ("warming", "selftest_done"),
         ("resumed", "reconnected"),
     }:
         return

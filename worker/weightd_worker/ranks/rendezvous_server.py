@@ -7,7 +7,7 @@ import os
 from typing import Callable, Union
 
 from weightd_protocol import limits
-from weightd_protocol.codec import Decoder, encode
+from weightd_protocol.codec import Decoder, encode, type_name
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.ranks import JoinGroup
 from weightd_protocol.messages.worker import TO_CHILD, Hello, Ping, Pong, Reconnected, Stop
@@ -53,9 +53,7 @@ def run(connection: Union[WorkerConnection, ChannelConnection], serve: Callable[
             elif isinstance(order, JoinGroup):
                 return _serve(serve)
             else:
-                raise RemoteProtocolError(
-                    f"type: expected join_group, ping or stop, got {type(order).__name__.lower()}"
-                )
+                raise RemoteProtocolError(f"type: expected join_group, ping or stop, got {type_name(order)}")
 
 
 def _serve(serve: Callable[[], None]) -> int:

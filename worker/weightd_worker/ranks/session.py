@@ -8,6 +8,7 @@ from typing import Any, Mapping, NamedTuple, Union
 
 from weightd_common.cpulist import parse_cpulist
 from weightd_common.rendezvous import RendezvousInfo
+from weightd_protocol.codec import type_name
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.worker import CancelPredict, ChildOrder, Hello, Ping, Pong, Reconnected, TrimStore
@@ -93,7 +94,7 @@ class RankSession(SessionBase):
             # Not by the self-test: that all ranks would have to run.
             self._send(Pong())
         elif not isinstance(order, TrimStore):
-            raise RemoteProtocolError(f"type: expected an order for a rank, got {type(order).__name__.lower()}")
+            raise RemoteProtocolError(f"type: expected an order for a rank, got {type_name(order)}")
 
     def _join_group(self) -> None:
         self._engine.join_group()
