@@ -219,7 +219,7 @@ def test_what_runs_in_the_foreground_ends_with_its_terminal(
     with contextlib.ExitStack() as stack:
         commands = [run, ("serve", config), ("gateway", gateway)]
         programs = [stack.enter_context(InTerminal("SIG_DFL", *each)) for each in commands]
-        for program, text in zip(programs, ("it serves", "mlp.1: serving", "serving at"), strict=True):
+        for program, text in zip(programs, ("ready; try: ", "mlp.1: serving", "serving at"), strict=True):
             program.wait_for(text)
         children = children_of(place.cache)
         assert children
