@@ -28,7 +28,7 @@ class _Map(ctypes.Structure):
     ]
 
 
-class Title:
+class ProcessTitle:
     """That of this process, or of one that is forked from it.
 
     Attributes:

@@ -17,13 +17,13 @@ import gc, os, sys
 from pathlib import Path
 from weightd_common import proctitle
 proctitle._PR_SET_MM = int(sys.argv[1])
-shown = proctitle.Title()
+shown = proctitle.ProcessTitle()
 first = shown.first_word
 assert first == sys.executable
 shown.set_title([first, "a" * 9000, "", "end"])
 gc.collect()
 # As in a process that is forked of one that has written its own.
-again = proctitle.Title()
+again = proctitle.ProcessTitle()
 assert again.first_word == first
 again.set_title([first, *sys.argv[2:]])
 assert b"AFTER=all that" in Path("/proc/self/environ").read_bytes().split(b"\\0")

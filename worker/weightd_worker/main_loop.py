@@ -19,7 +19,7 @@ from weightd_common.model_group import GroupMembers, joint_digest
 from weightd_common.modelfile import ModelFileError, pinned_digest
 from weightd_common.oom_score import raise_score
 from weightd_common.pdeathsig import die_with_parent
-from weightd_common.proctitle import Title
+from weightd_common.proctitle import ProcessTitle
 from weightd_common.rendezvous import RendezvousInfo
 from weightd_common.transient import is_transient
 from weightd_protocol import limits
@@ -119,7 +119,7 @@ def _set_cpu_affinity(cores: str) -> None:
 def make_child_main(
     parent_pid: int,
     process_state: ProcessState,
-    title: Title,
+    title: ProcessTitle,
     argv: Sequence[str],
     inherited_model: Optional[InheritedModel],
 ) -> Callable[[], int]:
@@ -143,7 +143,7 @@ def make_child_main(
 
 def make_forker(parent_pid: int, process_state: ProcessState) -> Forker:
     """Return what makes processes of this one, as children of its parent."""
-    return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, Title()))
+    return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, ProcessTitle()))
 
 
 def _run_session(
