@@ -122,6 +122,16 @@ def test_a_daemon_that_does_not_answer_or_is_not_there(fake: FakeDaemon) -> None
         asked(fake, lambda service: service.ready(ITSELF))
 
 
+def test_a_request_after_close_is_unavailable(fake: FakeDaemon) -> None:
+    async def request_after_close(service: DaemonClient) -> None:
+        await service.server(ITSELF)
+        await service.close()
+        await service.server(ITSELF)
+
+    with pytest.raises(Unavailable, match="the gateway stops"):
+        asked(fake, request_after_close)
+
+
 def test_a_task_that_is_cancelled_takes_its_request_back(fake: FakeDaemon) -> None:
     fake.handle = silent
 

@@ -26,7 +26,7 @@ from weightd_daemon.handover.systemd_manager import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import reap
 from weightd_daemon.processes.launchers.shim import client
-from weightd_daemon.processes.launchers.shim.client import ShimLost
+from weightd_daemon.processes.launchers.shim.client import ShimClient, ShimLost
 from weightd_daemon.processes.spec import ProcessSpec
 
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
@@ -140,6 +140,19 @@ def test_with_another_directory_the_old_processes_end_first(
         assert select.select([child.pidfd], [], [], 0)[0]
         make_private_directory(path)
 
+    read, stop = state.read, ShimClient.stop
+
+    def read_while_it_is_stopped(path: Path) -> state.Handover:
+        os.kill(first.pid, signal.SIGSTOP)
+        return read(path)
+
+    def continue_and_stop(shim: ShimClient, timeout_s: float) -> None:
+        os.kill(first.pid, signal.SIGCONT)
+        stop(shim, timeout_s)
+
+    # It can end only while the new daemon waits for that.
+    monkeypatch.setattr(state, "read", read_while_it_is_stopped)
+    monkeypatch.setattr(ShimClient, "stop", continue_and_stop)
     monkeypatch.setattr(shim_launcher, "make_private_directory", make)
     second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
     assert (second.inherited_state, second.pid != first.pid) == (None, True)

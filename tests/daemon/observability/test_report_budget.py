@@ -74,6 +74,19 @@ def test_a_turn_has_one_step(scene: Scene) -> None:
     assert scene.now == pytest.approx(4 * COST_S)
 
 
+def test_a_user_over_its_share_goes_on_when_the_timer_fires(scene: Scene) -> None:
+    burst = round(BURST_S / COST_S)
+    scene.ask("a1", steps=burst + 2)
+    for _ in range(burst + 2):
+        scene.loop.run_once(0.0)
+    used = scene.now
+    due_at = scene.reports.timer.due_at
+    assert used < due_at < float("inf")
+    scene.now = due_at
+    scene.reports.timer.fire(due_at)
+    assert scene.now == pytest.approx(due_at + COST_S)
+
+
 def test_a_user_that_asks_all_the_time_has_its_share_and_keeps_nobody_waiting(scene: Scene) -> None:
     waits: list[float] = []
     for _ in range(60):
