@@ -191,6 +191,7 @@ def main() -> None:
         # Nobody is left, either way; a reset says that they have not read the last answer.
         with contextlib.suppress(ConnectionResetError):
             _serve(shim, link)
-    shim.kill_all()
-    for path in sys.argv[1:]:
-        _remove(path)
+        # Its close says that all this is done: `ShimClient.stop` waits for it.
+        shim.kill_all()
+        for path in sys.argv[1:]:
+            _remove(path)
