@@ -176,12 +176,12 @@ class AsyncClient(Uncopied):
         seconds, grace_s = self._resolve_timeout(timeout)
         deadline = time.monotonic() + seconds
         try:
-            prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
+            prepared = self._core.prepare_infer(model, inputs, seconds, outputs, out, priority)
         except NeedsMetadata:
             prepared = None
         if prepared is None:
             typed_inputs, seconds = await self._to_typed_inputs(model, inputs, deadline, grace_s)
-            prepared = self._core.infer(model, typed_inputs, seconds, outputs, out, priority)
+            prepared = self._core.prepare_infer(model, typed_inputs, seconds, outputs, out, priority)
         answer: Dict[str, Any] = await self._send_and_wait(prepared, deadline, deadline + grace_s)
         return answer
 
@@ -205,27 +205,27 @@ class AsyncClient(Uncopied):
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""
-        answer: ReadyResponse = await self._query(partial(self._core.ready, model), timeout)
+        answer: ReadyResponse = await self._query(partial(self._core.prepare_ready, model), timeout)
         return answer
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives: as `Client.metadata`."""
-        answer: ModelMetadataResponse = await self._query(partial(self._core.model_metadata, model), timeout)
+        answer: ModelMetadataResponse = await self._query(partial(self._core.prepare_model_metadata, model), timeout)
         return answer
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models: as `Client.server`."""
-        answer: ServerMetadataResponse = await self._query(self._core.server_metadata, timeout)
+        answer: ServerMetadataResponse = await self._query(self._core.prepare_server_metadata, timeout)
         return answer
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: as `Client.status`."""
-        answer: StatusResponse = await self._query(self._core.status, timeout)
+        answer: StatusResponse = await self._query(self._core.prepare_status, timeout)
         return answer
 
     async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
         """Return what the daemon has counted: as `Client.metrics`."""
-        answer: MetricsResponse = await self._query(self._core.metrics, timeout)
+        answer: MetricsResponse = await self._query(self._core.prepare_metrics, timeout)
         return answer
 
     async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
@@ -239,7 +239,7 @@ class AsyncClient(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: EventsResponse = await self._query(partial(self._core.events, after, model), timeout)
+        answer: EventsResponse = await self._query(partial(self._core.prepare_events, after, model), timeout)
         return answer
 
     async def logs(
@@ -256,7 +256,7 @@ class AsyncClient(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: LogsResponse = await self._query(partial(self._core.logs, model, process, lines), timeout)
+        answer: LogsResponse = await self._query(partial(self._core.prepare_logs, model, process, lines), timeout)
         return answer
 
     async def update(
@@ -269,13 +269,13 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
         """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
-        prepare = partial(self._core.update, model, path, weights, rollback=rollback)
+        prepare = partial(self._core.prepare_update, model, path, weights, rollback=rollback)
         answer: UpdateResponse = await self._query_once(prepare, timeout)
         return answer
 
     async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again: as `Client.reload`."""
-        answer: ReloadResponse = await self._query(self._core.reload, timeout)
+        answer: ReloadResponse = await self._query(self._core.prepare_reload, timeout)
         return answer
 
     async def close(self) -> None:
@@ -336,7 +336,7 @@ class AsyncClient(Uncopied):
         """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
-            prepared = self._core.metadata_call(model)
+            prepared = self._core.prepare_metadata_call(model)
             try:
                 metadata: ModelMetadataResponse = await self._send_and_wait(prepared, deadline, deadline + grace_s)
             except BaseException as error:
@@ -403,7 +403,7 @@ class AsyncClient(Uncopied):
                 raise session.protocol_error or error from None
         connection = session.connection
         self._on_sent(connection)
-        while connection.sent < target_sent and not connection.closed:
+        while connection.sent_count < target_sent and not connection.closed:
             await self._wait_for_change(deadline, session.send_timeout_error)
 
     def _uncork(self, connection: DaemonConnection) -> None:
@@ -423,7 +423,7 @@ class AsyncClient(Uncopied):
             elif connection.is_broken:
                 while not connection.closed:
                     self._read()
-            elif connection.unsent:
+            elif connection.unsent_count:
                 await self._wait_for_change(deadline, session.send_timeout_error)
             else:
                 return
@@ -497,7 +497,7 @@ class AsyncClient(Uncopied):
 
     def _flush(self) -> None:
         connection = self._session.connection
-        if connection.unsent:
+        if connection.unsent_count:
             connection.flush()
             self._notify_waiters()
             self._update_writer()
@@ -505,7 +505,7 @@ class AsyncClient(Uncopied):
     def _update_writer(self) -> None:
         """Have the loop tell when there is room to send, as long as something is unsent."""
         connection = self._session.connection
-        needs_writer = connection.is_level_triggered and connection.unsent > 0 and not connection.closed
+        needs_writer = connection.is_level_triggered and connection.unsent_count > 0 and not connection.closed
         if needs_writer != self._is_writer_registered:
             self._is_writer_registered = needs_writer
             loop = self._running_loop()

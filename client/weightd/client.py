@@ -182,12 +182,12 @@ class Client(Uncopied):
         seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
         try:
-            prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
+            prepared = self._core.prepare_infer(model, inputs, seconds, outputs, out, priority)
         except NeedsMetadata:
             prepared = None
         if prepared is None:
             typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
-            prepared = self._core.infer(model, typed_inputs, seconds, outputs, out, priority)
+            prepared = self._core.prepare_infer(model, typed_inputs, seconds, outputs, out, priority)
         answer: Dict[str, Any] = self._transport.wait(self._transport.send(prepared, deadline), deadline + grace_s)
         return answer
 
@@ -209,12 +209,12 @@ class Client(Uncopied):
         seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
         try:
-            prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
+            prepared = self._core.prepare_infer(model, inputs, seconds, outputs, out, priority)
         except NeedsMetadata:
             prepared = None
         if prepared is None:
             typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
-            prepared = self._core.infer(model, typed_inputs, seconds, outputs, out, priority)
+            prepared = self._core.prepare_infer(model, typed_inputs, seconds, outputs, out, priority)
         # Who does not wait, does not read: what has come since the last call is not left to pile up.
         if self._core.calls:
             self._transport.read_available()
@@ -266,7 +266,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ReadyResponse = self._query(partial(self._core.ready, model), timeout)
+        answer: ReadyResponse = self._query(partial(self._core.prepare_ready, model), timeout)
         return answer
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
@@ -275,7 +275,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ModelMetadataResponse = self._query(partial(self._core.model_metadata, model), timeout)
+        answer: ModelMetadataResponse = self._query(partial(self._core.prepare_model_metadata, model), timeout)
         return answer
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
@@ -284,7 +284,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ServerMetadataResponse = self._query(self._core.server_metadata, timeout)
+        answer: ServerMetadataResponse = self._query(self._core.prepare_server_metadata, timeout)
         return answer
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
@@ -293,7 +293,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: StatusResponse = self._query(self._core.status, timeout)
+        answer: StatusResponse = self._query(self._core.prepare_status, timeout)
         return answer
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
@@ -302,7 +302,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: MetricsResponse = self._query(self._core.metrics, timeout)
+        answer: MetricsResponse = self._query(self._core.prepare_metrics, timeout)
         return answer
 
     def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
@@ -316,7 +316,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: EventsResponse = self._query(partial(self._core.events, after, model), timeout)
+        answer: EventsResponse = self._query(partial(self._core.prepare_events, after, model), timeout)
         return answer
 
     def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
@@ -331,7 +331,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: LogsResponse = self._query(partial(self._core.logs, model, process, lines), timeout)
+        answer: LogsResponse = self._query(partial(self._core.prepare_logs, model, process, lines), timeout)
         return answer
 
     def update(
@@ -359,7 +359,7 @@ class Client(Uncopied):
                 whether the same update may succeed later.
         """
         answer: UpdateResponse = self._query_once(
-            partial(self._core.update, model, path, weights, rollback=rollback), timeout
+            partial(self._core.prepare_update, model, path, weights, rollback=rollback), timeout
         )
         return answer
 
@@ -371,7 +371,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
         """
-        answer: ReloadResponse = self._query(self._core.reload, timeout)
+        answer: ReloadResponse = self._query(self._core.prepare_reload, timeout)
         return answer
 
     def close(self) -> None:
@@ -407,7 +407,7 @@ class Client(Uncopied):
         self._transport.read_available()
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
-            prepared = self._core.metadata_call(model)
+            prepared = self._core.prepare_metadata_call(model)
             try:
                 call = self._transport.send(prepared, deadline) if prepared[1] else prepared[0]
                 metadata: ModelMetadataResponse = self._transport.wait(call, deadline + grace_s)

@@ -50,8 +50,8 @@ class DaemonConnection(abc.ABC):
         self.descriptors: Sequence[int] = ()
         self.closed = False
         self.is_broken = False
-        self.unsent: int = 0
-        self.sent: int = 0
+        self.unsent_count: int = 0
+        self.sent_count: int = 0
 
     send: Callable[..., bool]
     """Send the frames of a message, and descriptors; return whether all of it has gone.
@@ -71,7 +71,7 @@ class DaemonConnection(abc.ABC):
         """Send what was kept back, as far as it goes now; that the connection is lost is told by `receive`."""
 
     @abc.abstractmethod
-    def sent_after_flush(self) -> int:
+    def get_sent_target(self) -> int:
         """A message has not gone at once: return what `sent` will be when it has."""
 
     @abc.abstractmethod
@@ -131,7 +131,7 @@ class NotConnected(DaemonConnection):
     def uncork(self) -> None:
         """There is nothing."""
 
-    def sent_after_flush(self) -> int:
+    def get_sent_target(self) -> int:
         """There is nothing."""
         return 0
 

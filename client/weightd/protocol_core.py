@@ -169,7 +169,7 @@ class ClientCore:
         """How many calls are under way."""
         return sum(call() is not None for call in list(self.calls.values()))
 
-    def infer(
+    def prepare_infer(
         self,
         model: str,
         inputs: Inputs,
@@ -232,13 +232,13 @@ class ClientCore:
             self._metadata_by_model.pop(model, None)
             return None
 
-    def metadata_call(self, model: str) -> PreparedCall:
+    def prepare_metadata_call(self, model: str) -> PreparedCall:
         """Return the question what a model takes, and its frames: none where it is under way already."""
         model = arguments.parse_text("model", model)
         call = self._metadata_calls.get(model)
         if call is not None and self.is_tracked(call):
             return call, []
-        call, frames = self.model_metadata(model)
+        call, frames = self.prepare_model_metadata(model)
         self._metadata_calls[model] = call
         return call, frames
 
@@ -294,7 +294,7 @@ class ClientCore:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
         return encode(Cancel(call.id))
 
-    def ready(self, model: str) -> PreparedCall:
+    def prepare_ready(self, model: str) -> PreparedCall:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = PendingCall(self._next_id(), ReadyResponse)
         model = arguments.parse_text("model", model)
@@ -302,38 +302,38 @@ class ClientCore:
             ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant)
         )
 
-    def model_metadata(self, model: str) -> PreparedCall:
+    def prepare_model_metadata(self, model: str) -> PreparedCall:
         """Return a question about a model and its frames."""
         call = PendingCall(self._next_id(), ModelMetadataResponse)
         return call, _encode_checked(ModelMetadata(call.id, arguments.parse_text("model", model), self._tenant))
 
-    def server_metadata(self) -> PreparedCall:
+    def prepare_server_metadata(self) -> PreparedCall:
         """Return a question about the server and its frames."""
         call = PendingCall(self._next_id(), ServerMetadataResponse)
         return call, _encode_checked(ServerMetadata(call.id, self._tenant))
 
-    def status(self) -> PreparedCall:
+    def prepare_status(self) -> PreparedCall:
         """Return a question about everything and its frames."""
         call = PendingCall(self._next_id(), StatusResponse)
         return call, _encode_checked(Status(call.id, self._tenant))
 
-    def metrics(self) -> PreparedCall:
+    def prepare_metrics(self) -> PreparedCall:
         """Return a question about what was counted and its frames."""
         call = PendingCall(self._next_id(), MetricsResponse)
         return call, _encode_checked(Metrics(call.id, self._tenant))
 
-    def events(self, after: int, model: str) -> PreparedCall:
+    def prepare_events(self, after: int, model: str) -> PreparedCall:
         """Return the question what has happened, and its frames."""
         call = PendingCall(self._next_id(), EventsResponse)
         return call, _encode_checked(Events(call.id, after, arguments.parse_text("model", model)))
 
-    def logs(self, model: str, process: str, lines: int) -> PreparedCall:
+    def prepare_logs(self, model: str, process: str, lines: int) -> PreparedCall:
         """Return the question what the processes of a model have said, and its frames."""
         call = PendingCall(self._next_id(), LogsResponse)
         names = arguments.parse_text("model", model), arguments.parse_text("process", process)
         return call, _encode_checked(Logs(call.id, *names, lines))
 
-    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> PreparedCall:
+    def prepare_update(self, model: str, path: str, weights: str, *, rollback: bool) -> PreparedCall:
         """Return a wish for another model or other weights, and its frames.
 
         Raises:
@@ -344,7 +344,7 @@ class ClientCore:
         files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
         return call, _encode_checked(Update(call.id, name, *files, rollback))
 
-    def reload(self) -> PreparedCall:
+    def prepare_reload(self) -> PreparedCall:
         """Return the wish that the configuration file be read again, and its frames."""
         call = PendingCall(self._next_id(), ReloadResponse)
         return call, encode(Reload(call.id))
@@ -396,7 +396,7 @@ class ClientCore:
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon ends this connection: {message.error}")
-            retry_after_s = None if message.retry_after is None else message.retry_after / 1e6
+            retry_after_s = None if message.retry_after_us is None else message.retry_after_us / 1e6
             if not self.shm_tensors.on_refused(message.id):
                 self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
             self.shm_tensors.release(message.id, running=message.may_still_write or False)

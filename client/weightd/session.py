@@ -170,7 +170,7 @@ class ClientSession:
         core = self.core
         connection = self.connection
         if call is not None:
-            if connection.unsent:
+            if connection.unsent_count:
                 raise connection.not_sent_error()
             frames = core.track(call, frames)
         elif self._is_sending:
@@ -197,7 +197,7 @@ class ClientSession:
             raise
         finally:
             self._is_sending = False
-        return 0 if all_sent else connection.sent_after_flush()
+        return 0 if all_sent else connection.get_sent_target()
 
     def drop_connection(self, error: BaseException) -> None:
         """Close the connection, for this reason; what is under way ends in it."""

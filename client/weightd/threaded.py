@@ -174,8 +174,8 @@ class ThreadedTransport:
                 self._connect(deadline)
             elif connection.is_broken:
                 self._wait_until_sent(connection, math.inf, deadline)
-            elif connection.unsent:
-                self._wait_until_sent(connection, connection.sent + connection.unsent, deadline)
+            elif connection.unsent_count:
+                self._wait_until_sent(connection, connection.sent_count + connection.unsent_count, deadline)
             else:
                 return
 
@@ -184,7 +184,7 @@ class ThreadedTransport:
         self._election.blocked_count += 1
         try:
             self._waker.set()
-            while connection.sent < target_sent and not connection.closed:
+            while connection.sent_count < target_sent and not connection.closed:
                 self._session.check_usable()
                 if self._election.try_read():
                     with self._unlocked():
@@ -265,7 +265,7 @@ class ThreadedTransport:
         connection = self._session.connection
         if connection.is_level_triggered or connection.is_idle():
             poller = self._poller
-            if connection.unsent and connection.is_level_triggered:
+            if connection.unsent_count and connection.is_level_triggered:
                 poller = self._waker.make_poller(connection.descriptors, to_write=True)
             if not self._waker.wait(poller, deadline):
                 return False
@@ -279,7 +279,7 @@ class ThreadedTransport:
             if not isinstance(error, CONNECTION_LOST_ERRORS):
                 raise
             return True
-        if connection.unsent:
+        if connection.unsent_count:
             with self._lock:
                 connection.flush()
                 self._changed.notify_all()

@@ -36,19 +36,19 @@ class UnixConnection(DaemonConnection):
         """As `DaemonConnection.uncork`."""
         with contextlib.suppress(OSError):
             self._stream.uncork()
-        self.unsent = self._stream.unsent
+        self.unsent_count = self._stream.unsent
 
-    def sent_after_flush(self) -> int:
-        """As `DaemonConnection.sent_after_flush`."""
-        self.unsent = self._stream.unsent
-        return self.sent + self.unsent
+    def get_sent_target(self) -> int:
+        """As `DaemonConnection.get_sent_target`."""
+        self.unsent_count = self._stream.unsent
+        return self.sent_count + self.unsent_count
 
     def flush(self) -> None:
         """As `DaemonConnection.flush`. That it is lost is told by `receive`, after what has come."""
         with contextlib.suppress(OSError):
             self._stream.flush()
-        before, self.unsent = self.unsent, self._stream.unsent
-        self.sent += before - self.unsent
+        before, self.unsent_count = self.unsent_count, self._stream.unsent
+        self.sent_count += before - self.unsent_count
 
     def receive(self) -> List[Message]:
         """As `DaemonConnection.receive`. One that was too long to be kept lacks frames, and is refused for that."""

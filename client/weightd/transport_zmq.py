@@ -153,7 +153,7 @@ class ZeroMqConnection(DaemonConnection):
                 raise ConnectionResetError
             if self._send_queue or not self._try_send(frames):
                 self._send_queue.append(frames)
-                self.unsent += 1
+                self.unsent_count += 1
                 return False
             return True
 
@@ -163,17 +163,17 @@ class ZeroMqConnection(DaemonConnection):
     def uncork(self) -> None:
         """As `DaemonConnection.uncork`. Nothing was."""
 
-    def sent_after_flush(self) -> int:
-        """As `DaemonConnection.sent_after_flush`."""
-        return self.sent + self.unsent
+    def get_sent_target(self) -> int:
+        """As `DaemonConnection.get_sent_target`."""
+        return self.sent_count + self.unsent_count
 
     def flush(self) -> None:
         """As `DaemonConnection.flush`."""
         with self._lock:
             while self._send_queue and not self.closed and self._try_send(self._send_queue[0]):
                 self._send_queue.popleft()
-                self.unsent -= 1
-                self.sent += 1
+                self.unsent_count -= 1
+                self.sent_count += 1
 
     def receive(self) -> List[Message]:
         """As `DaemonConnection.receive`: all that have come."""

@@ -85,7 +85,7 @@ class Body:
             yield chunk
 
 
-class Proxied:
+class AsgiConnection:
     """The connection of a caller, of whom Serve's proxy tells nothing: whoever reaches it may ask."""
 
     uid: int | None = None
@@ -98,7 +98,7 @@ class Proxied:
         """The body has a time limit of its own."""
 
 
-_PROXIED = Proxied()
+_ASGI_CONNECTION = AsgiConnection()
 
 
 class AsgiRequest:
@@ -121,7 +121,7 @@ class AsgiRequest:
     """
 
     transport: asyncio.Transport | None = None
-    protocol: object = _PROXIED
+    protocol: object = _ASGI_CONNECTION
 
     def __init__(self, scope: Scope, receive: Receive, timeout_s: float) -> None:
         self.method: str = scope["method"]

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from weightd import AsyncClient
 from weightd_gateway import oip_view
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
@@ -18,8 +19,7 @@ from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.auth import ANY_HOST
 from weightd_gateway.http.responses import HttpReply, error_reply
 from weightd_gateway.inference import InferenceRequest, InferenceResult
-from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol import limits
 from weightd_protocol.errors import (
@@ -33,8 +33,7 @@ from weightd_protocol.errors import (
 from weightd_protocol.schema import label
 from weightd_ray import asgi
 from weightd_ray.asgi import AsgiRequest, Receive, Scope, Send
-from weightd_ray.daemon import DaemonEndpoint, EmbeddedDaemon
-from weightd_ray.daemon import HostDaemon as HostService
+from weightd_ray.daemon import DaemonEndpoint, EmbeddedDaemon, HostDaemon
 from weightd_ray.options import Arguments
 
 # Between two looks at a daemon that does not listen yet.
@@ -123,7 +122,7 @@ class Replica:
         self._daemon_client = _CheckedDaemonClient(self._check_verified, self._address, config.timeout, admission)
         self._exit_stack.push_async_callback(self._daemon_client.close)
         authenticator = Authenticator({}, {}, {}, anonymous=self._caller)
-        parsers = Helpers()
+        parsers = ParserPool()
         self._exit_stack.push_async_callback(parsers.close)
         gateway = Gateway(config, authenticator, self._daemon_client, RegisteredRegions(enabled=False), parsers)
         self._api = HttpApi(gateway, frozenset({ANY_HOST}))
@@ -132,7 +131,7 @@ class Replica:
     async def _make_daemon(self) -> DaemonEndpoint:
         arguments = self._arguments
         if arguments.address:
-            return HostService(arguments.address)
+            return HostDaemon(arguments.address)
         path = arguments.model
         if arguments.published_digest:
             from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray

@@ -178,7 +178,7 @@ def _requests(response: MetricsResponse) -> Iterator[Sample]:
     """By code: the bounds of a tenant are all of one."""
     for tenant, account in _iterate_accounts(response):
         codes = {"OK": account.served}
-        for reason, count in account.refused.items():
+        for reason, count in account.failed.items():
             code = reason if reason in ERRORS else ResourceExhausted.code
             codes[code] = codes.get(code, 0) + count
         for code, count in sorted(codes.items()):
@@ -187,9 +187,9 @@ def _requests(response: MetricsResponse) -> Iterator[Sample]:
 
 def _refused(response: MetricsResponse) -> Iterator[Sample]:
     for tenant in response.tenants:
-        reasons: List[str] = sorted({reason for account in tenant.accounts for reason in account.refused})
+        reasons: List[str] = sorted({reason for account in tenant.accounts for reason in account.failed})
         for reason in reasons:
-            count = sum(account.refused.get(reason, 0) for account in tenant.accounts)
+            count = sum(account.failed.get(reason, 0) for account in tenant.accounts)
             yield Sample((("tenant", tenant.name), ("reason", reason)), count)
 
 

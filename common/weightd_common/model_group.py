@@ -12,14 +12,14 @@ class GroupMember(NamedTuple):
 
     Attributes:
         model: the path of its snapshot; two that are to share weights have one.
-        pinned_identity: its identity and digest, by which it is not read again.
+        snapshot_identity: its identity and digest, by which it is not read again.
         options: of the engine, as JSON.
         sample: an .npz of inputs to prove it by, or "".
         tolerance: how far apart answers to these may be.
     """
 
     model: str
-    pinned_identity: str = ""
+    snapshot_identity: str = ""
     options: str = "{}"
     sample: str = ""
     tolerance: float = 0.0

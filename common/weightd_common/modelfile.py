@@ -260,17 +260,17 @@ def files_identity(files: Sequence[ModelFile]) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def pinned_digest(path: Path, pinned_identity: str) -> str:
+def snapshot_digest(path: Path, snapshot_identity: str) -> str:
     """Return the digest of the daemon's own copy of a model, which is not read again if it is what it was.
 
     Args:
         path: of the copy.
-        pinned_identity: its `files_identity` when it was made, a colon, and its digest; or "".
+        snapshot_identity: its `files_identity` when it was made, a colon, and its digest; or "".
 
     Raises:
         ModelFileError: as `OpenModel`.
     """
-    expected, _, sha256 = pinned_identity.partition(":")
+    expected, _, sha256 = snapshot_identity.partition(":")
     if sha256 and files_identity(model_files(path, is_own_copy=True)) == expected:
         return sha256
     return digest(path, is_own_copy=True)

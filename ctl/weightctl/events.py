@@ -134,12 +134,12 @@ def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
 
 
 def _print_batch(options: argparse.Namespace, batch: EventBatch) -> None:
-    for line in _lines_of(batch, as_json=options.json):
+    for line in _format_events(batch, as_json=options.json):
         print(line)
     sys.stdout.flush()
 
 
-def _lines_of(batch: EventBatch, *, as_json: bool) -> Iterator[str]:
+def _format_events(batch: EventBatch, *, as_json: bool) -> Iterator[str]:
     if batch.missed and not as_json:
         yield f"({count(batch.missed, 'event')} before that are forgotten)"
     for each in batch.events:

@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.json:
         print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "omitted": answer.omitted}))
     else:
-        print("\n".join(_lines_of(answer)))
+        print("\n".join(_format_logs(answer)))
     return exit_codes.OK
 
 
@@ -75,7 +75,7 @@ def _no_log(process: str, answer: LogsResponse) -> NotFound:
     return NotFound(f"no process {process!r} with a log; there are: {available}{more}")
 
 
-def _lines_of(answer: LogsResponse) -> Iterator[str]:
+def _format_logs(answer: LogsResponse) -> Iterator[str]:
     if not answer.logs:
         yield "no process has a log"
     if answer.omitted:

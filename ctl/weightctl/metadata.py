@@ -12,8 +12,8 @@ import numpy as np
 
 from weightctl import exit_codes
 from weightctl.command import Command, Connect
-from weightctl.measuring.shapes import example_of, specify
-from weightctl.signatures import as_json, lines_of
+from weightctl.measuring.shapes import make_example, specify
+from weightctl.signatures import as_json, format_signature
 from weightctl.text import clean
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSpec
@@ -50,7 +50,7 @@ def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iter
     yield f"{clean(metadata.name)}: {clean(metadata.platform)}"
     for what, tensors in (("inputs", metadata.inputs), ("outputs", metadata.outputs)):
         yield f"  {what}"
-        yield from lines_of(tensors, "    ")
+        yield from format_signature(tensors, "    ")
     specs = example_inputs(metadata)
     yield ""
     yield shell_command(metadata, specs, options)
@@ -60,7 +60,7 @@ def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iter
 
 def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
     """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
-    known_shapes = example_of(metadata)
+    known_shapes = make_example(metadata)
     default_shapes = [
         (each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes
     ]

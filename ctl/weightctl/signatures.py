@@ -18,7 +18,7 @@ def summary(tensors: Sequence[TensorSignature]) -> str:
     return ", ".join([*shown, *more]) or "none"
 
 
-def lines_of(tensors: Sequence[TensorSignature], indent: str) -> Iterator[str]:
+def format_signature(tensors: Sequence[TensorSignature], indent: str) -> Iterator[str]:
     """Yield a line for each tensor."""
     if tensors:
         yield from table([[clean(each.name), each.datatype, each.shape_text] for each in tensors], 3, indent)

@@ -270,7 +270,7 @@ static void send_infer(int peer, const char *model, const char *input, const flo
     put_text(&envelope, "type"), put_text(&envelope, "infer");
     put_text(&envelope, "id"), put_text(&envelope, "1");
     put_text(&envelope, "parameters"), put_map(&envelope, 1);
-    put_text(&envelope, "timeout"), put_uint(&envelope, TIMEOUT_US);
+    put_text(&envelope, "timeout_us"), put_uint(&envelope, TIMEOUT_US);
 
     put_map(&description, 2);
     put_text(&description, "model_name"), put_text(&description, model);

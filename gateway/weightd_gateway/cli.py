@@ -12,13 +12,13 @@ from weightd_common import gateway_command
 from weightd_common.commandline import Parser
 from weightd_common.coredump import disable_core_dumps
 from weightd_gateway import heap_watch, logs
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.config import addresses
 from weightd_gateway.config.load import ConfigError, default_path, load
 from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.frontend import Frontend
-from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.server import GatewayServer
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_gateway.systemd import ServiceManager
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         authenticator,
         daemon_client,
         RegisteredRegions(enabled=settings.shared_memory),
-        Helpers(),
+        ParserPool(),
         manager.sockets,
     )
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.daemon_client import DaemonClient
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_gateway.tls_handshakes import Handshakes
 
@@ -32,6 +32,6 @@ class Gateway:
     authenticator: Authenticator
     daemon_client: DaemonClient
     regions: RegisteredRegions
-    parsers: Helpers
+    parsers: ParserPool
     sockets: Sequence[socket.socket] = ()
     handshakes: Handshakes = field(default_factory=Handshakes)

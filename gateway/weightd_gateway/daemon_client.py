@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from weightd import AsyncClient
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.inference import InferenceRequest, InferenceResult
-from weightd_gateway.inflight_limit import AdmissionControl
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd_protocol.messages.metrics import MetricsResponse

@@ -16,9 +16,9 @@ from typing import Any
 from weightd_common.peers import Peer, Peers
 from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_common.regular_file import open_regular
-from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -61,7 +61,7 @@ class GatewayAcceptor:
     def __init__(
         self,
         listener: socket.socket,
-        admission: PeerAdmission,
+        admission: GatewayConnectionLimiter,
         peers: Peers,
         on_connection: OnConnection,
         refusal_response: Callable[[str], bytes] | None = None,

@@ -144,4 +144,4 @@ def _duration_view(histogram: Histogram) -> View:
 
 def _count_failures(metrics: MetricsResponse, model: str) -> int:
     accounts = (account for tenant in metrics.tenants for account in tenant.accounts if account.model == model)
-    return sum(sum(account.refused.values()) for account in accounts)
+    return sum(sum(account.failed.values()) for account in accounts)

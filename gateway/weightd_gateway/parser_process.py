@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from weightd_gateway.auth import Caller
-from weightd_gateway.parse_queue import ParseQueue
+from weightd_gateway.fair_share_queue import FairShareQueue
 from weightd_protocol.errors import RequestError, Unavailable
 
 _log = logging.getLogger("weightd.gateway")
@@ -55,7 +55,7 @@ class _ParseTask(NamedTuple):
     result: asyncio.Future[Any]
 
 
-class Helpers:
+class ParserPool:
     """Runs functions in two child processes: one for small batches, one for large batches.
 
     Functions are found in the child by their name; arguments and results are pickled. A `pickle.PickleBuffer` among the
@@ -96,7 +96,7 @@ class ParserProcess:
 
     def __init__(self, nice: int) -> None:
         self._nice = nice
-        self._tasks: ParseQueue[_ParseTask] = ParseQueue()
+        self._tasks: FairShareQueue[_ParseTask] = FairShareQueue()
         self._runner: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -193,7 +193,7 @@ class ParserProcess:
         if self._channel is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-m", "weightd_gateway.helper_child", str(theirs.fileno()), str(self._nice)]
+                command = [sys.executable, "-m", "weightd_gateway.parser_child", str(theirs.fileno()), str(self._nice)]
                 try:
                     self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
                 except OSError:

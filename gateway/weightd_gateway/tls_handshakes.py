@@ -18,7 +18,7 @@ from typing import cast
 from weightd_common.peers import Peer
 from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_gateway.fair_limit import FairLimit
-from weightd_gateway.parse_queue import ParseQueue
+from weightd_gateway.fair_share_queue import FairShareQueue
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -55,7 +55,7 @@ class FairThrottle:
         self._pause_factor = 1.0 / share - 1.0
         self._call_later = call_later
         self._clock = clock
-        self._waiting: ParseQueue[Work] = ParseQueue()
+        self._waiting: FairShareQueue[Work] = FairShareQueue()
         self._is_pausing = False
 
     def run(self, key: str, work: Work) -> None:
@@ -79,7 +79,7 @@ class FairThrottle:
             self._call_later(self._pause_factor * seconds, self._run_next)
 
 
-class HandshakeSlots:
+class HandshakeLimiter:
     """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
 
     Args:
@@ -126,7 +126,7 @@ class Handshakes:
     def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
         self._max_handshakes = max_handshakes
         self._limit = FairLimit(max_handshakes)
-        self._started = HandshakeSlots(max_started)
+        self._started = HandshakeLimiter(max_started)
         self._runner = FairThrottle(LOOP_SHARE, _call_later, time.perf_counter)
         self._refusal_log = RateLimitedLog(_LOG_INTERVAL_S)
 

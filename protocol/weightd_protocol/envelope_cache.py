@@ -15,7 +15,7 @@ import msgpack
 
 from weightd_protocol import limits
 from weightd_protocol.messages.inference import Infer, InferResponse
-from weightd_protocol.messages.worker import Predict, Result
+from weightd_protocol.messages.worker import Predict, PredictResult
 
 # A longer rest is read, and written, anew each time.
 _MAX_REST_BYTES = 512
@@ -115,7 +115,7 @@ SPLITTERS: Dict[Type[Any], EnvelopeSplitter] = {
     Infer: _splitter_by_text(Infer, "infer"),
     InferResponse: _splitter_by_text(InferResponse, "infer_response"),
     Predict: _splitter_by_number(Predict, "predict"),
-    Result: _splitter_by_number(Result, "result"),
+    PredictResult: _splitter_by_number(PredictResult, "predict_result"),
 }
 
 
@@ -126,7 +126,7 @@ def _type_prefixes(cls: Type[Any]) -> Tuple[bytes, bytes]:
 
 
 _PREDICT_PREFIX, _PREDICT_PREFIX_WITH_FIELD = _type_prefixes(Predict)
-_RESULT_PREFIX, _RESULT_PREFIX_WITH_FIELD = _type_prefixes(Result)
+_RESULT_PREFIX, _RESULT_PREFIX_WITH_FIELD = _type_prefixes(PredictResult)
 _RESPONSE_PREFIX, _RESPONSE_PREFIX_WITH_FIELD = _type_prefixes(InferResponse)
 _, _INFER_PREFIX_WITH_FIELD = _type_prefixes(Infer)
 _SHARED_OUTPUTS_PREFIXES: List[bytes] = [
@@ -148,7 +148,7 @@ def _write_predict(message: Predict) -> Optional[bytes]:
     return None if tail is None else _PREDICT_PREFIX_WITH_FIELD + _NUMBER.pack(number) + tail
 
 
-def _write_result(message: Result) -> Optional[bytes]:
+def _write_result(message: PredictResult) -> Optional[bytes]:
     number, positions = message.request, message.shared_outputs
     if type(number) is not int or not _MIN_NUMBER <= number <= limits.MAX_COUNT:
         return None
@@ -196,5 +196,5 @@ WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {
     Infer: _write_infer,
     InferResponse: _write_response,
     Predict: _write_predict,
-    Result: _write_result,
+    PredictResult: _write_result,
 }

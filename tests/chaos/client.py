@@ -83,7 +83,7 @@ class _CountingCore(ClientCore):
         out: Mapping[str, Any] | None = None,
         priority: int | None = None,
     ) -> Asking:
-        asking = super().infer(model, inputs, timeout, outputs, out, priority)
+        asking = super().prepare_infer(model, inputs, timeout, outputs, out, priority)
         self.last = asking[0].id
         return asking
 

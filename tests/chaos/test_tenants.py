@@ -131,6 +131,6 @@ def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(p
         wanted = WEIGHTS["ben"] / sum(WEIGHTS.values())
         assert abs(share - wanted) / wanted < MOST_OFF, had
         assert len(status.models[0].generations) == before
-        refused = {each.name: sum(sum(a.refused.values()) for a in each.accounts) for each in status.tenants}
+        refused = {each.name: sum(sum(a.failed.values()) for a in each.accounts) for each in status.tenants}
         assert refused["eve"] > 0
         assert service.stop() in (0, 2)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.fault_isolation.offenders import (
-    MAX_PARTY_DEATHS,
     MAX_PEER_DEATHS,
+    MAX_PRINCIPAL_DEATHS,
     MAX_REFUSAL_S,
     OFFENSE_RETENTION_S,
 )
@@ -108,7 +108,7 @@ def _suspected(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """Workers can have crashed of its client's requests, or of those of its user, which is that of all clients."""
     near = _count(incident, strikes, SUSPICION_S, BLAMING)
     poisons = _count(incident, strikes, SUSPICION_S, {Fault.POISON})
-    return near >= MAX_PEER_DEATHS or near + poisons * MAX_PEER_DEATHS >= MAX_PARTY_DEATHS
+    return near >= MAX_PEER_DEATHS or near + poisons * MAX_PEER_DEATHS >= MAX_PRINCIPAL_DEATHS
 
 
 def _poisoned(incident: Incident, strikes: Sequence[Strike]) -> bool:

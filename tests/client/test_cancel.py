@@ -78,7 +78,7 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     def collecting() -> List[Any]:
         connection.receive = receive  # type: ignore[method-assign]
         connection.send = stuck
-        connection.sent_after_flush = lambda: 1 << 30  # type: ignore[method-assign]
+        connection.get_sent_target = lambda: 1 << 30  # type: ignore[method-assign]
         before = dict(readers)
         pending.cancel()
         connection.send = send

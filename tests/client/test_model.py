@@ -195,7 +195,7 @@ def test_what_it_was_made_with_goes_with_each_request(client: Client, daemon: Fa
         message, _tensors = daemon.next()
         assert isinstance(message, Infer)
         assert message.description.outputs == ("x",)
-        assert (message.parameters.timeout, message.parameters.priority) == (7_000_000, 2)
+        assert (message.parameters.timeout_us, message.parameters.priority) == (7_000_000, 2)
 
 
 def test_a_model_for_asyncio(daemon: FakeDaemon) -> None:

@@ -39,7 +39,7 @@ def core() -> ClientCore:
 
 
 def ask(core: ClientCore) -> PendingCall:
-    call, frames = core.infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
+    call, frames = core.prepare_infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
     core.track(call, frames)
     return call
 
@@ -55,19 +55,19 @@ def failure(request_id: str, code: str = "INTERNAL") -> List[Any]:
 
 def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
     inputs = MappingProxyType({"a": np.ones((2, 3), ">f4"), "b": np.array(7, np.int64)})
-    call, frames = core.infer("m", inputs, 1.5)
+    call, frames = core.prepare_infer("m", inputs, 1.5)
     message = decode(frames, FROM_CLIENT)
     assert isinstance(message, Infer)
     assert message.id == call.id
-    assert message.parameters.timeout == 1_500_000
+    assert message.parameters.timeout_us == 1_500_000
     assert message.description.inputs == (TensorSpec("a", "FP32", (2, 3)), TensorSpec("b", "INT64", ()))
     assert [bytes(frame) for frame in frames[2:]] == [np.ones(6, "<f4").tobytes(), np.array(7, "<i8").tobytes()]
-    message = decode(core.infer("m", inputs, 1.5, ["y", "x"])[1], FROM_CLIENT)
+    message = decode(core.prepare_infer("m", inputs, 1.5, ["y", "x"])[1], FROM_CLIENT)
     assert isinstance(message, Infer)
     assert message.description.outputs == ("y", "x")
     with pytest.raises(InvalidArgument, match=r"^outputs: expected a list of names, got str 'y'$"):
-        core.infer("m", inputs, 1.5, "y")
-    call, frames = core.status()
+        core.prepare_infer("m", inputs, 1.5, "y")
+    call, frames = core.prepare_status()
     assert decode(frames, FROM_CLIENT) == Status(call.id)
 
 
@@ -159,7 +159,7 @@ def test_a_broken_answer_ends_the_call_that_it_names(core: ClientCore) -> None:
 @pytest.mark.parametrize("value", [np.array([object()]), np.array(["text"]), np.array([1j]), None])
 def test_what_is_no_tensor_is_refused_by_name(core: ClientCore, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^input x: "):
-        core.infer("m", {"x": value}, 1.0)
+        core.prepare_infer("m", {"x": value}, 1.0)
     assert core.pending_count == 0
 
 
@@ -168,18 +168,18 @@ def test_an_input_that_the_daemon_would_hang_up_on_is_refused(
 ) -> None:
     monkeypatch.setattr(limits, "MAX_FRAME_BYTES", 8)
     with pytest.raises(InvalidArgument, match="input x: expected at most 8 bytes, got 16"):
-        core.infer("m", {"x": np.zeros(2, np.float64)}, 1.0)
+        core.prepare_infer("m", {"x": np.zeros(2, np.float64)}, 1.0)
 
 
 @pytest.mark.parametrize("inputs", [np.zeros(2, np.float32), [1.0], None, 7, {"x": [1.0]}, {"x": np.float32(1)}])
 def test_what_has_no_names_or_no_datatype_needs_to_be_known_first(core: ClientCore, inputs: Any) -> None:
     with pytest.raises(NeedsMetadata):
-        core.infer("m", inputs, 1.0)
+        core.prepare_infer("m", inputs, 1.0)
     assert core.pending_count == 0
 
 
 def learn(core: ClientCore, model: str = "m", datatype: str = "INT8") -> None:
-    call, frames = core.metadata_call(model)
+    call, frames = core.prepare_metadata_call(model)
     core.track(call, frames)
     core.on_message(encode(ModelMetadataResponse(call.id, model, "fake", (TensorSignature("x", datatype, (-1,)),), ())))
 
@@ -189,12 +189,12 @@ def knows(core: ClientCore, model: str = "m") -> bool:
 
 
 def test_what_a_model_takes_is_asked_for_once(core: ClientCore) -> None:
-    first, frames = core.metadata_call("m")
+    first, frames = core.prepare_metadata_call("m")
     # Nobody waits for what may never be sent.
-    assert core.metadata_call("m")[0] is not first
-    first, frames = core.metadata_call("m")
+    assert core.prepare_metadata_call("m")[0] is not first
+    first, frames = core.prepare_metadata_call("m")
     core.track(first, frames)
-    assert core.metadata_call("m") == (first, [])
+    assert core.prepare_metadata_call("m") == (first, [])
     assert not knows(core)
     learn(core, "other")
     core.on_message(encode(ModelMetadataResponse(first.id, "m", "fake", (), ())))
@@ -232,13 +232,13 @@ def test_of_no_more_models_than_a_daemon_has_is_it_known(core: ClientCore, monke
 
 
 def test_who_could_not_ask_tells_those_who_wait_for_it(core: ClientCore) -> None:
-    question = core.metadata_call("m")
+    question = core.prepare_metadata_call("m")
     call, frames = question
     core.track(call, frames)
     # It is on its way all the same.
     core.abort_metadata_call(question, KeyboardInterrupt())
     assert not call.done
-    joined = core.metadata_call("m")
+    joined = core.prepare_metadata_call("m")
     core.untrack(call)
     core.abort_metadata_call(joined, Unavailable("not mine"))
     assert not call.done

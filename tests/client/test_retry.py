@@ -197,7 +197,7 @@ def test_the_time_of_the_call_is_that_of_all_attempts(daemon: FakeDaemon) -> Non
 
     def handle(message: ClientMessage, _: Sequence[bytes]) -> Sequence[List[Any]]:
         assert isinstance(message, Infer)
-        timeouts.append(message.parameters.timeout or 0)
+        timeouts.append(message.parameters.timeout_us or 0)
         return [encode(Error(message.id, "UNAVAILABLE", "not now"))]
 
     daemon.handle = handle

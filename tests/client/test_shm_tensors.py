@@ -32,7 +32,7 @@ class World:
         self.core.shm_tensors.on_connected(can_share=True)
 
     def ask(self, x: Any, out: Optional[Dict[str, Any]] = None) -> Tuple[PendingCall, Infer, Sequence[Any]]:
-        call, frames = self.core.infer("m", {"x": x}, 1.0, out=out)
+        call, frames = self.core.prepare_infer("m", {"x": x}, 1.0, out=out)
         frames = self.core.track(call, frames)
         for message, region in self.core.shm_tensors.take_region_messages():
             self.said.append(message)
@@ -278,7 +278,7 @@ def test_with_another_connection_all_is_registered_anew_and_what_was_offered_is_
     _, late, _ = world.ask(bytes_of(N))
     before = list(world.core.shm_tensors.arena.regions)
     # Made for the connection that is lost; sent over the next one.
-    call, _ = world.core.infer("m", {"x": x}, 1.0)
+    call, _ = world.core.prepare_infer("m", {"x": x}, 1.0)
     world.core.fail_all(Unavailable, "lost")
     world.core.shm_tensors.on_connected(can_share=True)
     again = world.core.frames_without_sharing(call)
@@ -296,7 +296,7 @@ def test_with_another_connection_all_is_registered_anew_and_what_was_offered_is_
 
 def test_a_region_is_given_up_when_no_request_can_name_it_any_more(world: World) -> None:
     world.warm(bytes_of(N))
-    question = world.core.infer("m", {"x": bytes_of(N)}, 1.0)
+    question = world.core.prepare_infer("m", {"x": bytes_of(N)}, 1.0)
     arena = world.core.shm_tensors.arena
     arena.before_fork()
     arena.after_fork(in_child=False)

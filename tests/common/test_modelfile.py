@@ -22,7 +22,7 @@ from weightd_common.modelfile import (
     digest,
     files_identity,
     model_files,
-    pinned_digest,
+    snapshot_digest,
 )
 
 # --- protobuf by hand --------------------------------------------------------------------------------------------
@@ -211,14 +211,17 @@ def test_a_copy_is_read_again_only_if_it_is_not_what_it_was(
     path = model(tmp_path, "b.bin")
     (tmp_path / "b.bin").write_bytes(b"weights")
     pinned = f"{files_identity(model_files(path))}:known"
-    assert [pinned_digest(path, each) for each in (pinned, "", "no", f"{'5' * 64}:x")] == ["known", *[digest(path)] * 3]
+    assert [snapshot_digest(path, each) for each in (pinned, "", "no", f"{'5' * 64}:x")] == [
+        "known",
+        *[digest(path)] * 3,
+    ]
     # What is changed within the same tick of the kernel's clock has the same times.
     clock = tmp_path / "clock"
     clock.touch()
     while clock.stat().st_ctime_ns <= path.stat().st_ctime_ns:
         clock.touch()
     change(tmp_path / name)
-    assert pinned_digest(path, pinned) == digest(path)
+    assert snapshot_digest(path, pinned) == digest(path)
 
 
 def test_external_data_that_is_not_used_need_not_be_there(tmp_path: Path) -> None:

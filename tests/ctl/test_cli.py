@@ -82,7 +82,7 @@ def test_predict(ctl: Ctl, daemon: FakeDaemon, x: str) -> None:
     assert ran == (exit_codes.OK, "x: FP32 [2, 3]\n[[0. 1. 2.]\n [3. 4. 5.]]\n", "")
     message, tensors = daemon.next()
     assert isinstance(message, Infer)
-    assert (message.description.model_name, message.parameters.timeout) == ("m", 7_000_000)
+    assert (message.description.model_name, message.parameters.timeout_us) == ("m", 7_000_000)
     assert list(tensors) == [X.tobytes()]
 
 

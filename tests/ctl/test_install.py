@@ -226,11 +226,11 @@ def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
     ):
         made()
         before = (path.is_symlink(), path.read_bytes())
-        assert files.install(path, OURS + b"more\n") is FileState.KEPT
+        assert files.install(path, OURS + b"more\n") is FileState.FOREIGN
         assert (path.is_symlink(), path.read_bytes()) == before
         path.unlink()
     path.mkdir()
-    assert files.install(path, OURS) is FileState.KEPT
+    assert files.install(path, OURS) is FileState.FOREIGN
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

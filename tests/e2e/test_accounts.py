@@ -42,7 +42,7 @@ def test_accounts_survive_a_restart(
         daemon.wait_for("mlp.1: serving")
         ask_all(client, "mlp", questions)
         before = accounts(client)["mlp"]
-        assert (before.served, before.in_flight, dict(before.refused)) == (2, 0, {})
+        assert (before.served, before.in_flight, dict(before.failed)) == (2, 0, {})
         assert before.slot_seconds > 0
         assert before.bytes_in == sum(each.nbytes for question in questions for each in question.inputs.values())
         daemon.wait_for("tenant research: 2 requests in 1 s, 2 served, none refused, ")

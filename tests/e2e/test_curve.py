@@ -172,7 +172,7 @@ def test_thousands_with_no_key_cost_nobody_who_is_at_another_listener(
 def told_of_ben(service: Service) -> tuple[int, int]:
     """How many of its requests were answered, and refused."""
     (ben,) = (each for each in service.status().tenants if each.name == "ben")
-    return sum(each.served for each in ben.accounts), sum(sum(each.refused.values()) for each in ben.accounts)
+    return sum(each.served for each in ben.accounts), sum(sum(each.failed.values()) for each in ben.accounts)
 
 
 def test_no_secret_is_anywhere_that_others_could_read_it(service: Service, keys: Path) -> None:

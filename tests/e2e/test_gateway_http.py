@@ -332,7 +332,7 @@ def test_who_hangs_up_during_a_predict_has_cancelled_it(service: Service, addres
     def cancelled() -> int:
         with service.client() as native:
             accounts = [account for tenant in native.metrics().tenants for account in tenant.accounts]
-        return sum(account.refused.get("CANCELLED", 0) for account in accounts if account.model == "slow")
+        return sum(account.failed.get("CANCELLED", 0) for account in accounts if account.model == "slow")
 
     before = cancelled()
     body = json.dumps(LONG).encode()

@@ -264,7 +264,7 @@ def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(
 def other_refusals(user: User, name: str) -> Mapping[str, int]:
     """Return what a user is told of a tenant's messages that were refused and are no requests of a model."""
     [told] = [each for each in user.ask("status").tenants if each.name == name]
-    return next((each for each in told.accounts if not each.model), NONE).refused
+    return next((each for each in told.accounts if not each.model), NONE).failed
 
 
 def account(user: User, name: str) -> AccountStatus:
@@ -283,7 +283,7 @@ def test_what_each_asks_is_on_its_own_account_and_refusals_are_there_by_their_bo
     after = {name: account(ben, name) for name in ("ann", "ben")}
     assert {name: each.requests - before[name].requests for name, each in after.items()} == {"ann": 3, "ben": 4}
     assert {name: each.served - before[name].served for name, each in after.items()} == {"ann": 1, "ben": 4}
-    assert after["ann"].refused["max_rows"] - before["ann"].refused.get("max_rows", 0) == 2
+    assert after["ann"].failed["max_rows"] - before["ann"].failed.get("max_rows", 0) == 2
     assert after["ann"].slot_seconds > before["ann"].slot_seconds
     assert after["ben"].bytes_in - before["ben"].bytes_in == 4 * SOME["n"].nbytes
     assert account(ann, "ann") == after["ann"]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, directory, silent
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.inference import InferenceRequest
-from weightd_gateway.inflight_limit import AdmissionControl
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from weightd_protocol.messages.inference import Cancel

@@ -17,7 +17,7 @@ import pytest
 from weightd_gateway import parser_process as helper
 from weightd_gateway.auth import Caller
 from weightd_gateway.http import infer_json
-from weightd_gateway.parser_process import SMALL_BYTES, Helpers, ParserProcess
+from weightd_gateway.parser_process import SMALL_BYTES, ParserPool, ParserProcess
 from weightd_protocol.errors import Internal, InvalidArgument, Unavailable
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def test_a_caller_that_has_used_more_seconds_waits_for_the_others() -> None:
 
 def test_a_small_job_waits_for_no_large_one() -> None:
     async def run() -> None:
-        helpers = Helpers()
+        helpers = ParserPool()
         try:
             large = asyncio.create_task(helpers.run(A, SMALL_BYTES + 1, signal.pause))
             pid = await helpers.run(B, SMALL_BYTES, os.getpid)
@@ -119,7 +119,7 @@ def test_a_small_job_waits_for_no_large_one() -> None:
 
 def test_the_event_loop_has_more_of_the_processor_than_small_jobs_and_these_than_large_ones() -> None:
     async def run() -> tuple[int, int]:
-        helpers = Helpers()
+        helpers = ParserPool()
         try:
             return await helpers.run(A, 0, os.nice, 0), await helpers.run(A, SMALL_BYTES + 1, os.nice, 0)
         finally:

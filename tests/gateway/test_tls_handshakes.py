@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from testkit.certificates import AUTHORITY, SERVER
 from weightd_common.peers import Peer
-from weightd_gateway.tls_handshakes import LOOP_SHARE, FairThrottle, Handshakes, HandshakeSlots
+from weightd_gateway.tls_handshakes import LOOP_SHARE, FairThrottle, HandshakeLimiter, Handshakes
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 
@@ -82,7 +82,7 @@ def test_work_that_fails_leaves_the_rest() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]) -> None:
     places, has, waits = (
-        HandshakeSlots(8),
+        HandshakeLimiter(8),
         list[tuple[str, Callable[[], None]]](),
         list[tuple[str, Callable[[], None]]](),
     )

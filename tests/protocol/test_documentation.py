@@ -129,8 +129,8 @@ def test_the_examples_answer_each_other() -> None:
     for tag in ("infer", "server_metadata", "model_metadata", "status", "metrics"):
         assert example(tag).id == example(f"{tag}_response").id
     assert example("predict").description == example("infer").description
-    assert example("predict").request == example("result").request == example("failed").request
-    assert example("result").description == example("infer_response").description
+    assert example("predict").request == example("predict_result").request == example("predict_failed").request
+    assert example("predict_result").description == example("infer_response").description
     assert example("attach").handle == example("built").handle
     assert example("attached").selftest_digest == example("built").selftest_digest
     # Deep enough to show each record, with a field that is absent and one that is not.

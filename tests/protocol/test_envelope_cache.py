@@ -29,7 +29,7 @@ from weightd_protocol.messages.regions import (
     Regions,
 )
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD, Predict, PredictResult
 from weightd_protocol.schema import FieldError, plain
 
 REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())
@@ -37,7 +37,7 @@ X = TensorSpec("x", "UINT8", (0,))
 TWO, THREE = RequestDescription("m", (X, X)), ResponseDescription("m", (X, X, X))
 PLACES = Regions((InputLocation(1, "r", 7),), (OutputLocation(0, "r", 7, 8),))
 MAPPED = MappedRegions((MappedInput(1, 2**40, 7),), (MappedOutput(0, 2**40, 7, 8),))
-TAGS = {Infer: "infer", InferResponse: "infer_response", Predict: "predict", Result: "result"}
+TAGS = {Infer: "infer", InferResponse: "infer_response", Predict: "predict", PredictResult: "predict_result"}
 
 texts = st.text(max_size=130) | st.integers(0, 40).map("i".__mul__)
 numbers = st.integers(-1, 2**64 - 1) | st.sampled_from([2**32 - 1, 2**32, 2**63 - 1, 2**63])
@@ -51,7 +51,7 @@ messages = (
     | st.builds(InferResponse, texts, st.just(RESPONSE), placed, st.none() | st.booleans())
     | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.sampled_from([MappedRegions(), MAPPED]))
     | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.just(MAPPED), steps, members)
-    | st.builds(Result, numbers, st.just(RESPONSE), placed)
+    | st.builds(PredictResult, numbers, st.just(RESPONSE), placed)
 )
 
 
@@ -73,8 +73,8 @@ def frames(draw: Any) -> bytes:
                 ("predict", numbered),
                 ("predict", {**numbered, "regions": plain(MAPPED)}),
                 ("predict", {**numbered, "step": draw(st.integers(0, 2)), "member": draw(st.integers(0, 1))}),
-                ("result", numbered),
-                ("result", {**numbered, "shared_outputs": [2, 0]}),
+                ("predict_result", numbered),
+                ("predict_result", {**numbered, "shared_outputs": [2, 0]}),
             ]
         )
     )
@@ -110,7 +110,7 @@ def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) ->
     valid: List[Tuple[Any, Any]] = [
         (FROM_CLIENT, before),
         (TO_CLIENT, InferResponse("i", RESPONSE)),
-        (FROM_CHILD, Result(0, RESPONSE)),
+        (FROM_CHILD, PredictResult(0, RESPONSE)),
     ]
     for table, first in [*valid, (TO_CHILD, Predict(0, REQUEST))]:
         known = Decoder(table)

@@ -16,7 +16,7 @@ from weightd_protocol.messages.control import ModelMetadata
 from weightd_protocol.messages.inference import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
 from weightd_protocol.messages.types import FROM_CLIENT
-from weightd_protocol.messages.worker import FROM_CHILD, Built, TryingSelfTest
+from weightd_protocol.messages.worker import FROM_CHILD, AnnounceSelfTest, Built
 from weightd_protocol.messages.worker_common import SelfTestCases
 
 SCALARS: Any = (
@@ -84,7 +84,7 @@ CASES: SelfTestCases = tuple({each.name: each.shape for each in SPECS} for _ in 
     ("message", "table"),
     [
         (Infer("i" * 128, DESCRIPTION, Parameters(1, REGIONS, 1, "t" * 256)), FROM_CLIENT),
-        (TryingSelfTest(CASES[:4], CASES), FROM_CHILD),
+        (AnnounceSelfTest(CASES[:4], CASES), FROM_CHILD),
         (Built("", SIGNATURES, SIGNATURES, CASES[:4], "", 0, gears=((1,) * 4,) * 100), FROM_CHILD),
     ],
     ids=lambda each: type(each).__name__,
@@ -141,7 +141,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> List[int]:
         ("status", FROM_CLIENT, 65_000),
         ("update", FROM_CLIENT, 65_000),
         ("pong", FROM_CHILD, 1_000_000),
-        ("result", FROM_CHILD, 1_000_000),
+        ("predict_result", FROM_CHILD, 1_000_000),
     ],
 )
 def test_an_envelope_full_of_items_is_not_unpacked(

@@ -34,7 +34,14 @@ import zmq
 from testkit import mindir
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.messages.inference import RequestDescription
-from weightd_protocol.messages.worker import FROM_CHILD, ContinueSelfTest, Predict, Result, Stop, TryingSelfTest
+from weightd_protocol.messages.worker import (
+    FROM_CHILD,
+    AnnounceSelfTest,
+    ContinueSelfTest,
+    Predict,
+    PredictResult,
+    Stop,
+)
 from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine
@@ -189,7 +196,7 @@ class Daemon:
         """Wait for the next message, which has to be of this kind and from this child."""
         peer, *frames = self.socket.recv_multipart()
         message = decode(frames, FROM_CHILD)
-        if isinstance(message, TryingSelfTest):
+        if isinstance(message, AnnounceSelfTest):
             if message.cases:
                 self.tell(name, ContinueSelfTest())
             return self.hear(name, kind)
@@ -204,9 +211,9 @@ class Daemon:
             name, Predict(number, RequestDescription("m", specs)), *(frame_of(array) for array in inputs.values())
         )
 
-    def hear_result(self, name: str) -> Tuple[Result, List[bytes]]:
+    def hear_result(self, name: str) -> Tuple[PredictResult, List[bytes]]:
         """Wait for the answer to a request, and its outputs in their order."""
-        return self.hear(name, Result)
+        return self.hear(name, PredictResult)
 
     def answer(self, name: str, number: int) -> Any:
         """Wait for the one output of a request."""

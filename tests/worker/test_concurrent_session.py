@@ -22,14 +22,14 @@ from weightd_protocol.messages.worker import (
     FROM_CHILD,
     BeginBatch,
     CancelPredict,
-    Failed,
     Hello,
     Ping,
     Pong,
     Predict,
     PredictCancelled,
+    PredictFailed,
+    PredictResult,
     Reconnected,
-    Result,
     Stop,
     UnmapRegion,
 )
@@ -145,7 +145,7 @@ class Script:
             kept = list(map(bytes, frames))
             answer: Any = decode(kept, FROM_CHILD)
             self.sent.append(answer)
-            if isinstance(answer, Result):
+            if isinstance(answer, PredictResult):
                 self.values[answer.request] = [float(each) for each in np.frombuffer(kept[2], np.float32)]
 
     def _unmap(self, region: int) -> None:
@@ -159,8 +159,10 @@ def predict(number: int) -> Frames:
 
 def told(script: Script) -> List[Any]:
     """What was answered, in its order: the number of a request, or its error."""
-    kinds = (Result, Failed, PredictCancelled, Pong, Reconnected)
-    return [each.request if isinstance(each, Result) else each for each in script.sent if isinstance(each, kinds)]
+    kinds = (PredictResult, PredictFailed, PredictCancelled, Pong, Reconnected)
+    return [
+        each.request if isinstance(each, PredictResult) else each for each in script.sent if isinstance(each, kinds)
+    ]
 
 
 def one_after_another(*numbers: Optional[float]) -> Callable[[List[float]], Optional[float]]:
@@ -209,17 +211,21 @@ def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, dat
 
     script = Script(engine, [*frames, STOP], choose, lambda: data.draw(st.booleans()))
     assert script.run() == exit_codes.OK
-    answers = [each for each in script.sent if isinstance(each, (Result, Failed, PredictCancelled))]
+    answers = [each for each in script.sent if isinstance(each, (PredictResult, PredictFailed, PredictCancelled))]
     assert sorted(each.request for each in answers) == [*range(sum(REQUESTS.get(kind, 0) for kind in kinds))]
     assert all(values == [2.0 * number] for number, values in script.values.items())
-    assert {each.request for each in answers if isinstance(each, Failed)} == engine.outcomes.keys() & set(engine.begun)
+    assert {each.request for each in answers if isinstance(each, PredictFailed)} == engine.outcomes.keys() & set(
+        engine.begun
+    )
     # They were obeyed when nothing ran, each in its place among the requests.
     assert script.running_at == {"pong": [0] * kinds.count("ping"), "unmap": [0] * kinds.count("unmap")}
     pings = [index for index, kind in enumerate(kinds) if kind == "ping"]
     pongs = [index for index, each in enumerate(script.sent) if isinstance(each, Pong)]
     for ping, pong in zip(pings, pongs):
         count = sum(REQUESTS.get(kind, 0) for kind in kinds[:ping])
-        before = [each for each in script.sent[:pong] if isinstance(each, (Result, Failed, PredictCancelled))]
+        before = [
+            each for each in script.sent[:pong] if isinstance(each, (PredictResult, PredictFailed, PredictCancelled))
+        ]
         assert {each.request for each in before} >= set(range(count))
         assert all(each.request < count or isinstance(each, PredictCancelled) for each in before)
 
@@ -237,7 +243,7 @@ def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_a
     script = Script(engine, orders, one_after_another(None, None, None, 2, 3, 1))
     assert script.run() == exit_codes.MODEL_CORRUPTED
     # The third one runs again elsewhere, and so does the fourth.
-    assert told(script) == [1, Failed(2, "INTERNAL", "gone", is_exiting=True)]
+    assert told(script) == [1, PredictFailed(2, "INTERNAL", "gone", is_exiting=True)]
     assert engine.begun == [1, 2, 3]
 
 
@@ -248,8 +254,8 @@ def test_of_two_that_spoil_it_each_is_told() -> None:
     assert script.run() == exit_codes.MODEL_CORRUPTED
     assert told(script) == [
         3,
-        Failed(2, "INTERNAL", "RuntimeError: two", is_exiting=False),
-        Failed(1, "INTERNAL", "one", is_exiting=True),
+        PredictFailed(2, "INTERNAL", "RuntimeError: two", is_exiting=False),
+        PredictFailed(1, "INTERNAL", "one", is_exiting=True),
     ]
 
 

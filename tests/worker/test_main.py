@@ -52,13 +52,13 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
             daemon.start(name, path, "--role", role, "--origin-note", "it is told so")
             hello, _ = daemon.hear(name, Hello)
             assert (hello.origin, hello.origin_note) == ("spawned", "it is told so")
-            assert hello.pid == str(daemon.children[name].pid)
+            assert hello.engine_pid == str(daemon.children[name].pid)
             assert hello.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
             assert hello.versions["weightd"] == VERSION
             assert sorted(hello.versions) == sorted(["weightd", "python", "numpy", ENGINE])
-            assert not hello.traits.pids_fixed_at_build
+            assert not hello.sharing_traits.pids_fixed_at_build
             # When memory runs out it goes before the daemon; ctrl-C is the daemon's business.
-            score = Path(f"/proc/{hello.pid}/oom_score_adj").read_text("ascii")
+            score = Path(f"/proc/{hello.engine_pid}/oom_score_adj").read_text("ascii")
             assert int(score) == min(own + above, 1000)
             daemon.children[name].send_signal(signal.SIGINT)
     finally:
@@ -95,7 +95,7 @@ def test_all_its_threads_stay_on_its_cores(daemon: Daemon, model: Model) -> None
     hello, _ = daemon.hear("w", Hello)
     daemon.tell("w", Build(()))
     daemon.hear("w", Built)
-    status = [(task / "status").read_text("ascii") for task in Path(f"/proc/{hello.pid}/task").iterdir()]
+    status = [(task / "status").read_text("ascii") for task in Path(f"/proc/{hello.engine_pid}/task").iterdir()]
     assert len(status) > 1
     assert {re.findall(r"Cpus_allowed_list:\s*(.+)", each)[0] for each in status} == {core}
 
@@ -118,7 +118,7 @@ def test_where_there_is_nothing_to_share_the_worker_serves_and_the_holder_says_w
 ) -> None:
     built, attached = serve(daemon, model("relu"))
     note = "weights are not shared: the model has no memory of 128 KiB or more in one piece"
-    assert (built.handle, built.note, built.is_loss) == ("", note, False)
+    assert (built.handle, built.note, built.has_sharing_failed) == ("", note, False)
     assert (attached.shared_bytes, attached.note) == (0, "")
     assert not (daemon.directory / "store").exists()
     daemon.ask("w", 1, x=np.array([[-1, 2, -3, 4]], np.float32))
@@ -128,7 +128,7 @@ def test_where_there_is_nothing_to_share_the_worker_serves_and_the_holder_says_w
 def test_a_store_that_cannot_be_written_or_read_costs_only_memory(daemon: Daemon, model: Model) -> None:
     (daemon.directory / "store").write_bytes(b"somebody else's")
     built, _ = serve(daemon, model("wide"))
-    assert (built.handle, built.shared_bytes, built.is_loss) == ("", 0, True)
+    assert (built.handle, built.shared_bytes, built.has_sharing_failed) == ("", 0, True)
     assert built.note.startswith("weights are not shared: sharing pages failed: ")
     daemon.start("late", model("wide"))
     daemon.hear("late", Hello)

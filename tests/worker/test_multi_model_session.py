@@ -18,14 +18,14 @@ from weightd_protocol.codec import encode
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.worker import (
-    Failed,
     Hello,
     Ping,
     Pong,
     Predict,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
     Stop,
 )
 from weightd_protocol.tensors import frame_of, spec_of
@@ -83,7 +83,7 @@ class House:
 
     def answer(self, member: int) -> List[Any]:
         self.ask(member, X)
-        _, frames = self.daemon.hear("g", Result)
+        _, frames = self.daemon.hear("g", PredictResult)
         values: List[Any] = np.frombuffer(frames[0], np.float32).reshape(2, 64).tolist()
         return values
 
@@ -158,7 +158,7 @@ def test_a_predict_that_fails_is_the_end_of_all(house: House) -> None:
     house.enter()
     house.host.fault("predict", "fail", times=1)
     house.ask(1, X)
-    failed, _ = house.daemon.hear("g", Failed)
+    failed, _ = house.daemon.hear("g", PredictFailed)
     assert failed.is_exiting
     assert house.daemon.stop("g") == exit_codes.MODEL_CORRUPTED
 

@@ -22,7 +22,7 @@ from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import frame_of, from_frame, to_wire
 from weightd_worker import regions as module
 from weightd_worker import userfault
-from weightd_worker.regions import AttachedRegions
+from weightd_worker.regions import RegionTable
 from weightd_worker.userfault import UserFaults
 
 _BYTES = 1 << 16
@@ -52,14 +52,14 @@ def allocated(descriptor: int) -> int:
 
 
 @pytest.fixture
-def regions(memory: int) -> AttachedRegions:
+def regions(memory: int) -> RegionTable:
     """With that region as number 7."""
-    regions = AttachedRegions()
+    regions = RegionTable()
     regions.map(7, os.dup(memory))
     return regions
 
 
-def _read(regions: AttachedRegions, spec: TensorSpec, number: int, offset: int) -> Any:
+def _read(regions: RegionTable, spec: TensorSpec, number: int, offset: int) -> Any:
     return from_frame(spec, regions.read(number, offset, spec.nbytes))
 
 
@@ -68,7 +68,7 @@ def _u8(count: int, datatype: str = "UINT8") -> TensorSpec:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 64, _BYTES - 24])
-def test_a_tensor_is_read_from_anywhere(regions: AttachedRegions, memory: int, offset: int) -> None:
+def test_a_tensor_is_read_from_anywhere(regions: RegionTable, memory: int, offset: int) -> None:
     values = np.arange(6, dtype="<f4").reshape(2, 3)
     os.pwrite(memory, values.tobytes(), offset)
     array = _read(regions, TensorSpec("x", "FP32", (2, 3)), 7, offset)
@@ -76,11 +76,11 @@ def test_a_tensor_is_read_from_anywhere(regions: AttachedRegions, memory: int, o
     assert array.flags.aligned
 
 
-def test_a_tensor_without_elements_is_read_at_the_end(regions: AttachedRegions) -> None:
+def test_a_tensor_without_elements_is_read_at_the_end(regions: RegionTable) -> None:
     assert _read(regions, _u8(0), 7, _BYTES).shape == (0,)
 
 
-def test_a_tensor_is_read_from_anywhere_between_holes(regions: AttachedRegions, memory: int) -> None:
+def test_a_tensor_is_read_from_anywhere_between_holes(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, b"\1" * _BYTES, 0)
     page = mmap.PAGESIZE
     punch(memory, 2 * page, page)
@@ -88,21 +88,21 @@ def test_a_tensor_is_read_from_anywhere_between_holes(regions: AttachedRegions, 
     assert _read(regions, _u8(5), 7, 4 * page).tobytes() == b"\1" * 5
 
 
-def test_what_was_read_does_not_change(regions: AttachedRegions, memory: int) -> None:
+def test_what_was_read_does_not_change(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, b"\1" * 100, 0)
     array = _read(regions, _u8(100, "BOOL"), 7, 0)
     os.pwrite(memory, b"\2" * 100, 0)
     assert (array.view(np.uint8) == 1).all()
 
 
-def test_a_hole_is_read_as_zeros(regions: AttachedRegions, memory: int) -> None:
+def test_a_hole_is_read_as_zeros(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, b"\1" * _BYTES, 0)
     punch(memory, 0, _BYTES)
     assert not _read(regions, _u8(_BYTES), 7, 0).any()
     assert allocated(memory) == 0
 
 
-def test_nothing_is_written_to_a_hole(regions: AttachedRegions, memory: int) -> None:
+def test_nothing_is_written_to_a_hole(regions: RegionTable, memory: int) -> None:
     page = mmap.PAGESIZE
     punch(memory, 2 * page, page)
     present = allocated(memory)
@@ -138,7 +138,7 @@ def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
     assert allocated(memory) == present
 
 
-def test_no_page_is_allocated_while_the_client_punches_holes(regions: AttachedRegions) -> None:
+def test_no_page_is_allocated_while_the_client_punches_holes(regions: RegionTable) -> None:
     """After the last hole the client writes nothing, so a page that has memory then was allocated by the worker."""
     nbytes = 1 << 20
     memory = memfd.create(nbytes)
@@ -166,7 +166,7 @@ def test_a_system_without_userfaultfd_reads_everything_and_writes_nothing(
 
     monkeypatch.setattr(module, "UserFaults", refused)
     module._user_faults.cache_clear()
-    regions = AttachedRegions()
+    regions = RegionTable()
     try:
         for number in (7, 8):
             regions.map(number, os.dup(memory))
@@ -178,7 +178,7 @@ def test_a_system_without_userfaultfd_reads_everything_and_writes_nothing(
     assert "no userfaultfd for shared memory of clients: [Errno 1] Operation not permitted" in caplog.text
 
 
-def test_a_bool_that_is_none_is_refused_however_it_changes(regions: AttachedRegions, memory: int) -> None:
+def test_a_bool_that_is_none_is_refused_however_it_changes(regions: RegionTable, memory: int) -> None:
     stop = threading.Event()
 
     def scribble() -> None:
@@ -202,7 +202,7 @@ def test_a_bool_that_is_none_is_refused_however_it_changes(regions: AttachedRegi
     assert {*verdicts} == {True, False}
 
 
-def test_tensors_may_overlap(regions: AttachedRegions, memory: int) -> None:
+def test_tensors_may_overlap(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, bytes(range(100)), 0)
     one, other = _read(regions, _u8(60), 7, 0), _read(regions, _u8(60), 7, 30)
     assert regions.write(frame_of(one), 7, 20, 60)
@@ -213,7 +213,7 @@ def test_tensors_may_overlap(regions: AttachedRegions, memory: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 5)])
 @pytest.mark.parametrize("dtype", ["<f4", "|b1", ">f8"])
 def test_an_output_is_written_where_there_is_room_and_nowhere_else(
-    regions: AttachedRegions, memory: int, shape: Any, dtype: str
+    regions: RegionTable, memory: int, shape: Any, dtype: str
 ) -> None:
     array = to_wire(np.ones(shape, dtype))
     frame = frame_of(array)
@@ -227,14 +227,14 @@ def test_an_output_is_written_where_there_is_room_and_nowhere_else(
 def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: int) -> None:
     os.pwrite(memory, b"\5", 0)
     fcntl.fcntl(memory, 1033, 8)
-    regions = AttachedRegions()
+    regions = RegionTable()
     regions.map(7, os.dup(memory))
     array = _read(regions, _u8(1), 7, 0)
     assert array[0] == 5
     assert not regions.write(frame_of(array), 7, 0, 1)
 
 
-def test_what_cannot_be_read_fails_the_request_that_names_it(regions: AttachedRegions, memory: int) -> None:
+def test_what_cannot_be_read_fails_the_request_that_names_it(regions: RegionTable, memory: int) -> None:
     regions.map(8, os.open(f"/proc/self/fd/{memory}", os.O_WRONLY))
     regions.unmap(7)
     for number in (7, 8, 9):
@@ -245,7 +245,7 @@ def test_what_cannot_be_read_fails_the_request_that_names_it(regions: AttachedRe
             regions.write(b"\1", number, 0, 1)
 
 
-def test_nothing_is_left_of_a_region_that_is_forgotten(regions: AttachedRegions, memory: int) -> None:
+def test_nothing_is_left_of_a_region_that_is_forgotten(regions: RegionTable, memory: int) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text("ascii").count(f" {os.fstat(memory).st_ino} ")
 

@@ -24,16 +24,16 @@ from weightd_protocol.messages.inference import RequestDescription, TensorSignat
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
-    Allow,
-    Allowed,
+    AllowAttach,
+    AnnounceSelfTest,
     Attach,
+    AttachAllowed,
     Attached,
     BatchMismatch,
     BeginBatch,
     Build,
     Built,
     CancelPredict,
-    Failed,
     Fork,
     Forked,
     Hello,
@@ -42,12 +42,12 @@ from weightd_protocol.messages.worker import (
     Pong,
     Predict,
     PredictCancelled,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
     Stop,
     TrimStore,
-    TryingSelfTest,
     UnmapRegion,
 )
 from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
@@ -61,7 +61,7 @@ from weightd_worker.engines.errors import AttachRefused, BuildError, ModelCorrup
 from weightd_worker.engines.sharing import SharedWeights
 from weightd_worker.forking.fork import InheritedModel, ReportForked
 from weightd_worker.selftest import selftest
-from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
+from weightd_worker.session import ChildFiles, ProcessOrigin, SharingPlan, WorkerSession
 
 M = TypeVar("M")
 
@@ -149,7 +149,7 @@ def only(kind: Type[M], socket: Script) -> M:
     return message
 
 
-def array_of(socket: Script, result: Result) -> Any:
+def array_of(socket: Script, result: PredictResult) -> Any:
     (spec,) = result.description.outputs
     (frame,) = socket.frames[socket.sent.index(result)]
     return np.frombuffer(frame, NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
@@ -162,7 +162,7 @@ def test_it_says_what_it_is_and_stops_when_told() -> None:
     status, socket = play(fake(), STOP)
     assert status == exit_codes.OK
     hello = only(Hello, socket)
-    assert (hello.pid, hello.sha256, hello.traits) == ("4711", SHA256, FakeEngine.traits)
+    assert (hello.engine_pid, hello.sha256, hello.sharing_traits) == ("4711", SHA256, FakeEngine.traits)
     assert (hello.versions["weightd"], hello.versions["fake"]) == (VERSION, "1.2")
     assert sorted(hello.versions) == ["fake", "numpy", "python", "weightd"]
 
@@ -207,7 +207,7 @@ def test_a_model_without_a_canary_says_so() -> None:
     status, socket = play(worker, encode(Attach("7", ())), predict(1), STOP)
     assert (only(Attached, socket).selftest_digest, worker.done.count("predict")) == ("", 1)
     # It is not held against a worker that it cannot prove itself.
-    assert (status, only(Failed, socket).is_exiting) == (exit_codes.OK, False)
+    assert (status, only(PredictFailed, socket).is_exiting) == (exit_codes.OK, False)
 
 
 def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
@@ -227,7 +227,7 @@ def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
 
     engine, socket = fake(), Deaf(BUILD, STOP)
     assert session(socket, engine).run(SHA256) == exit_codes.CANNOT_BUILD
-    assert [type(each) for each in socket.sent] == [Hello, TryingSelfTest, ProcessFailed]
+    assert [type(each) for each in socket.sent] == [Hello, AnnounceSelfTest, ProcessFailed]
     assert "predict" not in engine.done
 
 
@@ -317,9 +317,9 @@ def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
 @pytest.mark.parametrize("refusal", ["", "the list is full" * 1000])
 def test_further_processes_are_let_in_or_the_reason_is_told(refusal: str) -> None:
     engine = fake(fails={"allow": AttachRefused(refusal)} if refusal else None)
-    status, socket = play(engine, BUILD, encode(Allow(("13", "14"))), encode(TrimStore()), STOP)
+    status, socket = play(engine, BUILD, encode(AllowAttach(("13", "14"))), encode(TrimStore()), STOP)
     assert (status, engine.done[-2:]) == (exit_codes.OK, ["allow 13,14", "settle 7"])
-    assert only(Allowed, socket).error == clip(refusal)
+    assert only(AttachAllowed, socket).error == clip(refusal)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     grows(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
-    status, socket = play(engine, FORK, BUILD, FORK, STOP, fork_targets=ForkTargets(2, cast(Any, forker)))
+    status, socket = play(engine, FORK, BUILD, FORK, STOP, fork_targets=SharingPlan(2, cast(Any, forker)))
     assert status == exit_codes.OK
     built = only(Built, socket)
     assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
@@ -398,7 +398,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
     monkeypatch.setattr(FakeEngine, "is_stochastic", draws)
     forker = FakeForker(refusal)
-    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, fork_targets=ForkTargets(2, cast(Any, forker)))
+    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, fork_targets=SharingPlan(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
     assert handle or built.note.startswith("weights are not shared: 31 MiB, by 2 processes, are less than the 32 MiB")
@@ -407,12 +407,12 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
 def test_a_holder_that_may_be_one_takes_no_request() -> None:
     with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
-        play(fake(), predict(1), STOP, fork_targets=ForkTargets(2, cast(Any, FakeForker())))
+        play(fake(), predict(1), STOP, fork_targets=SharingPlan(2, cast(Any, FakeForker())))
 
 
 def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
     engine = fake()
-    origin = SpawnInfo("template", "", InheritedModel(engine, SHA256, 1234))
+    origin = ProcessOrigin("template", "", InheritedModel(engine, SHA256, 1234))
     _, socket = play(engine, ATTACH, predict(1), STOP, origin=origin)
     hello = only(Hello, socket)
     assert (hello.origin, hello.origin_note, hello.sha256) == ("template", "", SHA256)
@@ -422,7 +422,7 @@ def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
 
 def test_it_is_held_to_the_canary_as_every_other() -> None:
     engine = fake(sequence(ZEROS, ZEROS, ONES, ONES))
-    origin = SpawnInfo("template", "", InheritedModel(engine, SHA256, 1234))
+    origin = ProcessOrigin("template", "", InheritedModel(engine, SHA256, 1234))
     _, socket = play(engine, ATTACH, encode(Ping(run_selftest=True)), STOP, origin=origin)
     assert only(Pong, socket).selftest_digest != only(Attached, socket).selftest_digest
 
@@ -448,7 +448,7 @@ def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name:
     output = OUTPUTS[name]
     status, socket = play(fake(sequence(output)), predict(1), STOP)
     assert status == exit_codes.OK
-    result = only(Result, socket)
+    result = only(PredictResult, socket)
     assert result.description.outputs[0].shape == output.shape
     assert socket.frames[-1] == [output.astype(output.dtype.newbyteorder("<")).tobytes("C")]
     np.testing.assert_array_equal(array_of(socket, result), output)
@@ -505,20 +505,20 @@ def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(n
     assert array.dtype.isnative
     assert array.shape == INPUTS[name].shape
     np.testing.assert_array_equal(array, INPUTS[name])
-    np.testing.assert_array_equal(array_of(socket, only(Result, socket)), INPUTS[name])
+    np.testing.assert_array_equal(array_of(socket, only(PredictResult, socket)), INPUTS[name])
 
 
 def test_several_inputs_and_outputs_keep_their_names() -> None:
     engine = fake(lambda inputs: {"difference": inputs["a"] - inputs["b"], "a": inputs["a"]})
     inputs = {"b": np.ones(2, np.float32), "a": np.array([5, 6], np.float32)}
     _, socket = play(engine, predict(1, inputs), STOP)
-    result = only(Result, socket)
+    result = only(PredictResult, socket)
     assert [each.name for each in result.description.outputs] == ["difference", "a"]
     assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == [[4, 5], [5, 6]]
     # Those that are wanted come, in the order in which they are.
     for outputs, values in ((("a", "difference"), [[5, 6], [4, 5]]), (("difference",), [[4, 5]])):
         _, socket = play(engine, predict(1, inputs, outputs), STOP)
-        assert [each.name for each in only(Result, socket).description.outputs] == [*outputs]
+        assert [each.name for each in only(PredictResult, socket).description.outputs] == [*outputs]
         assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == values
 
 
@@ -527,10 +527,10 @@ def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> No
     status, socket = play(fake(sequence(*refusals, ZEROS)), predict(1), predict(2), predict(3), STOP)
     assert status == exit_codes.OK
     assert socket.sent[1:3] == [
-        Failed(1, "INVALID_ARGUMENT", "index out of bounds", is_exiting=False),
-        Failed(2, "INVALID_ARGUMENT", clip("x" * 10_000), is_exiting=False),
+        PredictFailed(1, "INVALID_ARGUMENT", "index out of bounds", is_exiting=False),
+        PredictFailed(2, "INVALID_ARGUMENT", clip("x" * 10_000), is_exiting=False),
     ]
-    assert only(Result, socket).request == 3
+    assert only(PredictResult, socket).request == 3
 
 
 @pytest.mark.parametrize(
@@ -548,8 +548,8 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     orders = (predict(2), BUILD, ATTACH, encode(TrimStore()), predict(3))
     status, socket = play(engine, predict(1), *orders, STOP)
     assert status == exit_codes.MODEL_CORRUPTED
-    assert [type(each) for each in socket.sent] == [Hello, Failed]
-    assert only(Failed, socket) == Failed(1, "INTERNAL", text, is_exiting=True)
+    assert [type(each) for each in socket.sent] == [Hello, PredictFailed]
+    assert only(PredictFailed, socket) == PredictFailed(1, "INTERNAL", text, is_exiting=True)
     assert engine.done == ["predict"]
     assert ("Traceback" in caplog.text) != isinstance(error, ModelCorrupted)
 
@@ -568,29 +568,29 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
 ) -> None:
     engine = fake(sequence(*attached, InvalidArgument("too large"), *now, ZEROS))
     status, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
-    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving)
-    assert [each.request for each in socket.sent if isinstance(each, Result)] == ([] if leaving else [2])
+    assert only(PredictFailed, socket) == PredictFailed(1, "INVALID_ARGUMENT", "too large", leaving)
+    assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == ([] if leaving else [2])
     assert status == (exit_codes.MODEL_CORRUPTED if leaving else exit_codes.OK)
 
 
 def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> None:
     engine = fake(sequence(*[ZEROS] * 4, NotRun("too large"), ONES))
     _, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
-    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", is_exiting=False)
-    assert [each.request for each in socket.sent if isinstance(each, Result)] == [2]
+    assert only(PredictFailed, socket) == PredictFailed(1, "INVALID_ARGUMENT", "too large", is_exiting=False)
+    assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == [2]
     assert engine.done.count("predict") == 6
 
 
 def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
     status, socket = play(fake(), ATTACH, None, None, predict(1), STOP)
     assert status == exit_codes.OK
-    assert [type(each) for each in socket.sent] == [Hello, Attached, Reconnected, Reconnected, Result]
+    assert [type(each) for each in socket.sent] == [Hello, Attached, Reconnected, Reconnected, PredictResult]
 
 
 def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
     status, socket = play(fake(sequence(RuntimeError("broken"))), predict(1), None)
     assert status == exit_codes.MODEL_CORRUPTED
-    assert [type(each) for each in socket.sent] == [Hello, Failed]
+    assert [type(each) for each in socket.sent] == [Hello, PredictFailed]
 
 
 def test_an_answer_for_another_batch_is_not_given() -> None:
@@ -600,7 +600,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
     engine = fake(sequence(ZEROS, two, ZEROS, two, three, three, ZEROS, ZEROS, two, ONES))
     status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)
     assert status == exit_codes.MODEL_CORRUPTED
-    failed = only(Failed, socket)
+    failed = only(PredictFailed, socket)
     assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", True)
     assert "for a batch of 3" in failed.error
 
@@ -626,7 +626,7 @@ def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
 ) -> None:
     engine = fake()
     _, socket = play(engine, *orders, STOP, ahead=ahead, late=late)
-    assert [each.request for each in socket.sent if isinstance(each, Result)] == answered
+    assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == answered
     assert [each.request for each in socket.sent if isinstance(each, PredictCancelled)] == skipped
     assert len(engine.received_inputs) == len(answered)
 
@@ -634,7 +634,7 @@ def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
 def test_orders_that_were_read_ahead_are_obeyed_in_their_order() -> None:
     engine = fake()
     _, socket = play(engine, ATTACH, predict(1), encode(Ping(False)), predict(2), STOP, ahead=4)
-    assert [type(each) for each in socket.sent] == [Hello, Attached, Result, Pong, Result]
+    assert [type(each) for each in socket.sent] == [Hello, Attached, PredictResult, Pong, PredictResult]
 
 
 def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for_and_there_is_one() -> None:
@@ -670,7 +670,7 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
     name: str, output: Any, error: str
 ) -> None:
     status, socket = play(fake(lambda _: {name: output}), predict(1), STOP)
-    failed = only(Failed, socket)
+    failed = only(PredictFailed, socket)
     assert error in failed.error
     assert (failed.code, failed.is_exiting) == (("INVALID_ARGUMENT", False) if name else ("INTERNAL", True))
     assert status == (exit_codes.OK if name else exit_codes.MODEL_CORRUPTED)
@@ -742,7 +742,9 @@ def of_rows(number: int, *values: float) -> List[Any]:
 
 def answers(socket: Script) -> Dict[int, List[float]]:
     """The first value of each row that each request was answered with."""
-    return {each.request: array_of(socket, each)[:, 0].tolist() for each in socket.sent if isinstance(each, Result)}
+    return {
+        each.request: array_of(socket, each)[:, 0].tolist() for each in socket.sent if isinstance(each, PredictResult)
+    }
 
 
 def one(inputs: Arrays) -> Arrays:
@@ -762,7 +764,7 @@ def test_requests_that_come_together_are_run_together_and_answered_each_for_itse
     assert status == exit_codes.OK
     assert answers(socket) == {1: [2], 2: [4, 6], 3: [8]}
     assert [each["x"][:, 0].tolist() for each in engine.received_inputs] == [[1, 2, 3, 4], *[[1, 2, 3, 4, 4, 4]] * 2]
-    assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 2, 3] * 3
+    assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == [1, 2, 3] * 3
     assert socket.reply_counts == [3, 3, 3]
 
 
@@ -780,7 +782,7 @@ def test_one_that_fails_fails_alone(number: int) -> None:
     values = {1: 1.0, 2: 2.0, 3: 3.0, number: -1.0}
     status, socket = play(fake(one), *together(*(of_rows(*each) for each in values.items())), STOP)
     assert status == exit_codes.OK
-    assert only(Failed, socket) == Failed(number, "INVALID_ARGUMENT", "negative", is_exiting=False)
+    assert only(PredictFailed, socket) == PredictFailed(number, "INVALID_ARGUMENT", "negative", is_exiting=False)
     assert answers(socket) == {each: [2 * value] for each, value in values.items() if each != number}
 
 
@@ -790,7 +792,7 @@ def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_
 ) -> None:
     status, socket = play(fake(sequence(error)), *together(predict(1), predict(2)), STOP)
     assert status == exit_codes.MODEL_CORRUPTED
-    failed = only(Failed, socket)
+    failed = only(PredictFailed, socket)
     assert (failed.request, failed.is_exiting, socket.sent[1:]) == (1, True, [failed])
 
 
@@ -799,8 +801,10 @@ def test_a_worker_whose_predict_of_many_was_refused_proves_itself(now: List[Any]
     engine = fake(sequence(*[ZEROS] * 4, InvalidArgument("so many"), *now, ZEROS, ZEROS))
     _, socket = play(engine, ATTACH, *together(predict(1), predict(2)), STOP)
     good = now[0] is ZEROS
-    expected = [(Result, 1), (Result, 2)] if good else [(Failed, 1)]
-    assert [(type(each), each.request) for each in socket.sent if isinstance(each, (Result, Failed))] == expected
+    expected = [(PredictResult, 1), (PredictResult, 2)] if good else [(PredictFailed, 1)]
+    assert [
+        (type(each), each.request) for each in socket.sent if isinstance(each, (PredictResult, PredictFailed))
+    ] == expected
 
 
 def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_again() -> None:
@@ -817,9 +821,9 @@ def test_one_by_itself_may_be_run_on_more_rows_than_it_has() -> None:
     _, socket = play(engine, *together(of_rows(1, 5), rows=4), STOP)
     assert (answers(socket), engine.received_inputs[0]["x"].shape) == ({1: [10]}, (4, 3))
     _, socket = play(fake(sequence(InvalidArgument("no"))), *together(of_rows(1, 5), rows=4), STOP)
-    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
+    assert only(PredictFailed, socket) == PredictFailed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
     _, socket = play(fake(sequence(ONES)), *together(of_rows(1, 5), rows=4), STOP)
-    assert only(Failed, socket).error == "output y has shape [1, 3] for 4 rows"
+    assert only(PredictFailed, socket).error == "output y has shape [1, 3] for 4 rows"
 
 
 def test_a_part_is_taken_back_until_its_job_begins() -> None:
@@ -845,13 +849,13 @@ def test_what_comes_by_another_way_waits_for_those_that_are_together() -> None:
     first, *rest = together(predict(1), predict(2))
     ping = encode(Ping(False))
     _, socket = play(fake(), ATTACH, first, ping, rest[0], ping, rest[1], STOP)
-    assert [type(each) for each in socket.sent[2:]] == [Result, Result, Pong, Pong]
+    assert [type(each) for each in socket.sent[2:]] == [PredictResult, PredictResult, Pong, Pong]
 
 
 def test_those_of_whom_some_have_not_come_are_forgotten_when_another_daemon_is_there() -> None:
     engine = fake()
     _, socket = play(engine, *together(predict(1), predict(2))[:-1], encode(Ping(False)), None, predict(3), STOP)
-    assert [type(each) for each in socket.sent[1:]] == [Reconnected, Pong, Result]
+    assert [type(each) for each in socket.sent[1:]] == [Reconnected, Pong, PredictResult]
     assert [*answers(socket)] == [3]
 
 
@@ -883,10 +887,10 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     ):
         engine = fake(answer)
         _, socket = play(engine, order, *job, STOP)
-        assert [type(each) for each in socket.sent] == [Hello, *told, Result, Result]
+        assert [type(each) for each in socket.sent] == [Hello, *told, PredictResult, PredictResult]
         assert [len(each["x"]) for each in engine.received_inputs[4:]] == runs
     # What was forked from a template has been told with it.
-    made = SpawnInfo("template", inherited_model=InheritedModel(fake(), SHA256, 5))
+    made = ProcessOrigin("template", inherited_model=InheritedModel(fake(), SHA256, 5))
     engine = fake()
     play(engine, attach, STOP, origin=made)
     assert len(engine.received_inputs) == 2
@@ -923,29 +927,35 @@ def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> Non
 
 
 def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together() -> None:
-    def job(first: int, *values: float, parties: Tuple[int, ...]) -> List[Sequence[Any]]:
+    def job(first: int, *values: float, principal_ids: Tuple[int, ...]) -> List[Sequence[Any]]:
         parts = [of_rows(first + index, value) for index, value in enumerate(values)]
-        return [encode(BeginBatch(len(parts), 0, parties)), *parts]
+        return [encode(BeginBatch(len(parts), 0, principal_ids)), *parts]
 
     def fives(inputs: Arrays) -> Arrays:
         return {"y": inputs["x"] * 2 + (len(inputs["x"]) > 1) * (inputs["x"] == 5)}
 
     attach = encode(Attach("7", CASES, 8))
     engine = fake(fives)
-    jobs = [*job(1, 1, 5, 2, parties=(7, 8, 9)), *job(4, 1, 5, 2, parties=(7, 8, 9)), *job(7, 1, 2, parties=(7, 9))]
+    jobs = [
+        *job(1, 1, 5, 2, principal_ids=(7, 8, 9)),
+        *job(4, 1, 5, 2, principal_ids=(7, 8, 9)),
+        *job(7, 1, 2, principal_ids=(7, 9)),
+    ]
     _, socket = play(engine, attach, *jobs, STOP)
     assert answers(socket) == {1: [2], 2: [10], 3: [4], 4: [2], 5: [10], 6: [4], 7: [2], 8: [4]}
     told = [each for each in socket.sent if isinstance(each, BatchMismatch)]
     # Where a daemon does not know of it, it is told again.
-    assert [each.parties for each in told] == [(8,), (8,)]
+    assert [each.principal_ids for each in told] == [(8,), (8,)]
     # Of the first job: all, each alone, those of 8 without others, then one by one as the answers; of the second one
     # those of 7 and 9, which come in this form for the first time, and that of 8; of the third one those of 7 and 9,
     # whose form has come before.
     assert [len(each["x"]) for each in engine.received_inputs[4:]] == [3, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 2]
     # A part that is taken back is nobody's.
-    skipped = job(1, 5, 1, 2, parties=(8, 7, 9))
+    skipped = job(1, 5, 1, 2, principal_ids=(8, 7, 9))
     engine = fake(fives)
-    _, socket = play(engine, attach, *skipped[:2], skip(1), *skipped[2:], *job(4, 1, 2, parties=(8, 7)), STOP, ahead=6)
+    _, socket = play(
+        engine, attach, *skipped[:2], skip(1), *skipped[2:], *job(4, 1, 2, principal_ids=(8, 7)), STOP, ahead=6
+    )
     assert answers(socket) == {2: [2], 3: [4], 4: [2], 5: [4]}
     assert not [each for each in socket.sent if isinstance(each, BatchMismatch)]
 
@@ -973,22 +983,22 @@ def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monk
     job = [encode(BeginBatch(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
     _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
     told = only(BatchMismatch, socket)
-    assert (told.parties, told.note) == ((7,), "many have values that are run alone (nan)")
-    assert [each.request for each in socket.sent if isinstance(each, Result)] == [2, 1] * 2
+    assert (told.principal_ids, told.note) == ((7,), "many have values that are run alone (nan)")
+    assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == [2, 1] * 2
 
 
 def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "_MAX_UNBATCHABLE_PARTIES", 1)
+    monkeypatch.setattr(predictor, "_MAX_UNBATCHABLE_PRINCIPALS", 1)
     engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})
     parts = of_rows(1, 1), of_rows(2, 2)
     _, socket = play(engine, ATTACH, encode(BeginBatch(2, 0, (7, 8))), *parts, STOP)
-    assert (only(BatchMismatch, socket).parties, answers(socket)) == ((), {1: [2], 2: [3]})
+    assert (only(BatchMismatch, socket).principal_ids, answers(socket)) == ((), {1: [2], 2: [3]})
 
 
-@pytest.mark.parametrize("parties", [(1,), (1, 2, 3)])
-def test_whose_the_requests_are_is_said_of_each_or_of_none(parties: Tuple[int, ...]) -> None:
-    with pytest.raises(RemoteProtocolError, match=f"parties: expected 2, or none, got {len(parties)}"):
-        play(fake(), encode(BeginBatch(2, 0, parties)), predict(1), predict(2), STOP)
+@pytest.mark.parametrize("principal_ids", [(1,), (1, 2, 3)])
+def test_whose_the_requests_are_is_said_of_each_or_of_none(principal_ids: Tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"principal_ids: expected 2, or none, got {len(principal_ids)}"):
+        play(fake(), encode(BeginBatch(2, 0, principal_ids)), predict(1), predict(2), STOP)
 
 
 def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1010,7 +1020,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     engine = fake(seldom)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)
     assert status == exit_codes.OK
-    assert [type(each) for each in socket.sent[2:]] == [*[Result] * 6, BatchMismatch, *[Result] * 2]
+    assert [type(each) for each in socket.sent[2:]] == [*[PredictResult] * 6, BatchMismatch, *[PredictResult] * 2]
     sizes = [len(each["x"]) for each in engine.received_inputs[4:]]
     assert sizes == [2, 1, 1, 2, *[1, 1], 2, *[1, 1], *[1, 1]]
     # The engine may fail with it: then it is of no use.
@@ -1056,7 +1066,11 @@ def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
     os.pwrite(connection.memory, ONES.tobytes(), 16)
     session(connection, fake()).run(SHA256)
     description = describe_response("m", {"y": ONES})
-    assert connection.sent[1:] == [Result(1, description, (0,)), Result(2, description), Result(3, description)]
+    assert connection.sent[1:] == [
+        PredictResult(1, description, (0,)),
+        PredictResult(2, description),
+        PredictResult(3, description),
+    ]
     answer = (2 * ONES).tobytes()
     assert connection.frames[1:] == [[], [answer], [answer]]
     assert os.pread(connection.memory, len(answer), 64) == answer
@@ -1068,11 +1082,11 @@ def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
     assert session(connection, fake()).run(SHA256) == exit_codes.OK
     assert [type(each) for each in connection.sent if not isinstance(each, Reconnected)] == [
         Hello,
-        Result,
-        Failed,
-        Result,
+        PredictResult,
+        PredictFailed,
+        PredictResult,
     ]
-    failed = next(each for each in connection.sent if isinstance(each, Failed))
+    failed = next(each for each in connection.sent if isinstance(each, PredictFailed))
     assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", False)
 
 
@@ -1080,7 +1094,7 @@ def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1), encode(UnmapRegion(7)), encode(MapRegion(7)), placed(2), STOP)
     connection.ahead, connection.late = 2, 2
     assert session(connection, fake()).run(SHA256) == exit_codes.OK
-    assert [type(each) for each in connection.sent] == [Hello, Result, Result]
+    assert [type(each) for each in connection.sent] == [Hello, PredictResult, PredictResult]
 
 
 def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_one() -> None:
@@ -1091,8 +1105,10 @@ def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_
         connection = Mapping(*orders, STOP)
         os.pwrite(connection.memory, ONES.tobytes(), 16)
         assert session(connection, fake()).run(SHA256) == exit_codes.OK
-        kinds = {each.request: type(each) for each in connection.sent if isinstance(each, (Result, Failed))}
-        assert kinds == {1: Result, 2: Result, 3: Failed if lost else Result}
-        assert next(each.shared_outputs for each in connection.sent if isinstance(each, Result)) == (0,)
+        kinds = {
+            each.request: type(each) for each in connection.sent if isinstance(each, (PredictResult, PredictFailed))
+        }
+        assert kinds == {1: PredictResult, 2: PredictResult, 3: PredictFailed if lost else PredictResult}
+        assert next(each.shared_outputs for each in connection.sent if isinstance(each, PredictResult)) == (0,)
         if lost:
             assert os.pread(connection.memory, 12, 64) == (2 * ONES).tobytes()

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--selftest-inputs", default="", help="an .npz of self-test inputs")
     parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to the self-test may be")
     parser.add_argument(
-        "--attached-count", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
+        "--sharer-count", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
     parser.add_argument("--models", default="", help="the models of a process that serves several, a JSON object")

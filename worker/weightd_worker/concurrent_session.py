@@ -14,7 +14,7 @@ import functools
 import time
 from typing import Any, List, Union, cast
 
-from weightd_protocol.messages.worker import BeginBatch, Failed, Predict, Reconnected, Stop, UnmapRegion
+from weightd_protocol.messages.worker import BeginBatch, Predict, PredictFailed, Reconnected, Stop, UnmapRegion
 from weightd_worker import exit_codes
 from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
@@ -42,7 +42,7 @@ class ConcurrentSession(WorkerSession):
         self._threads = PredictThreads(engine.concurrency)
         self._predictor = Predictor(cast(Engine, UnlockedEngine(engine, self._threads)), self._threads.report)
         # What was fatal, of which the last one is told last.
-        self._fatal_failures: List[Failed] = []
+        self._fatal_failures: List[PredictFailed] = []
         self._is_failure_undelivered = False
         connection.watch(self._threads.descriptor)
 
@@ -80,7 +80,7 @@ class ConcurrentSession(WorkerSession):
                     self._threads.submit(functools.partial(self._predictor.predict, order, tensors))
                 elif isinstance(order, BeginBatch):
                     self._threads.submit(
-                        functools.partial(self._predictor.predict_batch, tensors, order.rows, order.parties)
+                        functools.partial(self._predictor.predict_batch, tensors, order.rows, order.principal_ids)
                     )
                 else:
                     return order, tensors
@@ -113,7 +113,7 @@ class ConcurrentSession(WorkerSession):
         results = self._threads.take_results()
         replies: List[Reply] = []
         for result in results:
-            if isinstance(result[0], Failed) and result[0].is_exiting:
+            if isinstance(result[0], PredictFailed) and result[0].is_exiting:
                 self._fatal_failures.append(result[0])
             else:
                 replies.append(result)

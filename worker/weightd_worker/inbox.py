@@ -36,8 +36,10 @@ class Inbox:
         if self._open_batch is not None:
             self._put_in_open_batch(self._open_batch, order, tensors)
         elif isinstance(order, BeginBatch):
-            if len(order.parties) not in (0, order.items):
-                raise RemoteProtocolError(f"parties: expected {order.items}, or none, got {len(order.parties)}")
+            if len(order.principal_ids) not in (0, order.items):
+                raise RemoteProtocolError(
+                    f"principal_ids: expected {order.items}, or none, got {len(order.principal_ids)}"
+                )
             self._open_batch, self._missing_count = order, order.items
         else:
             self._entries.append((order, tensors))
@@ -115,5 +117,7 @@ def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginB
     for index, part in enumerate(items):
         if part[0].request == request:
             items.remove(part)
-            return dataclasses.replace(order, parties=order.parties[:index] + order.parties[index + 1 :])
+            return dataclasses.replace(
+                order, principal_ids=order.principal_ids[:index] + order.principal_ids[index + 1 :]
+            )
     return None

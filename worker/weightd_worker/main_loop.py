@@ -16,7 +16,7 @@ import zmq
 from weightd_common.coredump import disable_core_dumps
 from weightd_common.cpulist import parse_cpulist
 from weightd_common.model_group import GroupMembers, joint_digest
-from weightd_common.modelfile import ModelFileError, pinned_digest
+from weightd_common.modelfile import ModelFileError, snapshot_digest
 from weightd_common.oom_score import raise_score
 from weightd_common.pdeathsig import die_with_parent
 from weightd_common.proctitle import ProcessTitle
@@ -40,9 +40,9 @@ from weightd_worker.engines.ranks import RankRendezvous
 from weightd_worker.forking.fork import Forker, InheritedModel
 from weightd_worker.forking.process_state import ProcessState
 from weightd_worker.multi_model_session import MultiModelSession
-from weightd_worker.ranks import rendezvous_server
+from weightd_worker.ranks import broker
 from weightd_worker.ranks.session import RankInputs, RankSession
-from weightd_worker.session import ChildFiles, ForkTargets, SpawnInfo, WorkerSession
+from weightd_worker.session import ChildFiles, ProcessOrigin, SharingPlan, WorkerSession
 
 _log = logging.getLogger("weightd.worker")
 
@@ -166,7 +166,7 @@ def _run_session(
         return _report_failure(connection, error, exit_codes.NO_ENGINE, f"{sys.executable}: ")
     try:
         sha256 = (
-            pinned_digest(Path(arguments.model), arguments.snapshot_identity)
+            snapshot_digest(Path(arguments.model), arguments.snapshot_identity)
             if inherited_model is None
             else inherited_model.sha256
         )
@@ -178,9 +178,9 @@ def _run_session(
         engine,
         ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.selftest_inputs),
         arguments.tolerance,
-        origin=SpawnInfo(origin, clip(arguments.origin_note), inherited_model),
-        fork_targets=ForkTargets(
-            arguments.attached_count, make_forker(arguments.parent, process_state) if is_template else None
+        origin=ProcessOrigin(origin, clip(arguments.origin_note), inherited_model),
+        fork_targets=SharingPlan(
+            arguments.sharer_count, make_forker(arguments.parent, process_state) if is_template else None
         ),
     )
     return session.run(sha256)
@@ -194,12 +194,12 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
         _enter_work_dir(arguments)
         if arguments.role == "broker":
             engine_type.load_broker(_to_rank_rendezvous(rendezvous, arguments))
-            return rendezvous_server.run(
+            return broker.run(
                 connection, functools.partial(engine_type.serve_broker, _to_rank_rendezvous(rendezvous, arguments))
             )
         file_signature = read_signature(arguments.model)
         engine = engine_type(_to_rank_rendezvous(rendezvous, arguments))
-        sha256 = pinned_digest(Path(arguments.model), arguments.snapshot_identity)
+        sha256 = snapshot_digest(Path(arguments.model), arguments.snapshot_identity)
     except (BuildError, ModelFileError) as error:
         return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
@@ -224,7 +224,7 @@ def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arg
             members.sharing,
             [(each.model, child_arguments.parse_options(each.options)) for each in members.models],
         )
-        digests = [pinned_digest(Path(each.model), each.pinned_identity) for each in members.models]
+        digests = [snapshot_digest(Path(each.model), each.snapshot_identity) for each in members.models]
     except (BuildError, ModelFileError) as error:
         return _report_failure(connection, error, exit_codes.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way

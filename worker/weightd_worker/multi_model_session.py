@@ -9,9 +9,9 @@ from weightd_common import model_group
 from weightd_protocol.codec import type_name
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.ranks import (
+    GroupModelSignature,
     JoinedGroup,
     JoinGroup,
-    RankMember,
     RunSelfTest,
     SelfTestDone,
     SelfTestResult,
@@ -25,7 +25,7 @@ from weightd_worker.engines.errors import BuildError
 from weightd_worker.engines.mindspore_lite.group import ModelGroup
 from weightd_worker.engines.sharing import NotShared
 from weightd_worker.predictor import PredictItem, Predictor
-from weightd_worker.regions import AttachedRegions
+from weightd_worker.regions import RegionTable
 from weightd_worker.selftest import sample, selftest, verifier
 from weightd_worker.session_base import SessionBase, all_versions, check_signature
 
@@ -77,7 +77,9 @@ class MultiModelSession(SessionBase):
         for each in signatures:
             check_signature(each)
         self._send(
-            JoinedGroup((), (), self._group.engines[0].memory(), tuple(RankMember(*each) for each in signatures))
+            JoinedGroup(
+                (), (), self._group.engines[0].memory(), tuple(GroupModelSignature(*each) for each in signatures)
+            )
         )
 
     def _run_selftests(self) -> None:
@@ -115,7 +117,7 @@ class _ModelPredictors:
 
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         self.predictors = predictors
-        self.regions = AttachedRegions()
+        self.regions = RegionTable()
         self.step = 0
         for each in predictors:
             each.regions = self.regions
@@ -123,8 +125,8 @@ class _ModelPredictors:
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
         return self._predictor_of([order]).predict(order, frames)
 
-    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
-        return self._predictor_of([order for order, _ in items]).predict_batch(items, rows, parties)
+    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
+        return self._predictor_of([order for order, _ in items]).predict_batch(items, rows, principal_ids)
 
     def _predictor_of(self, orders: Sequence[Predict]) -> Predictor:
         members = {order.model_index for order in orders}
@@ -146,5 +148,5 @@ def _selftest_inputs_of(engine: Engine, member: model_group.GroupMember) -> _Sel
     return _SelfTestInputs(({each.name: each.shape or () for each in signature.inputs},), None)
 
 
-def _run_selftest(engine: Engine, selftest_inputs: _SelfTestInputs) -> selftest.SelfTest:
+def _run_selftest(engine: Engine, selftest_inputs: _SelfTestInputs) -> selftest.SelfTestRun:
     return selftest.run(engine, selftest_inputs.cases, selftest_inputs.sample)

@@ -14,15 +14,15 @@ from weightd_protocol.codec import clip
 from weightd_protocol.errors import Internal, InvalidArgument, RequestError
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedRegions
-from weightd_protocol.messages.worker import BatchMismatch, Failed, Predict, Result
+from weightd_protocol.messages.worker import BatchMismatch, Predict, PredictFailed, PredictResult
 from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd_worker import exit_codes
-from weightd_worker.batching.merge import MergedRequest, OutputSlice
+from weightd_worker.batching.merge import BatchLayout, OutputSlice
 from weightd_worker.batching.shadow_check import RowsDiffer, ShadowChecks
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted, NotRun
-from weightd_worker.regions import AttachedRegions
+from weightd_worker.regions import RegionTable
 from weightd_worker.selftest.verifier import AnswerVerifier
 
 _log = logging.getLogger("weightd.worker")
@@ -31,10 +31,10 @@ _log = logging.getLogger("weightd.worker")
 _MAX_MERGED_REQUESTS = 64
 _MAX_MERGED_ITEMS = 64
 
-# Parties whose requests are run one by one. Where there are more, those of all are.
-_MAX_UNBATCHABLE_PARTIES = limits.MAX_TENANTS
+# Principals whose requests are run one by one. Where there are more, those of all are.
+_MAX_UNBATCHABLE_PRINCIPALS = limits.MAX_TENANTS
 
-# Requests with special values of a party, after which its requests are not sent together with others any more: each
+# Requests with special values of a principal, after which its requests are not sent together with others any more: each
 # costs those that come with it the time of another predict.
 _MAX_SPECIAL_REQUESTS = 64
 
@@ -60,22 +60,22 @@ class Predictor:
     """
 
     def __init__(self, engine: Engine, reply: Callable[..., None]) -> None:
-        self.regions = AttachedRegions()
+        self.regions = RegionTable()
         self.verifier: Optional[AnswerVerifier] = None
         self._engine = engine
         self._reply = reply
         # The last answer that was sent as the engine gave it, and what it was an answer to.
         self._last_layout: Tuple[Any, ...] = ()
         self._last_description: Any = None
-        self._merged_requests: Dict[Tuple[int, ...], MergedRequest] = {}
+        self._merged_requests: Dict[Tuple[int, ...], BatchLayout] = {}
         self._allowed_batch_sizes: Sequence[int] = ()
         # Whether requests that come together are run so, and by what it is tested that their answers are the same.
         self._is_batching = True
         self._special_kinds: Sequence[SpecialFloats] = ()
-        # How many requests with special values have come of each party.
+        # How many requests with special values have come of each principal.
         self._special_counts: collections.Counter[int] = collections.Counter()
-        # Why requests of these parties are not run together with others.
-        self._unbatchable_parties: Dict[int, str] = {}
+        # Why requests of these principals are not run together with others.
+        self._unbatchable_principals: Dict[int, str] = {}
         self._shadow_checks: Optional[ShadowChecks] = None
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
@@ -91,7 +91,7 @@ class Predictor:
             rest = [*map(frame_of, outputs.values())]
             if regions is not None:
                 placed, rest = self._write_to_regions(regions, rest)
-            self._reply((Result(order.request, description, placed), rest))
+            self._reply((PredictResult(order.request, description, placed), rest))
         except RequestError as error:
             return self._fail(order, error, is_leaving=not self._is_model_intact(error))
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
@@ -163,7 +163,7 @@ class Predictor:
             except (NotBatchable, InvalidArgument) as error:
                 self._on_rows_differ(error)
 
-    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
+    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
         """Run the model once on the rows of several requests, and answer each; return as `predict` does.
 
         What cannot be run or divided so is run one by one: then only that fails whose fault it is.
@@ -171,7 +171,7 @@ class Predictor:
         Args:
             items: the requests, in their order.
             rows: to run it on, if they have less; 0: as many as they have.
-            parties: whose each of them is, if it is tested that each has the answer that it has alone.
+            principal_ids: whose each of them is, if it is tested that each has the answer that it has alone.
         """
         try:
             merged = self._merged_request(items, rows)
@@ -180,11 +180,11 @@ class Predictor:
             ):
                 return self._predict_each(items)
             inputs = merged.merge_inputs([self._input_bytes(order, frames) for order, frames in items])
-            if len(items) > 1 and (self._unbatchable_parties or self._special_kinds):
-                alone_indices = self._indices_to_run_alone(merged, inputs, parties)
+            if len(items) > 1 and (self._unbatchable_principals or self._special_kinds):
+                alone_indices = self._indices_to_run_alone(merged, inputs, principal_ids)
                 if alone_indices:
-                    return self._predict_apart(alone_indices, items, parties)
-            outputs, slices = self._run(merged, inputs, items, parties)
+                    return self._predict_apart(alone_indices, items, principal_ids)
+            outputs, slices = self._run(merged, inputs, items, principal_ids)
             return self._reply_slices(items, slices, outputs)
         except NotBatchable as error:
             return self._on_not_batchable(items, error)
@@ -193,44 +193,48 @@ class Predictor:
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unexpected(items[0][0], error)
 
-    def _indices_to_run_alone(self, merged: MergedRequest, inputs: Arrays, parties: Tuple[int, ...]) -> Sequence[int]:
+    def _indices_to_run_alone(
+        self, merged: BatchLayout, inputs: Arrays, principal_ids: Tuple[int, ...]
+    ) -> Sequence[int]:
         """Return the positions of requests that are run alone, because of whose they are or because of their values."""
-        found = {index for index, each in enumerate(parties) if each in self._unbatchable_parties}
-        # The daemon does not know of these parties yet, or is another one than that which does.
-        for party in sorted({parties[index] for index in found}):
-            self._reply((BatchMismatch(self._unbatchable_parties[party], (party,)), ()))
+        found = {index for index, each in enumerate(principal_ids) if each in self._unbatchable_principals}
+        # The daemon does not know of these principals yet, or is another one than that which does.
+        for principal in sorted({principal_ids[index] for index in found}):
+            self._reply((BatchMismatch(self._unbatchable_principals[principal], (principal,)), ()))
         if self._special_kinds:
             names = [each.name for each in merged.specs]
             special = merged.items_with_rows(rows_with_special_values(inputs, names, self._special_kinds))
             found.update(special)
-            if special and parties:
-                self._count_special([parties[index] for index in special])
+            if special and principal_ids:
+                self._count_special([principal_ids[index] for index in special])
         return sorted(found)
 
-    def _count_special(self, parties: Sequence[int]) -> None:
-        if len(self._special_counts) >= _MAX_UNBATCHABLE_PARTIES:
+    def _count_special(self, principal_ids: Sequence[int]) -> None:
+        if len(self._special_counts) >= _MAX_UNBATCHABLE_PRINCIPALS:
             self._special_counts.clear()
-        self._special_counts.update(parties)
-        exceeding = [each for each in dict.fromkeys(parties) if self._special_counts[each] >= _MAX_SPECIAL_REQUESTS]
-        if exceeding and len(self._unbatchable_parties) < _MAX_UNBATCHABLE_PARTIES:
+        self._special_counts.update(principal_ids)
+        exceeding = [
+            each for each in dict.fromkeys(principal_ids) if self._special_counts[each] >= _MAX_SPECIAL_REQUESTS
+        ]
+        if exceeding and len(self._unbatchable_principals) < _MAX_UNBATCHABLE_PRINCIPALS:
             kinds = ", ".join(each.value for each in self._special_kinds)
             self._on_rows_differ(RowsDiffer(f"many have values that are run alone ({kinds})", exceeding))
 
     def _predict_apart(
-        self, alone_indices: Sequence[int], items: Sequence[PredictItem], parties: Tuple[int, ...]
+        self, alone_indices: Sequence[int], items: Sequence[PredictItem], principal_ids: Tuple[int, ...]
     ) -> int:
         """Run some of the requests one by one, and the others together."""
         batched_indices = [index for index in range(len(items)) if index not in alone_indices]
-        batched_parties = tuple([parties[index] for index in batched_indices]) if parties else ()
+        batched_principal_ids = tuple([principal_ids[index] for index in batched_indices]) if principal_ids else ()
         status = (
-            self.predict_batch([items[index] for index in batched_indices], 0, batched_parties)
+            self.predict_batch([items[index] for index in batched_indices], 0, batched_principal_ids)
             if batched_indices
             else exit_codes.OK
         )
         return self._predict_each([items[index] for index in alone_indices]) if status == exit_codes.OK else status
 
     def _run(
-        self, merged: MergedRequest, inputs: Arrays, items: Sequence[PredictItem], parties: Tuple[int, ...] = ()
+        self, merged: BatchLayout, inputs: Arrays, items: Sequence[PredictItem], principal_ids: Tuple[int, ...] = ()
     ) -> Tuple[Arrays, Sequence[OutputSlice]]:
         outputs = self._engine.predict(inputs)
         form = (*outputs, *map(_layout_of, outputs.values()))
@@ -239,7 +243,7 @@ class Predictor:
         # Another thread may learn others while this one runs the model again.
         slices = merged.slices
         if self._shadow_checks is not None and len(items) > 1:
-            self._shadow_checks.check(merged, inputs, outputs, parties)
+            self._shadow_checks.check(merged, inputs, outputs, principal_ids)
         return outputs, slices
 
     def _reply_slices(self, items: Sequence[PredictItem], slices: Sequence[OutputSlice], outputs: Arrays) -> int:
@@ -251,7 +255,7 @@ class Predictor:
             try:
                 if order.regions is not None:
                     placed, rest = self._write_to_regions(order.regions, rest)
-                results.append((Result(order.request, description, placed), rest))
+                results.append((PredictResult(order.request, description, placed), rest))
             except RequestError as error:
                 self._fail(order, error, is_leaving=False)
         self._reply(*results)
@@ -265,17 +269,17 @@ class Predictor:
             self._reply((BatchMismatch(clip(reason)), ()))
 
     def _on_rows_differ(self, error: Exception) -> None:
-        """Run no requests together any more of the parties whose rows differ, of nobody where these are not known."""
+        """Run requests of the principals whose rows differ alone from now on; all, where these are not known."""
         note = clip(str(error))
-        parties = error.parties if isinstance(error, RowsDiffer) else ()
-        new = [each for each in parties if each not in self._unbatchable_parties]
-        if not parties or len(self._unbatchable_parties) + len(new) > _MAX_UNBATCHABLE_PARTIES:
+        principal_ids = error.principal_ids if isinstance(error, RowsDiffer) else ()
+        new = [each for each in principal_ids if each not in self._unbatchable_principals]
+        if not principal_ids or len(self._unbatchable_principals) + len(new) > _MAX_UNBATCHABLE_PRINCIPALS:
             self.stop_batching(note)
             return
         if not new:
             return  # that was run before it was known
-        _log.warning("requests of %d parties are not batched any more: %s", len(new), note)
-        self._unbatchable_parties = {**self._unbatchable_parties, **dict.fromkeys(new, note)}
+        _log.warning("requests of %d principal_ids are not batched any more: %s", len(new), note)
+        self._unbatchable_principals = {**self._unbatchable_principals, **dict.fromkeys(new, note)}
         self._reply((BatchMismatch(note, tuple(new)), ()))
 
     def _on_not_batchable(self, items: Sequence[PredictItem], error: NotBatchable) -> int:
@@ -298,19 +302,19 @@ class Predictor:
                 return status
         return exit_codes.OK
 
-    def _merged_request(self, items: Sequence[PredictItem], rows: int) -> MergedRequest:
+    def _merged_request(self, items: Sequence[PredictItem], rows: int) -> BatchLayout:
         # The same description is the same object, for as long as something has it.
         key = (rows, *[id(order.description) for order, _ in items])
         merged = self._merged_requests.get(key)
         if merged is None:
-            merged = MergedRequest([order.description for order, _ in items], rows, self._allowed_batch_sizes)
+            merged = BatchLayout([order.description for order, _ in items], rows, self._allowed_batch_sizes)
             if len(items) <= _MAX_MERGED_ITEMS:
                 if len(self._merged_requests) == _MAX_MERGED_REQUESTS:
                     self._merged_requests.pop(next(iter(self._merged_requests)))
                 self._merged_requests[key] = merged
         return merged
 
-    def _learn_outputs(self, merged: MergedRequest, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
+    def _learn_outputs(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
         """What is divided of the engine's answer; how it is, is remembered."""
         if self.verifier is not None:
             outputs = self.verifier.verify(inputs, outputs)
@@ -371,7 +375,7 @@ class Predictor:
         """Return whether the model answers as before after a refused predict, as far as can be seen."""
         if isinstance(error, ModelCorrupted):
             return False
-        return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_refuted()
+        return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_corrupted()
 
     def _fail_unexpected(self, order: Predict, error: Exception) -> int:
         _log.exception("request %d", order.request)
@@ -381,7 +385,7 @@ class Predictor:
         if isinstance(error, MaybeCorrupted):
             # The one who is to blame is told of. This one is run again, where the daemon has it next.
             return exit_codes.MODEL_CORRUPTED
-        self._reply((Failed(order.request, error.code, clip(str(error)), is_leaving), ()))
+        self._reply((PredictFailed(order.request, error.code, clip(str(error)), is_leaving), ()))
         return exit_codes.MODEL_CORRUPTED if is_leaving else exit_codes.OK
 
 

@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 _NOT_READABLE = "a region of shared memory cannot be read by this worker"
 
 
-class AttachedRegions:
+class RegionTable:
     """The regions that this worker has, by the numbers that the daemon has for them.
 
     The daemon has checked that each keeps its size, and that what a request names lies within.

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 Values = Dict[str, Any]
 
 
-def python(_: int) -> Values:
+def read_python(_: int) -> Values:
     """Tell the interpreter, and this process's pid as the kernel numbers it here."""
     return {"executable": sys.executable, "version": platform.python_version(), "pid": str(os.getpid())}
 
 
-def weightd(_: int) -> Values:
+def read_weightd(_: int) -> Values:
     """Tell weightd's version, and that everything is there which a worker imports."""
     importlib.import_module("weightd_worker.session")
     return {"version": VERSION}
 
 
-def library(_: int) -> Values:
+def read_library(_: int) -> Values:
     """Tell the version of MindSpore Lite."""
     import mindspore_lite  # noqa: PLC0415 - as above
 
     return {"version": str(mindspore_lite.__version__)}
 
 
-def current_pid(_: int) -> Values:
+def read_current_pid(_: int) -> Values:
     """Tell this process's number in the driver, "" where the library cannot."""
     import mindspore_lite  # noqa: PLC0415 - as above
 
@@ -53,23 +53,23 @@ def current_pid(_: int) -> Values:
     return {"pid": str(model.get_model_info("current_pid"))}
 
 
-def libascendcl(_: int) -> Values:
+def load_libascendcl(_: int) -> Values:
     """Tell whether the runtime can be loaded and begins to work."""
     _acl().initialize()
     return {}
 
 
-def soc(_: int) -> Values:
+def read_soc(_: int) -> Values:
     """Tell the name of the chip; that of a virtual instance may say so."""
     return {"name": _acl().soc_name()}
 
 
-def devices(_: int) -> Values:
+def count_devices(_: int) -> Values:
     """Tell how many devices this process sees."""
     return {"count": _acl().device_count()}
 
 
-def memory(device: int) -> Values:
+def read_memory(device: int) -> Values:
     """Take a place on the device and tell its memory."""
     acl = _acl()
     acl.set_device(device)
@@ -78,14 +78,14 @@ def memory(device: int) -> Values:
 
 
 STEPS: Tuple[Callable[[int], Values], ...] = (
-    python,
-    weightd,
-    library,
-    current_pid,
-    libascendcl,
-    soc,
-    devices,
-    memory,
+    read_python,
+    read_weightd,
+    read_library,
+    read_current_pid,
+    load_libascendcl,
+    read_soc,
+    count_devices,
+    read_memory,
 )
 
 

@@ -14,9 +14,10 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
+    AnnounceSelfTest,
     Attach,
+    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -29,11 +30,10 @@ from weightd_protocol.messages.worker import (
     Pong,
     Predict,
     TrimStore,
-    TryingSelfTest,
 )
 from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
 from weightd_worker import library_pages, nativelog, weights
-from weightd_worker.batching import probe
+from weightd_worker.batching import row_support_probe
 from weightd_worker.channel import ChannelConnection
 from weightd_worker.connection import WorkerConnection
 from weightd_worker.engines.engine import Arrays, Engine
@@ -90,15 +90,15 @@ class ChildFiles(NamedTuple):
         return f"{self.store}.answers"
 
 
-class SpawnInfo(NamedTuple):
+class ProcessOrigin(NamedTuple):
     """How a process came to be, and why so: see `Hello`; and what it was given, if it was forked from a template."""
 
-    kind: str
+    origin: str
     note: str = ""
     inherited_model: Optional[InheritedModel] = None
 
 
-class ForkTargets(NamedTuple):
+class SharingPlan(NamedTuple):
     """Those who will share what a holder builds.
 
     Attributes:
@@ -106,12 +106,12 @@ class ForkTargets(NamedTuple):
         forker: forks them, where the holder may be a template: then it takes no requests.
     """
 
-    worker_count: int = 0
+    sharer_count: int = 0
     forker: Optional[Forker] = None
 
 
-_SPAWNED = SpawnInfo("spawned")
-_NO_FORK_TARGETS = ForkTargets()
+_SPAWNED = ProcessOrigin("spawned")
+_NO_FORK_TARGETS = SharingPlan()
 
 
 class WorkerSession(SessionBase):
@@ -133,8 +133,8 @@ class WorkerSession(SessionBase):
         files: ChildFiles,
         tolerance: float = 0.0,
         *,
-        origin: SpawnInfo = _SPAWNED,
-        fork_targets: ForkTargets = _NO_FORK_TARGETS,
+        origin: ProcessOrigin = _SPAWNED,
+        fork_targets: SharingPlan = _NO_FORK_TARGETS,
     ) -> None:
         super().__init__(connection)
         self._engine = engine
@@ -189,7 +189,7 @@ class WorkerSession(SessionBase):
             self._attach(order)
         elif isinstance(order, Fork):
             self._fork(order)
-        elif isinstance(order, Allow):
+        elif isinstance(order, AllowAttach):
             self._allow(order)
         elif isinstance(order, Ping):
             self._ping(order)
@@ -200,7 +200,7 @@ class WorkerSession(SessionBase):
         """Build, find the self-test, export or be a template; and see that the answers are still the same."""
         engine = self._engine
         bytes_before = private_bytes()
-        build = functools.partial(self._build_model, pids=order.pids)
+        build = functools.partial(self._build_model, pids=order.engine_pids)
         build()
         check_signature(engine.signature)
         self._load_sample()
@@ -250,7 +250,7 @@ class WorkerSession(SessionBase):
                 engine.memory(),
                 gears=engine.gears,
                 selftest_note=clip(reference.note),
-                is_loss=shared_weights.has_sharing_failed,
+                has_sharing_failed=shared_weights.has_sharing_failed,
                 is_template=self._template_model is not None,
                 row_support=row_support,
                 rebuilds_per_shape=engine.should_rebuild_per_shape,
@@ -259,7 +259,7 @@ class WorkerSession(SessionBase):
         )
 
     def _find_shapes(
-        self, order: Build, reference: selftest.SelfTest, rebuild: Callable[[], None]
+        self, order: Build, reference: selftest.SelfTestRun, rebuild: Callable[[], None]
     ) -> Tuple[bool, SelfTestCase]:
         """Return whether answers depend on the shapes before, and which shape each worker computes first.
 
@@ -270,7 +270,7 @@ class WorkerSession(SessionBase):
             reference: each answer is that of a model that has computed no other shape.
             rebuild: called where a new model is needed.
         """
-        engine, self._failed_cases = self._engine, self._failed_cases or order.unfit_cases
+        engine, self._failed_cases = self._engine, self._failed_cases or order.failed_cases
         largest_case = self._largest_case(reference.cases, order.max_rows)
         first_case = largest_case or (reference.cases[0] if reference.cases else {})
         extra_run = self._run_extra_case(reference.cases, first_case, rebuild) if reference.digest else None
@@ -289,7 +289,7 @@ class WorkerSession(SessionBase):
             return True, {}
         return False, first_case
 
-    def _has_changed_answers(self, reference: selftest.SelfTest, extra_run: Optional[selftest.SelfTest]) -> bool:
+    def _has_changed_answers(self, reference: selftest.SelfTestRun, extra_run: Optional[selftest.SelfTestRun]) -> bool:
         if selftest.difference(reference, self._run_selftest(reference.cases)) > self._tolerance:
             return True
         return (
@@ -299,7 +299,7 @@ class WorkerSession(SessionBase):
 
     def _run_extra_case(
         self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]
-    ) -> Optional[selftest.SelfTest]:
+    ) -> Optional[selftest.SelfTestRun]:
         """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
 
         It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
@@ -321,7 +321,7 @@ class WorkerSession(SessionBase):
         finally:
             self._announce_selftest((), self._failed_cases)
 
-    def _run_resized(self, case: SelfTestCase) -> selftest.SelfTest:
+    def _run_resized(self, case: SelfTestCase) -> selftest.SelfTestRun:
         """Run a shape that is not the sample's."""
         engine = self._engine
         return selftest.from_answers(
@@ -364,12 +364,12 @@ class WorkerSession(SessionBase):
         return case
 
     def _find_row_support(
-        self, order: Build, reference: selftest.SelfTest, rebuild: Callable[[], None]
+        self, order: Build, reference: selftest.SelfTestRun, rebuild: Callable[[], None]
     ) -> Optional[RowSupport]:
-        self._failed_cases = self._failed_cases or order.unfit_cases
+        self._failed_cases = self._failed_cases or order.failed_cases
         if self._engine.should_rebuild_per_shape and order.max_rows > 1:
             return RowSupport((), (), is_equal=False, note=_SHAPE_DEPENDENT)
-        row_support = probe.find_row_support(
+        row_support = row_support_probe.find_row_support(
             self._engine,
             order,
             reference,
@@ -379,12 +379,12 @@ class WorkerSession(SessionBase):
         )
         if row_support is None or not row_support.is_equal or self._tolerance:
             return row_support
-        digest = probe.rows_digest(
-            self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
+        digest = row_support_probe.rows_digest(
+            self._engine, reference.cases, order.max_rows, order.allowed_batch_sizes, self._sample, row_support.row_kind
         )
         return dataclasses.replace(row_support, batch_digest=digest)
 
-    def _share_weights(self, reference: selftest.SelfTest, bytes_before: int) -> SharedWeights:
+    def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
         """Share what was built: by a fork where that can be, and where it has a self-test, else as the engine does.
 
         What is forked from a model that draws at random would all draw the same.
@@ -396,11 +396,11 @@ class WorkerSession(SessionBase):
             forker = None
         if forker is not None:
             forker.freeze_memory()
-        built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.kind]
-        if not is_holder_worthwhile(built_bytes, self._fork_targets.worker_count, holder_cost_bytes):
+        built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.origin]
+        if not is_holder_worthwhile(built_bytes, self._fork_targets.sharer_count, holder_cost_bytes):
             text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
             return SharedWeights(
-                "", 0, text % (built_bytes >> 20, self._fork_targets.worker_count, holder_cost_bytes >> 20)
+                "", 0, text % (built_bytes >> 20, self._fork_targets.sharer_count, holder_cost_bytes >> 20)
             )
         if forker is None:
             return self._engine.sharing.export(self._files.store)
@@ -421,14 +421,14 @@ class WorkerSession(SessionBase):
         if self._files.weights_update:
             self._engine.update_weights(weights.load(self._files.weights_update))
 
-    def _allow(self, order: Allow) -> None:
+    def _allow(self, order: AllowAttach) -> None:
         """That this cannot be is no failure of this process: those that are attached stay so."""
         reason = ""
         try:
-            self._engine.sharing.allow(order.pids)
+            self._engine.sharing.allow(order.engine_pids)
         except AttachRefused as error:
             reason = clip(str(error))
-        self._send(Allowed(reason))
+        self._send(AttachAllowed(reason))
 
     def _attach(self, order: Attach) -> None:
         """Build, do what the holder did before it exported, attach; and give the answers that this process gives.
@@ -467,7 +467,7 @@ class WorkerSession(SessionBase):
         special_kinds = () if row_support is None else row_support.unequal_specials
         self._predictor.configure_batching(
             order.max_rows,
-            order.row_counts,
+            order.allowed_batch_sizes,
             is_exact=order.exact,
             case=case,
             compared_rows=compared_rows,
@@ -492,8 +492,13 @@ class WorkerSession(SessionBase):
         if row_support is None or not row_support.batch_digest or self._origin.inherited_model is not None:
             return False
         try:
-            digest = probe.rows_digest(
-                self._engine, order.selftest_cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
+            digest = row_support_probe.rows_digest(
+                self._engine,
+                order.selftest_cases,
+                order.max_rows,
+                order.allowed_batch_sizes,
+                self._sample,
+                row_support.row_kind,
             )
         except InvalidArgument:
             return True
@@ -503,7 +508,7 @@ class WorkerSession(SessionBase):
     def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
         """Tell what is run next, and wait until it is known: that may be the end of this process."""
         self._failed_cases = failed_cases
-        self._send(TryingSelfTest(cases, failed_cases))
+        self._send(AnnounceSelfTest(cases, failed_cases))
         if cases:
             order, _ = self._next_order()
             if not isinstance(order, ContinueSelfTest):
@@ -514,10 +519,10 @@ class WorkerSession(SessionBase):
         if self._files.sample:
             self._sample = sample.load(self._files.sample, self._engine.signature)
 
-    def _run_selftest(self, cases: SelfTestCases) -> selftest.SelfTest:
+    def _run_selftest(self, cases: SelfTestCases) -> selftest.SelfTestRun:
         return selftest.run(self._engine, cases, self._sample)
 
-    def _prefer_holder_answers(self, answer: selftest.SelfTest) -> selftest.SelfTest:
+    def _prefer_holder_answers(self, answer: selftest.SelfTestRun) -> selftest.SelfTestRun:
         """The holder's answers if these are within the tolerance of them: then they are what the process is held to."""
         if not self._tolerance or not Path(self._files.answers_path).exists():
             return answer

@@ -98,7 +98,7 @@ class SessionBase(abc.ABC):
             if isinstance(order, Predict):
                 self._status = self._predictor.predict(order, tensors)
             elif isinstance(order, BeginBatch):
-                self._status = self._predictor.predict_batch(tensors, order.rows, order.parties)
+                self._status = self._predictor.predict_batch(tensors, order.rows, order.principal_ids)
             elif isinstance(order, Stop):
                 return exit_codes.OK
             else:

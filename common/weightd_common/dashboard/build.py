@@ -8,7 +8,7 @@ from typing import Callable, Iterator, Optional, Sequence, Set, Tuple
 from weightd_common.dashboard import memory
 from weightd_common.dashboard.rates import rate
 from weightd_common.dashboard.rows import ModelRow, ProcessRow, TenantRow, Throughput
-from weightd_common.dashboard.window import StatusWindow
+from weightd_common.dashboard.window import CounterWindow
 from weightd_protocol.messages.accounts import TenantStatus
 from weightd_protocol.messages.metrics import MetricsResponse, ModelMetrics
 from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
@@ -20,7 +20,7 @@ _SERVING_ROLES = ("worker", "rank")
 def model_rows(
     now: MetricsResponse,
     status: Optional[StatusResponse],
-    windows: Sequence[StatusWindow],
+    windows: Sequence[CounterWindow],
     throughput_of: Callable[[str], Throughput],
 ) -> Iterator[ModelRow]:
     """Yield a row for each model; `throughput_of` tells that of one by its name."""
@@ -64,7 +64,7 @@ def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationSta
     return next((each for each in status.generations if each.number == number), None)
 
 
-def _refused_rate(windows: Sequence[StatusWindow], model: str) -> Optional[float]:
+def _refused_rate(windows: Sequence[CounterWindow], model: str) -> Optional[float]:
     for window in windows:
         found = window.rate(window.before.refused(model=model), window.now.refused(model=model))
         if found is not None:
@@ -115,7 +115,7 @@ def _seconds(microseconds: Optional[float]) -> Optional[float]:
     return None if microseconds is None else microseconds / 1e6
 
 
-def tenant_row(status: TenantStatus, windows: Sequence[StatusWindow]) -> TenantRow:
+def tenant_row(status: TenantStatus, windows: Sequence[CounterWindow]) -> TenantRow:
     """Return the row of a tenant."""
     served = sum(each.served for each in status.accounts)
     served_rate, refused_rate = _find_tenant_rates(status.name, windows)
@@ -129,12 +129,12 @@ def tenant_row(status: TenantStatus, windows: Sequence[StatusWindow]) -> TenantR
         queued=sum(each.queued for each in status.accounts),
         wait_s=sum(each.queue_seconds for each in status.accounts) / served if served else None,
         served=served,
-        refused=sum(sum(each.refused.values()) for each in status.accounts),
+        refused=sum(sum(each.failed.values()) for each in status.accounts),
         slot_seconds=sum(each.slot_seconds for each in status.accounts),
     )
 
 
-def _find_tenant_rates(name: str, windows: Sequence[StatusWindow]) -> Tuple[Optional[float], Optional[float]]:
+def _find_tenant_rates(name: str, windows: Sequence[CounterWindow]) -> Tuple[Optional[float], Optional[float]]:
     for window in windows:
         served = window.rate(window.before.served(name), window.now.served(name))
         refused = window.rate(window.before.refused(name), window.now.refused(name))

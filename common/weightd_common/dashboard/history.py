@@ -8,7 +8,7 @@ from typing import Deque, Dict, List
 
 from weightd_common.dashboard import build, memory
 from weightd_common.dashboard.rows import Overview, RatePoint, Throughput
-from weightd_common.dashboard.window import CounterSnapshot, StatusWindow
+from weightd_common.dashboard.window import CounterSnapshot, CounterWindow
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
@@ -109,10 +109,10 @@ class History:
         self._statuses.clear()
         self._status_requested_at = -math.inf
 
-    def _windows(self) -> List[StatusWindow]:
+    def _windows(self) -> List[CounterWindow]:
         """All that end now, the longest first."""
         *before, now = self._samples
-        return [StatusWindow(each, now) for each in before]
+        return [CounterWindow(each, now) for each in before]
 
     def _append_rate_points(self) -> None:
         """Add what has just passed to each spark, and forget those of models that are gone."""
@@ -123,14 +123,14 @@ class History:
             rate_points[name].append(self._rate_point(name, last))
         self._rate_points = rate_points
 
-    def _rate_point(self, name: str, last: List[StatusWindow]) -> RatePoint:
+    def _rate_point(self, name: str, last: List[CounterWindow]) -> RatePoint:
         pace = self._measure_throughput(name, last)
         return RatePoint(pace.rate, pace.p99_s)
 
-    def _throughput(self, name: str, windows: List[StatusWindow]) -> Throughput:
+    def _throughput(self, name: str, windows: List[CounterWindow]) -> Throughput:
         return self._measure_throughput(name, windows)._replace(rate_points=tuple(self._rate_points[name]))
 
-    def _measure_throughput(self, name: str, windows: List[StatusWindow]) -> Throughput:
+    def _measure_throughput(self, name: str, windows: List[CounterWindow]) -> Throughput:
         """What is known of the longest of these in which nothing has begun anew."""
         for window in windows:
             counts = window.answered_counts(name) if name != _ALL_MODELS else window.all_answered_counts()

@@ -32,18 +32,18 @@ class MemoryUsage:
         copy_bytes: the copies of weights, each once, as much of them as is in memory.
         workers: how many processes use them.
         processes: all processes that run the models, whether they share weights or not: as many plain processes
-            would take `plain_bytes`.
+            would take `without_sharing_bytes`.
         private_bytes: what these have alone, all together.
         other_bytes: all else: who holds the weights, libraries, processes that share nothing.
-        plain_bytes: what would be taken if each of `processes` were a plain process, at least. One that shares no
-            weights counts as it is.
+        without_sharing_bytes: what would be taken if each of `processes` were a plain process, at least. One that
+            shares no weights counts as it is.
     """
 
     copy_bytes: int
     workers: int
     private_bytes: int
     other_bytes: int
-    plain_bytes: int
+    without_sharing_bytes: int
     processes: int
 
     @property
@@ -94,9 +94,9 @@ def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
     copy_bytes = min(copy_bytes, pss_bytes)
     private_bytes = min(sum(each.private_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
     unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
-    plain_bytes = sum(_private_bytes(each) + (each.shared_bytes or 0) for each in sharing) + unshared_bytes
+    without_sharing_bytes = sum(_private_bytes(each) + (each.shared_bytes or 0) for each in sharing) + unshared_bytes
     return MemoryUsage(
-        copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running
+        copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, without_sharing_bytes, running
     )
 
 

@@ -28,7 +28,7 @@ class CounterSnapshot:
 
     def refused(self, tenant: str = "", model: str = "") -> Optional[int]:
         """Return how many were refused, or ended in an error, likewise."""
-        return self._sum(lambda account: sum(account.refused.values()), tenant, model)
+        return self._sum(lambda account: sum(account.failed.values()), tenant, model)
 
     def _sum(self, count: Callable[[AccountStatus], int], tenant: str, model: str) -> Optional[int]:
         tenants = [each for each in self.metrics.tenants if tenant in ("", each.name)]
@@ -36,7 +36,7 @@ class CounterSnapshot:
         return sum(map(count, accounts)) if tenants else None
 
 
-class StatusWindow(NamedTuple):
+class CounterWindow(NamedTuple):
     """Two looks at the same daemon, one after the other."""
 
     before: CounterSnapshot

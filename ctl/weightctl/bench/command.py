@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
         plan = load.BenchPlan(name, inputs, options.in_flight, options.seconds, on_window)
         is_interrupted = load.measure(model.client.address, model.client.timeout, plan, levels.append)
-    rows = shapes.rows_of(model.inputs, specs)
+    rows = shapes.count_rows(model.inputs, specs)
     show = render.as_json(name, specs, rows, levels)
     print(json.dumps(show) if options.json else render.render(name, specs, rows, levels))
     if is_interrupted:

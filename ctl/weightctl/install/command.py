@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
         print(json.dumps(_as_json(done, steps, notes)))
     else:
         _print_steps(steps, notes)
-    return exit_codes.ERROR if any(state is FileState.KEPT for state, _ in done) else exit_codes.OK
+    return exit_codes.ERROR if any(state is FileState.FOREIGN for state, _ in done) else exit_codes.OK
 
 
 def _install(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
@@ -134,7 +134,7 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
 
 def _notes(done: Sequence[Tuple[FileState, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
     for state, path in done:
-        if state is FileState.KEPT:
+        if state is FileState.FOREIGN:
             hint = "" if options.remove else " Move it away to have weightd's own."
             yield f"{path} was kept: install-units did not write it.{hint}"
     hidden = program.hidden_directory(weightd)

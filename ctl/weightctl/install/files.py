@@ -36,7 +36,9 @@ class FileState(Enum):
     UNCHANGED = "unchanged"
     REMOVED = "removed"
     ABSENT = "absent"
-    KEPT = "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
+    FOREIGN = (
+        "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
+    )
 
 
 def compare(path: Path, content: bytes) -> FileState:
@@ -47,7 +49,7 @@ def compare(path: Path, content: bytes) -> FileState:
     """
     try:
         if path.is_symlink() or path.is_dir():
-            return FileState.KEPT
+            return FileState.FOREIGN
         current = path.read_bytes()
     except FileNotFoundError:
         return FileState.NEW
@@ -55,7 +57,7 @@ def compare(path: Path, content: bytes) -> FileState:
         raise _install_error(path, error) from None
     if current == content:
         return FileState.UNCHANGED
-    return FileState.CHANGED if is_ours(current) else FileState.KEPT
+    return FileState.CHANGED if is_ours(current) else FileState.FOREIGN
 
 
 def install(path: Path, content: bytes) -> FileState:
@@ -86,7 +88,7 @@ def remove(path: Path, *, dry_run: bool) -> FileState:
     if state is FileState.NEW:
         return FileState.ABSENT
     if state is not FileState.CHANGED:  # somebody else's, or empty
-        return FileState.KEPT
+        return FileState.FOREIGN
     if not dry_run:
         unlink(path)
     return FileState.REMOVED

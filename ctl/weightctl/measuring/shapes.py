@@ -98,7 +98,7 @@ _MAX_COUNTS = 16
 _MIN_S, _MAX_S = 0.1, 3600
 
 
-def example_of(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
+def make_example(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
     """Return shapes of a model's inputs that it is known to run on; empty where none are known."""
     return {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
 
@@ -142,7 +142,7 @@ def specify(
     return specs
 
 
-def rows_of(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> Optional[int]:
+def count_rows(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> Optional[int]:
     """Return how many rows a request has; None if no input has a free first dimension, or they do not agree."""
     rows = {spec.shape[0] for each, spec in zip(inputs, specs) if has_free_rows(each) and spec.shape}
     return rows.pop() if len(rows) == 1 else None

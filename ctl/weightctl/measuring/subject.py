@@ -64,7 +64,7 @@ def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, No
         progress.show(f"{model}: waits until it is ready")
         with _explain_errors(model):
             metadata = client.metadata(model)
-        yield BenchTarget(model, client, metadata.inputs, shapes.example_of(metadata), progress)
+        yield BenchTarget(model, client, metadata.inputs, shapes.make_example(metadata), progress)
 
 
 @contextlib.contextmanager

@@ -183,7 +183,7 @@ def _read_inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
     if options.random is not None:
         metadata = client.metadata(options.model)
         missing = [each for each in metadata.inputs if each.name not in inputs]
-        inputs.update(_random_inputs(missing, options, shapes.example_of(metadata)))
+        inputs.update(_random_inputs(missing, options, shapes.make_example(metadata)))
     return inputs
 
 
@@ -221,7 +221,7 @@ class OutputFormat:
             heading = f"{heading} -> {clean(path)}"
         if self._top is not None and scores.are_scores(array):
             yield heading
-            yield from scores.lines_of(array, self._top, self._labels)
+            yield from scores.format_scores(array, self._top, self._labels)
         elif path is not None:
             yield heading
         else:

@@ -64,7 +64,7 @@ def _highest(row: Any, k: int, labels: Labels) -> List[Dict[str, Any]]:
     return [{"index": index, "score": float(row[index]), **name} for index, name in zip(found, named)]
 
 
-def lines_of(array: Any, k: int, labels: Labels) -> Iterator[str]:
+def format_scores(array: Any, k: int, labels: Labels) -> Iterator[str]:
     """Yield what is shown of scores: a line for each of the highest, and a heading for each of several vectors."""
     rows = array.reshape(-1, array.shape[-1])
     shown = top_scores(rows[:_MAX_ROWS], k, labels)

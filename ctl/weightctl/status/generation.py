@@ -30,7 +30,7 @@ _ORIGIN_TEXTS = {"forked": "forked of the fork server", "template": "forked of t
 _MAX_NAMES = 8
 
 
-def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+def format_generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""

@@ -39,7 +39,7 @@ def render(response: StatusResponse, total: int) -> str:
     for model in response.models:
         lines += [*_model_lines(model), ""]
     lines += [line for device in response.devices for line in _device_lines(device)]
-    lines += tenants.lines_of(response.tenants, [model.name for model in response.models])
+    lines += tenants.format_tenants(response.tenants, [model.name for model in response.models])
     lines += map(_proxy_line, response.zmq_proxies)
     lines += map(_fork_server_line, response.fork_servers)
     if response.dropped_responses:
@@ -73,7 +73,7 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
     if model.group:
         yield f"  of the group {clean(model.group)}: one process serves all its models, and they come and go together"
     for each in model.generations:
-        yield from generation.lines_of(each, f"{model.name}.{each.number}.")
+        yield from generation.format_generation(each, f"{model.name}.{each.number}.")
 
 
 def _execution_lines(model: ModelStatus) -> Iterator[str]:

@@ -27,7 +27,7 @@ _LEFT_COLUMNS = 2
 _MAX_CHARACTERS = 24
 
 
-def lines_of(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
+def format_tenants(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
     """Yield what is shown of tenants; of `models` alone, and of what is no model's."""
     found = [(tenant, _shown_accounts(tenant, models)) for tenant in tenants]
     rows = [row for tenant, accounts in found for row in _rows(tenant, accounts)]
@@ -59,7 +59,7 @@ def _account_cells(account: AccountStatus) -> List[str]:
     return [
         f"{account.requests:,}",
         f"{account.served:,}",
-        f"{sum(account.refused.values()):,}",
+        f"{sum(account.failed.values()):,}",
         f"{account.in_flight:,}",
         f"{account.queued:,}",
         f"{account.rows:,}",
@@ -76,7 +76,7 @@ def _notes(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[
         yield f"{tenant.share:.0%} of the seconds of the last minute"
     reasons: Dict[str, int] = {}
     for account in accounts:
-        for reason, number in account.refused.items():
+        for reason, number in account.failed.items():
             reasons[reason] = reasons.get(reason, 0) + number
     if reasons:
         yield "refused: " + ", ".join(f"{reason} {number:,}" for reason, number in sorted(reasons.items()))

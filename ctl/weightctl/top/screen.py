@@ -130,7 +130,7 @@ def _time(seconds: float) -> str:
 
 
 def _memory(memory: MemoryUsage, width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
-    now, plain = memory.total_bytes, memory.plain_bytes
+    now, plain = memory.total_bytes, memory.without_sharing_bytes
     parts = [
         (memory.copy_bytes, glyphs.copy, Style.COPY),
         (memory.private_bytes, glyphs.beside, Style.BESIDE),

@@ -115,7 +115,7 @@ MODELS: ScreenTable[ModelRow] = ScreenTable(
         ScreenColumn("P50 ms", lambda row: _ms(row.throughput.p50_s), 5),
         ScreenColumn("P99 ms", lambda row: _ms(row.throughput.p99_s), 8),
         ScreenColumn("MEM MB", lambda row: megabytes(row.memory.total_bytes if row.memory else None), 7),
-        ScreenColumn("PLAIN MB", lambda row: megabytes(row.memory.plain_bytes if row.memory else None), 6,
+        ScreenColumn("PLAIN MB", lambda row: megabytes(row.memory.without_sharing_bytes if row.memory else None), 6,
                style=lambda _: Style.WEAK),
     ],
     {

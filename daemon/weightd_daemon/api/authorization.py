@@ -51,7 +51,7 @@ class Authorizer:
         identity = connection.identity
         tenant = self.tenants.tenant_of(identity.credential)
         allowed_tenants = self.listener_tenants.get(identity.listener, ())
-        connection.tenant, connection.origin = None, identity.origin._replace(party=NO_TENANT)
+        connection.tenant, connection.origin = None, identity.origin._replace(principal=NO_TENANT)
         if tenant is None:
             connection.rejection = Unauthenticated(_unknown_client_text(identity))
         elif allowed_tenants and tenant.name not in allowed_tenants:
@@ -72,7 +72,7 @@ class Authorizer:
         All users of this host that belong to no tenant are one owner.
         """
         has_no_tenant = identity.credential.uid is not None and self.tenants.tenant_of(identity.credential) is None
-        return NO_TENANT if has_no_tenant else identity.origin.party
+        return NO_TENANT if has_no_tenant else identity.origin.principal
 
     def remove_connection(self, connection: ClientConnection) -> None:
         """A client has gone, or is about to be somebody else."""
@@ -209,7 +209,7 @@ def _unknown_client_text(identity: ClientIdentity) -> str:
     credential = identity.credential
     if credential.uid == _OVERFLOW_UID:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
-    client = f"key {credential.key}" if credential.key else identity.origin.party
+    client = f"key {credential.key}" if credential.key else identity.origin.principal
     remedy = (
         "its public key to `keys`" if credential.uid is None else "its user to `uids`, or a group of it to `groups`,"
     )

@@ -37,7 +37,7 @@ class ClientIdentity(NamedTuple):
     @property
     def audit_name(self) -> str:
         """Who it is for the audit log: by its key, its user or its host."""
-        return f"key {self.credential.key}" if self.credential.key else self.origin.party
+        return f"key {self.credential.key}" if self.credential.key else self.origin.principal
 
 
 def unix_identity(connection: socket.socket) -> ClientIdentity:
@@ -118,7 +118,7 @@ class ClientConnection:
         self.stream = stream
         self.identity = identity
         self.connected_at = since
-        self.limit_account = owner or identity.origin.party
+        self.limit_account = owner or identity.origin.principal
         self.tenant: Tenant | None = None
         self.rejection: RequestError = Unauthenticated("unidentified client")
         self.origin = identity.origin
@@ -144,7 +144,7 @@ class ClientConnection:
     @property
     def user(self) -> str:
         """On whose account it goes."""
-        return self.origin.party
+        return self.origin.principal
 
     def shut_down(self) -> None:
         """End it: what it has been told already it can still read."""

@@ -64,7 +64,7 @@ from weightd_protocol.messages.metrics import Metrics, MetricsResponse
 from weightd_protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import FROM_CLIENT, MESSAGES_WITHOUT_REPLY, DaemonMessage
-from weightd_protocol.messages.worker import Result
+from weightd_protocol.messages.worker import PredictResult
 from weightd_protocol.version import EXTENSIONS, VERSION
 
 # Of the frames of a message.
@@ -241,7 +241,7 @@ class RequestRouter:
         """Keep small messages to clients back until the end of this turn: several are to come at once."""
         self._connections.cork()
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         request.usage.count_served(sum(map(len, frames)))
         self._on_request_end(request)
@@ -397,7 +397,7 @@ class RequestRouter:
         model = self._find_model(description.model_name, tenant)
         if self._daemon.is_stopping:
             raise Unavailable("weightd is stopping")
-        timeout = parameters.timeout
+        timeout = parameters.timeout_us
         seconds = model.config.timeout if timeout is None else timeout / 1e6
         regions, locations = parameters.regions, NO_LOCATIONS
         if regions is not None:

@@ -161,7 +161,7 @@ class ClientConnections:
                 connection.send(_refusal_message(reason))
         self._unread_connections.shut_down(limit_account, connection, lambda: None)
         self.log.log(
-            _log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.party, reason
+            _log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.principal, reason
         )
         return False
 

@@ -35,7 +35,7 @@ class TenantReadQueue:
 
         While one alone does, this costs no look at a clock.
         """
-        sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.party)
+        sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal)
         if sender != self._last_sender:
             if self._last_sender is not None:
                 self._contended_until = clock.now() + MULTI_TENANT_HOLD_S
@@ -49,7 +49,7 @@ class TenantReadQueue:
 
     def put(self, connection: ClientConnection) -> None:
         """Something has come from it."""
-        tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.party
+        tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = {}

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from weightd_protocol.messages.ranks import JoinGroup, RunSelfTest
-from weightd_protocol.messages.worker import Allow, Attach, Build, ContinueSelfTest, Stop, TrimStore
+from weightd_protocol.messages.worker import AllowAttach, Attach, Build, ContinueSelfTest, Stop, TrimStore
 
 
 class Role(enum.Enum):
@@ -37,7 +37,7 @@ class Send:
     """Send an order to a child."""
 
     name: str
-    order: Build | ContinueSelfTest | Allow | Attach | JoinGroup | RunSelfTest | TrimStore | Stop
+    order: Build | ContinueSelfTest | AllowAttach | Attach | JoinGroup | RunSelfTest | TrimStore | Stop
 
 
 @dataclass(frozen=True)

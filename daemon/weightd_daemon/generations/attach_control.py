@@ -16,7 +16,7 @@ from weightd_daemon.generations.states import (
     ChildState,
     Machine,
 )
-from weightd_protocol.messages.worker import Allow, Allowed, Attach, TrimStore
+from weightd_protocol.messages.worker import AllowAttach, Attach, AttachAllowed, TrimStore
 
 # A holder that holds has nothing else to do than to let a process attach.
 ALLOW_TIMEOUT_S = 10.0
@@ -133,7 +133,7 @@ class AttachControl:
         """A worker has."""
         self._should_trim = True
 
-    def on_allowed(self, allowed: Allowed) -> None:
+    def on_allowed(self, allowed: AttachAllowed) -> None:
         """The holder has been asked to let one more process attach, one that it did not know at its build."""
         if self.state is not AttachState.ALLOW_PENDING:
             return
@@ -212,7 +212,7 @@ class AttachControl:
         if self.state is AttachState.LISTED and holder is not None and worker.hello is not None:
             self._advance(AttachEvent.REQUEST_ALLOW)
             self._requested_worker, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
-            self._emit(Send(holder.name, Allow((worker.hello.pid,))))
+            self._emit(Send(holder.name, AllowAttach((worker.hello.engine_pid,))))
 
     def _close_attach(self, event: AttachEvent, reason: str) -> None:
         self._advance(event)

@@ -102,7 +102,7 @@ class ProgressLogger:
     def log_built(self, built: Built, holder: str) -> None:
         """The holder may have nothing for anybody to attach to. That there is nothing to share is no loss."""
         if not (built.handle or built.is_template):
-            self._log_unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
+            self._log_unshared(built.note, holder, logging.WARNING if built.has_sharing_failed else logging.INFO)
 
     def log_row_test(self, built: Built, *, is_exact: bool) -> None:
         """Requests were to be put together, or cut; the model may not be one of which that is right.
@@ -138,7 +138,7 @@ def single_attach() -> int:
     return 1
 
 
-class UnmergedParty(NamedTuple):
+class UnmergedPrincipal(NamedTuple):
     """A tenant or a user whose requests are not put together with others any more.
 
     Attributes:
@@ -167,7 +167,7 @@ class GenerationView:
         attach_control: who may attach, and whether answers count.
         sha256: of the model, once the snapshot is taken.
         built: what the holder exported, once it has.
-        unmerged_parties: tenants and users whose rows were found to differ when they were run with others, by their
+        unmerged_principals: tenants and users whose rows were found to differ when they were run with others, by their
             numbers.
         device_usage: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
@@ -188,7 +188,7 @@ class GenerationView:
         self.number = number
         self.sha256 = ""
         self.built: Built | None = None
-        self.unmerged_parties: dict[int, UnmergedParty] = {}
+        self.unmerged_principals: dict[int, UnmergedPrincipal] = {}
         self.deaths: int = 0
         self.counters = ProcessCounters()
         self.selftest_search = SelfTestSearch(spec.selftest, spec.row_test)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weightd_daemon.generations.spec import CONCAT, RankGroupSpec
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.ranks import JoinedGroup, RankMember, RankSlice, SelfTestDone, SelfTestResult
+from weightd_protocol.messages.ranks import GroupModelSignature, JoinedGroup, RankSlice, SelfTestDone, SelfTestResult
 from weightd_protocol.messages.worker import Built, Hello
 
 
@@ -20,7 +20,7 @@ def rank_mismatch(hello: Hello, rank: int) -> str:
     return ""
 
 
-def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | RankMember]) -> str:
+def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupModelSignature]) -> str:
     """Return which two of these, by name, say different things of the model's tensors, or ""."""
     (first, model), *others = signatures.items()
     for name, other in others:
@@ -41,7 +41,7 @@ def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) 
 def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]:
     """Return what a unit has loaded, by its members or as one model; nobody knows yet whether it computes rightly."""
     note = "the ranks have not run it yet"
-    models: Sequence[JoinedGroup | RankMember] = [joined] if spec.is_sliced else joined.members
+    models: Sequence[JoinedGroup | GroupModelSignature] = [joined] if spec.is_sliced else joined.members
     return tuple(
         Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, selftest_note=note) for each in models
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from weightd_daemon.generations.spec import NO_ROW_TEST, RowTestSpec, SelfTestSpec
 from weightd_protocol import limits
-from weightd_protocol.messages.worker import Attach, Build, Built, TryingSelfTest
+from weightd_protocol.messages.worker import AnnounceSelfTest, Attach, Build, Built
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
 # Holders that may die in the search for one self-test.
@@ -64,13 +64,13 @@ class SelfTestSearch:
             built.first_shapes,
         )
 
-    def on_trying_selftest(self, message: TryingSelfTest) -> None:
+    def on_announce_selftest(self, message: AnnounceSelfTest) -> None:
         """The holder has said what it tries."""
         # A configured self-test comes first.
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
         self.current_cases = message.cases
         if self.spec.should_search:
-            self.spec = replace(self.spec, failed_cases=message.unfit_cases)
+            self.spec = replace(self.spec, failed_cases=message.failed_cases)
 
     def on_built(self, built: Built) -> None:
         """The holder has built, with this self-test or none."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from weightd_daemon.generations.actions import Role, Send
 from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
 from weightd_daemon.generations.process import LossReason, WorkerProcess
-from weightd_daemon.generations.progress import FailureReason, RetryHint, UnmergedParty
+from weightd_daemon.generations.progress import FailureReason, RetryHint, UnmergedPrincipal
 from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.states import (
@@ -28,13 +28,13 @@ from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_protocol import limits
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.worker import (
-    Allowed,
+    AnnounceSelfTest,
+    AttachAllowed,
     Attached,
     Built,
     ContinueSelfTest,
     Hello,
     ProcessFailed,
-    TryingSelfTest,
 )
 
 # What a child that hangs gets to write its stacks down.
@@ -70,16 +70,16 @@ class Generation(GenerationBase):
             return
         child.hello = hello
         child.advance(ChildEvent.HELLO)
-        self.attach_control.on_hello(has_fixed_pids=self._is_sharing and hello.traits.pids_fixed_at_build)
+        self.attach_control.on_hello(has_fixed_pids=self._is_sharing and hello.sharing_traits.pids_fixed_at_build)
         if self.state is GenerationState.SPAWNING:
             self._machine.advance(GenerationEvent.GREETED)
         self._reconcile(now)
 
-    def on_trying_selftest(self, name: str, message: TryingSelfTest) -> None:
+    def on_announce_selftest(self, name: str, message: AnnounceSelfTest) -> None:
         """The holder runs its model on something that may be its end."""
         child = self.children.get(name)
         if child is not None and child.state is ChildState.BUILDING:
-            self.selftest_search.on_trying_selftest(message)
+            self.selftest_search.on_announce_selftest(message)
             if message.cases:
                 self._actions.append(Send(name, ContinueSelfTest()))
 
@@ -88,7 +88,7 @@ class Generation(GenerationBase):
         child = self.children.get(name)
         if child is None or child.state is not ChildState.BUILDING or child.hello is None:
             return
-        if self.spec.is_sharing and child.hello.traits.attach_rewrites_weights and not built.selftest_digest:
+        if self.spec.is_sharing and child.hello.sharing_traits.attach_rewrites_weights and not built.selftest_digest:
             # Nothing else shows that a worker computes on the right weights.
             reason = f"no self-test: {built.selftest_note}; name an input with the key selftest, or set sharing to off"
             self.selftest_search.current_cases = ()
@@ -118,24 +118,24 @@ class Generation(GenerationBase):
             self._stop(child, now)
         self._reconcile(now)
 
-    def on_batch_mismatch(self, note: str, parties: Mapping[int, str] = MappingProxyType({})) -> None:
+    def on_batch_mismatch(self, note: str, principals: Mapping[int, str] = MappingProxyType({})) -> None:
         """A worker has found that rows together are not what each is alone, though the holder had found them equal.
 
         Args:
             note: what differs.
-            parties: the names of those whose rows differ, by their numbers; none: those of all may. From now on their
-                requests share no batch, until there is another generation.
+            principals: the names of those whose rows differ, by their numbers; none: those of all may. From now on
+                their requests share no batch, until there is another generation.
         """
         built = self.built
-        new_parties = {number: name for number, name in parties.items() if number not in self.unmerged_parties}
-        if parties and len(self.unmerged_parties) + len(new_parties) <= limits.MAX_TENANTS:
-            if new_parties:
-                self.unmerged_parties.update(
-                    (number, UnmergedParty(name, note)) for number, name in new_parties.items()
+        new_principals = {number: name for number, name in principals.items() if number not in self.unmerged_principals}
+        if principals and len(self.unmerged_principals) + len(new_principals) <= limits.MAX_TENANTS:
+            if new_principals:
+                self.unmerged_principals.update(
+                    (number, UnmergedPrincipal(name, note)) for number, name in new_principals.items()
                 )
                 self.counters.on_batch_mismatch()
                 self._progress_logger.log(
-                    f"requests of {', '.join(new_parties.values())} are not batched any more: {note}"
+                    f"requests of {', '.join(new_principals.values())} are not batched any more: {note}"
                 )
             return
         if built is not None and built.row_support is not None and built.row_support.is_equal:
@@ -147,11 +147,11 @@ class Generation(GenerationBase):
 
     def require_holder(self, holder: WorkerProcess) -> None:
         """The holder holds; where the weights become invalid with it, no answer counts without it."""
-        must_outlive = holder.hello is not None and holder.hello.traits.holder_must_outlive
+        must_outlive = holder.hello is not None and holder.hello.sharing_traits.holder_must_outlive
         if must_outlive and self._is_sharing and not self.spec.can_outlive_holder:
             self.attach_control.required_holder = holder.name
 
-    def on_allowed(self, name: str, allowed: Allowed, now: float) -> None:
+    def on_allowed(self, name: str, allowed: AttachAllowed, now: float) -> None:
         """The holder has been asked to let one more process attach."""
         if name in self.children:
             self.attach_control.on_allowed(allowed)
@@ -312,7 +312,7 @@ class Generation(GenerationBase):
         if self.state is not GenerationState.GATHERING or holder is None or holder.hello is None:
             return
         workers = self.processes.usable(Role.WORKER)
-        known_pids = [worker.hello.pid for worker in workers if worker.hello is not None]
+        known_pids = [worker.hello.engine_pid for worker in workers if worker.hello is not None]
         if not self.attach_control.is_open and (self._missing_devices or len(known_pids) < len(workers)):
             return
         self._machine.advance(GenerationEvent.GATHERED)

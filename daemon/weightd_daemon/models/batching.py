@@ -26,7 +26,7 @@ def batching_policy(config: ModelConfig, generation: GenerationBase) -> Batching
         sizes=batching.sizes,
         is_exact=row_support.is_equal,
         tested_dims=_tested_dims(built, row_support) if split.exact else None,
-        unmerged_parties=frozenset(generation.unmerged_parties),
+        unmerged_principals=frozenset(generation.unmerged_principals),
     )
 
 
@@ -62,9 +62,9 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
         ]
     if row_support.note:
         texts.append(row_support.note)
-    if texts and generation.unmerged_parties:
-        names = sorted({each.name for each in generation.unmerged_parties.values()})
-        notes = ", ".join(dict.fromkeys(each.note for each in generation.unmerged_parties.values()))
+    if texts and generation.unmerged_principals:
+        names = sorted({each.name for each in generation.unmerged_principals.values()})
+        notes = ", ".join(dict.fromkeys(each.note for each in generation.unmerged_principals.values()))
         texts.append(f"requests of {', '.join(names)} are neither batched nor split: {notes}")
     return ", ".join(texts)
 

@@ -33,22 +33,22 @@ from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.processes.events import ProcessEventHandler
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_protocol.codec import clip
-from weightd_protocol.messages.ranks import Done
+from weightd_protocol.messages.ranks import PredictDone
 from weightd_protocol.messages.worker import (
-    Allowed,
+    AnnounceSelfTest,
+    AttachAllowed,
     Attached,
     BatchMismatch,
     Built,
     ChildMessage,
-    Failed,
     Forked,
     Hello,
     Pong,
     PredictCancelled,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
-    TryingSelfTest,
 )
 
 _log = logging.getLogger("weightd")
@@ -126,17 +126,17 @@ class ProcessEvents:
             return
         deployment, generation = entry
         match message:
-            case Result() if self._can_trust_answers(generation):
+            case PredictResult() if self._can_trust_answers(generation):
                 self._end_if_out_of_step(
                     child, deployment, generation, self._dispatcher.on_result(child, message, frames, now), now
                 )
-            case Done() if self._can_trust_answers(generation) and isinstance(generation, RankGroup):
+            case PredictDone() if self._can_trust_answers(generation) and isinstance(generation, RankGroup):
                 self._end_if_out_of_step(
                     child, deployment, generation, self._dispatcher.on_done(child, message.request, now), now
                 )
-            case Failed() if self._can_trust_answers(generation):
+            case PredictFailed() if self._can_trust_answers(generation):
                 self._on_batch_failed(child, deployment, generation, message, now)
-            case Result() | Failed():
+            case PredictResult() | PredictFailed():
                 self.verify_store(deployment, generation, now)
             case PredictCancelled():
                 self._end_if_out_of_step(
@@ -173,14 +173,14 @@ class ProcessEvents:
         self, child: str, deployment: Deployment, generation: Generation, message: ChildMessage, now: float
     ) -> None:
         match message:
-            case TryingSelfTest():
-                generation.on_trying_selftest(child, message)
+            case AnnounceSelfTest():
+                generation.on_announce_selftest(child, message)
             case Built():
                 self._process_manager.on_exported(generation)
                 self._on_built(child, generation, message, now)
                 self._snapshots.set_selftest(generation.source, generation.selftest_search.spec)
                 deployment.on_device_memory(generation, message.device)
-            case Allowed():
+            case AttachAllowed():
                 generation.on_allowed(child, message, now)
             case Attached():
                 generation.on_attached(child, message, now)
@@ -188,7 +188,8 @@ class ProcessEvents:
                 deployment.on_device_memory(generation, message.device)
             case BatchMismatch():
                 generation.on_batch_mismatch(
-                    message.note, {each: self._dispatcher.party_names.name_of(each) for each in message.parties}
+                    message.note,
+                    {each: self._dispatcher.principal_names.name_of(each) for each in message.principal_ids},
                 )
                 self._update_batching_policy(generation)
             case _:
@@ -309,7 +310,7 @@ class ProcessEvents:
         self._reconcile(now)
 
     def _on_batch_failed(
-        self, child: str, deployment: Deployment, generation: GenerationBase, failed: Failed, now: float
+        self, child: str, deployment: Deployment, generation: GenerationBase, failed: PredictFailed, now: float
     ) -> None:
         reason = self._dispatcher.on_batch_failed(child, failed, now)
         if failed.is_exiting:

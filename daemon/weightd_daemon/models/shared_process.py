@@ -165,9 +165,9 @@ class SharedProcessGroup:
         members: list[SpecMember] = []
         for member, snapshot in zip(self.members, snapshots, strict=True):
             copy = first_by_path.setdefault(member.config.path, snapshot)
-            pinned_identity = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
+            snapshot_identity = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
             options, tolerance = member.config.engine_options.to_json(), member.config.selftest_tolerance
-            members.append(SpecMember(copy.path, pinned_identity, options, snapshot.sample, tolerance))
+            members.append(SpecMember(copy.path, snapshot_identity, options, snapshot.sample, tolerance))
         return WorkerProgram(
             config.python,
             config.engine,

@@ -18,7 +18,15 @@ from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
-from weightd_protocol.messages.worker import ChildMessage, Failed, Hello, Pong, PredictCancelled, ProcessFailed, Result
+from weightd_protocol.messages.worker import (
+    ChildMessage,
+    Hello,
+    Pong,
+    PredictCancelled,
+    PredictFailed,
+    PredictResult,
+    ProcessFailed,
+)
 
 
 class SharedProcess(Protocol):
@@ -65,7 +73,7 @@ class SharedProcessEvents(ProcessEvents):
             return
         generation = entry[1]
         match message:
-            case Result():
+            case PredictResult():
                 if self._can_trust_answers(generation):
                     self._active_dispatcher(generation).on_result(child, message, frames, now)
             case PredictCancelled():
@@ -81,7 +89,7 @@ class SharedProcessEvents(ProcessEvents):
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
         match message:
-            case Failed():
+            case PredictFailed():
                 self._active_dispatcher(generation).on_batch_failed(child, message, now)
                 if message.is_exiting:
                     self._release_slots(child)

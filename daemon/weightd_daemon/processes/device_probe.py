@@ -63,7 +63,7 @@ class DeviceProbe:
             return
         self._failed_devices.add(device.name)
         probe_next = functools.partial(self.probe, python, names, log, on_done)
-        argv = [python, "-m", "weightd_worker.probe", "--device", device.name, "--parent", str(os.getpid())]
+        argv = [python, "-m", "weightd_worker.device_probe", "--device", device.name, "--parent", str(os.getpid())]
         try:
             # Its place is beside the snapshot for which it is asked.
             name = f"{log.parent.name}.{device.name}"

@@ -35,7 +35,7 @@ class WorkerProgram:
         spawn_reason: why it is not forked, "" where it may be.
         can_be_template: whether workers may be forked of it once it has built.
         snapshot_identity: by what it knows the model again, and its digest.
-        attached_count: how many share what it builds, where it is to ask whether that is worth a process; else 0.
+        sharer_count: how many share what it builds, where it is to ask whether that is worth a process; else 0.
         cores: on which all its threads stay, "" for those that weightd itself has.
         rendezvous: how it meets the other processes of its unit; None: it is of none.
         rank_table: what the rank table is to say that is written for them, or "".
@@ -56,7 +56,7 @@ class WorkerProgram:
     spawn_reason: str = ""
     can_be_template: bool = False
     snapshot_identity: str = ""
-    attached_count: int = 0
+    sharer_count: int = 0
     cores: str = ""
     rendezvous: RendezvousInfo | None = None
     rank_table: str = ""
@@ -113,7 +113,7 @@ def worker_program(config: ModelConfig, generation: GenerationBase, snapshot: Sn
         spawn_reason=_spawn_reason(config),
         can_be_template=generation.spec.can_fork_from_holder,
         snapshot_identity=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
-        attached_count=0 if config.is_on_cards else generation.spec.process_count,
+        sharer_count=0 if config.is_on_cards else generation.spec.process_count,
         cores=config.cores_of(device),
     )
 
@@ -160,7 +160,7 @@ def child_spec(program: WorkerProgram, name: str, role: Role, address: str, file
         argv += ["--tolerance", repr(program.tolerance)]
     argv += _rank_arguments(program, files)
     if role is Role.HOLDER:
-        argv += ["--attached-count", str(program.attached_count)] if program.attached_count else []
+        argv += ["--sharer-count", str(program.sharer_count)] if program.sharer_count else []
         argv += ["--template"] if program.can_be_template else []
     command, log = [program.python, "-m", "weightd_worker", "--role", role.value], files.log(name)
     is_template = program.can_be_template and role is Role.HOLDER

@@ -29,7 +29,15 @@ from weightd_daemon.scheduling.validation import RowLimits
 from weightd_protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription
-from weightd_protocol.messages.worker import BeginBatch, Built, CancelPredict, ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.worker import (
+    BeginBatch,
+    Built,
+    CancelPredict,
+    ChildOrder,
+    Predict,
+    PredictFailed,
+    PredictResult,
+)
 
 # At what comes, before something runs that waits.
 _MAX_GATHER_ROUNDS = 64
@@ -40,7 +48,7 @@ SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[SharedRegion]], N
 class ResponseSink(Protocol):
     """What those have to be told who have asked something of a model."""
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """Send the model's answer to the client."""
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
@@ -79,7 +87,7 @@ class Dispatcher:
         latencies_by_process: the same for each process's answers, by its name.
         failed_count: requests that ended in an error after they were accepted.
         counters: of the model, whichever dispatcher it has.
-        party_names: of tenants and users whose requests have shared a batch.
+        principal_names: of tenants and users whose requests have shared a batch.
     """
 
     def __init__(
@@ -97,7 +105,7 @@ class Dispatcher:
         self._deadlines = self.scheduler.deadlines
         self.fault_isolator = FaultIsolator(config, self.scheduler, self.fail_request, schedule_by)
         self.signature = Signature(_row_limits(config))
-        self.party_names = RecentNames()
+        self.principal_names = RecentNames()
         self.output_leases = OutputBufferLeases()
         self.latencies = LatencyWindow()
         self.latencies_by_process: dict[str, LatencyWindow] = {}
@@ -274,7 +282,7 @@ class Dispatcher:
         for each in self.slot_processes(process):
             self.fault_isolator.watchdog.remove(each)
 
-    def on_result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> str:
+    def on_result(self, process: str, result: PredictResult, frames: Sequence[Any], now: float) -> str:
         """A part of a batch has been answered.
 
         Returns:
@@ -305,7 +313,7 @@ class Dispatcher:
             return ""
         return self._on_outcome(process, number, lockstep.on_done(process, number), now)
 
-    def on_batch_failed(self, process: str, failed: Failed, now: float) -> str:
+    def on_batch_failed(self, process: str, failed: PredictFailed, now: float) -> str:
         """A part of a batch has ended in an error, or a batch of several, which run again alone then.
 
         Who leaves has lost what it had. Return as `on_result` does.
@@ -439,7 +447,7 @@ class Dispatcher:
             old.scheduler.deadlines.remove(request)
             yield request
         self.signature.adopt_requests(old.signature)
-        self.party_names = old.party_names
+        self.principal_names = old.principal_names
         self._reply_metadata()
 
     def fail_request(self, request: Request, error: RequestError) -> None:
@@ -531,12 +539,12 @@ class Dispatcher:
         if batch.batch_key is not None:
             rows = slot.policy.padded_rows(batch.rows)
             if batch.item_count > 1 or rows:
-                parties: tuple[int, ...] = ()
+                principal_ids: tuple[int, ...] = ()
                 if batch.item_count > 1 and slot.policy.is_exact and slot.lockstep is None:
-                    parties = tuple(
-                        [self.party_names.number_of(item.request.origin.party) for item in batch.items.values()]
+                    principal_ids = tuple(
+                        [self.principal_names.number_of(item.request.origin.principal) for item in batch.items.values()]
                     )
-                self._send_to_slot(slot, BeginBatch(batch.item_count, rows, parties))
+                self._send_to_slot(slot, BeginBatch(batch.item_count, rows, principal_ids))
         for item in batch.items.values():
             self._predict(slot, item)
 
@@ -620,7 +628,13 @@ class Dispatcher:
             self._send_order(process, message, frames, regions)
 
     def _add_partial_result(
-        self, item: BatchItem, split: SplitRequest, process: str, result: Result, frames: Sequence[Any], now: float
+        self,
+        item: BatchItem,
+        split: SplitRequest,
+        process: str,
+        result: PredictResult,
+        frames: Sequence[Any],
+        now: float,
     ) -> None:
         """Rows of a request have been answered."""
         try:
@@ -634,7 +648,9 @@ class Dispatcher:
             self.scheduler.end_split(item.request)
             self._complete(item.request, process, *complete, now)
 
-    def _complete(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _complete(
+        self, request: Request, process: str, result: PredictResult, frames: Sequence[Any], now: float
+    ) -> None:
         self._deadlines.remove(request)
         request.may_still_write = bool(request.pending_writes)
         self._response_sink.reply_result(request, result, frames)

@@ -16,14 +16,14 @@ from typing import Any
 from weightd_protocol import limits
 from weightd_protocol.errors import Internal, RequestError, ResourceExhausted, request_error
 from weightd_protocol.messages.inference import ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import Failed, Result
+from weightd_protocol.messages.worker import PredictFailed, PredictResult
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
     """All have run it: the answer, as if one process had given it."""
 
-    result: Result
+    result: PredictResult
     frames: Sequence[Any]
 
 
@@ -43,7 +43,7 @@ class OutOfStep:
 
 Outcome = InferenceResult | Rejected | OutOfStep
 
-_Report = InferenceResult | Failed | None
+_Report = InferenceResult | PredictFailed | None
 """What a process says of a part; None: it has run it, and has nothing to tell."""
 
 
@@ -82,7 +82,7 @@ class LockstepTracker:
         self._reports[number] = _Reports()
         return self.step
 
-    def on_result(self, process: str, result: Result, frames: Sequence[Any]) -> Outcome | None:
+    def on_result(self, process: str, result: PredictResult, frames: Sequence[Any]) -> Outcome | None:
         """A process has run a part, and has outputs of it; return what comes of the part, None if others have to tell.
 
         The frames may be views of memory that is written to again after this.
@@ -93,7 +93,7 @@ class LockstepTracker:
         """A process has run a part, of which another one has the outputs; return as `on_result` does."""
         return self._add_report(process, number, None)
 
-    def on_failed(self, process: str, failed: Failed) -> Outcome | None:
+    def on_failed(self, process: str, failed: PredictFailed) -> Outcome | None:
         """A process has not begun with a part, for the error that it tells; return as `on_result` does."""
         return self._add_report(process, failed.request, failed)
 
@@ -110,7 +110,7 @@ class LockstepTracker:
             return OutOfStep(f"{process}: for {number} {problem}")
         is_last = len(reports) + 1 == len(self.processes)
         reports[process] = report if is_last else self._copy_report(reports, report)
-        failed = [name for name, each in reports.items() if isinstance(each, Failed)]
+        failed = [name for name, each in reports.items() if isinstance(each, PredictFailed)]
         if failed and len(failed) < len(reports):
             executed = ", ".join(name for name in reports if name not in failed)
             return OutOfStep(f"{number} was rejected by {', '.join(failed)} and executed by {executed}")
@@ -124,7 +124,7 @@ class LockstepTracker:
         if process in reports:
             return f"expected one report, got {_describe_report(report)} after {_describe_report(reports[process])}"
         has_outputs = self.reply_process in (None, process)
-        if not isinstance(report, Failed) and (report is not None) != has_outputs:
+        if not isinstance(report, PredictFailed) and (report is not None) != has_outputs:
             return f"expected {'a result' if has_outputs else 'done'}, got {_describe_report(report)}"
         if self.reply_process is None and isinstance(report, InferenceResult) and report.result.shared_outputs:
             return "expected frames, got outputs in shared memory"
@@ -144,7 +144,7 @@ class LockstepTracker:
         answers: list[InferenceResult] = []
         for process in self.processes:
             report = reports[process]
-            if isinstance(report, Failed):
+            if isinstance(report, PredictFailed):
                 return Rejected(request_error(report.code, report.error))
             if report is not None:
                 answers.append(report)
@@ -165,10 +165,10 @@ class LockstepTracker:
 def _describe_report(report: _Report) -> str:
     if report is None:
         return "done"
-    return report.code if isinstance(report, Failed) else "a result"
+    return report.code if isinstance(report, PredictFailed) else "a result"
 
 
-def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Result, list[Any]]:
+def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[PredictResult, list[Any]]:
     """Return the outputs of which each share has its part of the first axis.
 
     Raises:
@@ -184,7 +184,7 @@ def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Resu
         lengths = [_first_axis_length(spec, theirs[index : index + 1]) for theirs in outputs_by_rank]
         outputs.append(dataclasses.replace(spec, shape=(sum(lengths), *spec.shape[1:])))
     frames = [b"".join([share.frames[index] for share in answers]) for index in range(len(outputs))]
-    return Result(number, ResponseDescription(first.model_name, tuple(outputs))), frames
+    return PredictResult(number, ResponseDescription(first.model_name, tuple(outputs))), frames
 
 
 def _first_axis_length(spec: TensorSpec, candidates: Collection[TensorSpec]) -> int:

@@ -21,12 +21,12 @@ class ClientOrigin(NamedTuple):
 
     Attributes:
         peer: the process of a unix socket's peer; of TCP the connection.
-        party: all that a process may just be one of: the user, or the address; where there are tenants, that.
+        principal: all that a process may just be one of: the user, or the address; where there are tenants, that.
         is_tenant: whether it is.
     """
 
     peer: str
-    party: str
+    principal: str
     is_tenant: bool = False
 
 

@@ -139,7 +139,7 @@ class Scheduler:
         if (
             batch_key is not None
             and request_queue.splitting.count
-            and slot.policy.should_split(batch_key, request.origin.party)
+            and slot.policy.should_split(batch_key, request.origin.principal)
         ):
             return None
         self._watch_deadline(request)
@@ -199,7 +199,7 @@ class Scheduler:
             batch_key = slot.policy.batch_key(request.description)
             should_split = (
                 batch_key is not None
-                and slot.policy.should_split(batch_key, request.origin.party)
+                and slot.policy.should_split(batch_key, request.origin.principal)
                 and queue is request_queue.normal
             )
             if batch_key is not None and should_split and request_queue.has_splitting(request.tenant):
@@ -399,7 +399,7 @@ class Scheduler:
             return False
         policy = next((slot.policy for slot in self.slots), NO_BATCHING)
         batch_key = policy.batch_key(request.description)
-        return batch_key is None or not policy.should_split(batch_key, request.origin.party)
+        return batch_key is None or not policy.should_split(batch_key, request.origin.principal)
 
     def _is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
         """Return the same of the first request of a queue: `normal` has no long one there, see `move_long`."""
@@ -466,7 +466,7 @@ class Scheduler:
         """The batch of a request, and of what goes with it, or of some of its rows."""
         policy, waiting = slot.policy, self.queue.normal
         split = self.queue.splits.get(request.number)
-        if split is None and policy.should_split(batch_key, request.origin.party):
+        if split is None and policy.should_split(batch_key, request.origin.principal):
             split = self._start_split(request, policy, batch_key)
         if split is not None:
             return self._next_split_batch(split, slot, now)

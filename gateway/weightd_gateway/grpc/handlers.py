@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError
 
 from weightd_common.peers import Peer
 from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_gateway.admission_control import AdmissionControl, Permit
 from weightd_gateway.auth import Authenticator, Caller, parse_bearer
 from weightd_gateway.error_codes import TooLarge, status_of, to_request_error
 from weightd_gateway.fair_limit import FairLimit
 from weightd_gateway.grpc.errors import rpc_status
-from weightd_gateway.inflight_limit import AdmissionControl, Permit
 from weightd_gateway.logs import log_failure
 from weightd_gateway.tracing import TRACEPARENT, valid_traceparent
 from weightd_protocol.errors import (
@@ -98,7 +98,7 @@ class Unimplemented(InvalidArgument):
 Method = Callable[[RpcContext, Any], Awaitable[bytes]]
 
 
-class Connections(Protocol):
+class RpcConnections(Protocol):
     """The connections of clients, by what gRPC's library calls them."""
 
     def peer_of(self, library_name: str) -> Peer:
@@ -114,7 +114,7 @@ class Connections(Protocol):
         ...
 
 
-class RpcDispatcher:
+class RpcHandlers:
     """Takes calls.
 
     What gRPC calls a handler of one message is a stream here, of which one message is read: so who calls is known, and
@@ -134,7 +134,7 @@ class RpcDispatcher:
         admission: AdmissionControl,
         max_bytes: int,
         receive_timeout_s: float,
-        connections: Connections,
+        connections: RpcConnections,
     ) -> None:
         self._authenticator = authenticator
         self.max_bytes = max_bytes

@@ -12,7 +12,7 @@ import grpc
 
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.grpc.field_limits import checked_parser
-from weightd_gateway.grpc.handlers import PROBE_CALLER, Context, Handler, RpcContext, RpcDispatcher, report_errors
+from weightd_gateway.grpc.handlers import PROBE_CALLER, Context, Handler, RpcContext, RpcHandlers, report_errors
 from weightd_gateway.grpc.messages import HEALTH
 from weightd_gateway.grpc.streams import WaitingCalls
 from weightd_protocol.errors import NotFound, RequestError
@@ -53,7 +53,7 @@ class Health:
         self._cached_status = NOT_SERVING
         self._fetched_at = float("-inf")
 
-    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
+    def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def watch(messages: object, context: Context) -> None:

@@ -21,7 +21,7 @@ from typing import Any, cast
 from weightd_common.peers import UNKNOWN, Peer
 from weightd_common.rate_limited_log import RateLimitedLog
 from weightd_common.tokenbuckets import TokenBuckets
-from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.grpc.http2_frames import DATA, FrameCounter, FrameHeads, LimitExceeded, goaway_frame
 from weightd_gateway.listening import common_name
 from weightd_gateway.tls_handshakes import Handshakes
@@ -57,7 +57,9 @@ class Http2Filter:
         handshakes: TLS handshakes under way.
     """
 
-    def __init__(self, path: Path, admission: PeerAdmission, timeout_s: float, handshakes: Handshakes) -> None:
+    def __init__(
+        self, path: Path, admission: GatewayConnectionLimiter, timeout_s: float, handshakes: Handshakes
+    ) -> None:
         self._path = str(path)
         self._admission = admission
         self._handshakes = handshakes

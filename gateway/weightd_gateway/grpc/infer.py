@@ -9,7 +9,7 @@ import grpc
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.grpc.fast_parse import fast_parse
-from weightd_gateway.grpc.handlers import Context, Handler, RpcContext, RpcDispatcher, report_errors
+from weightd_gateway.grpc.handlers import Context, Handler, RpcContext, RpcHandlers, report_errors
 from weightd_gateway.grpc.requests import ShmResolver, parse_infer_request
 from weightd_gateway.grpc.responses import encode_response, encode_stream_error, encode_stream_response
 from weightd_gateway.grpc.streams import WaitingCalls
@@ -32,7 +32,7 @@ class GrpcInference:
         self._shm_resolver = shm_resolver
         self._streams = streams
 
-    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
+    def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def stream(messages: object, context: Context) -> None:
@@ -58,7 +58,7 @@ class GrpcInference:
         request = await parse_infer_request(message, call, self._shm_resolver)
         return encode_response(request, await self._daemon_client.infer(call.caller, request.request))
 
-    async def _infer_streamed(self, calls: RpcDispatcher, call: RpcContext, message: bytes) -> bytes:
+    async def _infer_streamed(self, calls: RpcHandlers, call: RpcContext, message: bytes) -> bytes:
         """Return the answer to one request of a stream, which goes on if that is an error."""
         started_at = time.monotonic()
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from weightd_gateway import oip_view
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.grpc.field_limits import checked_parser
-from weightd_gateway.grpc.handlers import Handler, Method, RpcContext, RpcDispatcher, Unimplemented
+from weightd_gateway.grpc.handlers import Handler, Method, RpcContext, RpcHandlers, Unimplemented
 from weightd_gateway.grpc.messages import INFERENCE
 from weightd_gateway.grpc.parameters import check_local
 from weightd_gateway.grpc.requests import check_version, model_of
@@ -54,7 +54,7 @@ class ModelApi:
         self._regions = regions
         self._has_shared_memory = has_shared_memory
 
-    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
+    def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
         """Return what gRPC wants for each method by its name."""
         methods: Mapping[str, Method] = {
             "ServerLive": self._server_live,

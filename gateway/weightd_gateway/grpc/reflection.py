@@ -15,7 +15,7 @@ from weightd_gateway.grpc.field_limits import checked_parser
 from weightd_gateway.grpc.handlers import (
     Context,
     Handler,
-    RpcDispatcher,
+    RpcHandlers,
     check_length,
     parse_message,
     receive_deadline,
@@ -54,7 +54,7 @@ class Reflection:
         for each in files:
             self._add_file(each.file)
 
-    def handlers(self, calls: RpcDispatcher) -> dict[str, Handler]:
+    def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def info(messages: object, context: Context) -> None:

@@ -17,7 +17,7 @@ from weightd_gateway.grpc.handlers import RpcContext, parse_message
 from weightd_gateway.grpc.messages import INFERENCE
 from weightd_gateway.inference import InferenceRequest
 from weightd_gateway.oip_view import VERSION
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
 from weightd_gateway.tensors import Array
 from weightd_protocol import limits
@@ -80,7 +80,7 @@ class ShmResolver(NamedTuple):
 
     regions: RegisteredRegions
     allocate: Callable[[Caller, int], Any]
-    parsers: Helpers
+    parsers: ParserPool
 
 
 class OutputTarget(NamedTuple):
@@ -117,7 +117,7 @@ class InputTensor(NamedTuple):
     region: Mapping[str, Any] | None
 
 
-class RequestTemplate(NamedTuple):
+class ParsedHeader(NamedTuple):
     """What a request says, but for its tensors: the same for many.
 
     Attributes:
@@ -152,11 +152,11 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
     if len(header) <= _MAX_CACHED_BYTES:
         form = _parse_cached(header)
     elif len(header) <= PARSER_PROCESS_BYTES:
-        form = _parse_template(header)
+        form = _parse_header(header)
     else:
         # The copy on its way.
         call.permit.reserve(len(header))
-        form = await shm_resolver.parsers.run(call.caller, len(header), _parse_template, PickleBuffer(header))
+        form = await shm_resolver.parsers.run(call.caller, len(header), _parse_header, PickleBuffer(header))
     request = InferenceRequest(
         form.model,
         _make_inputs(form, contents or [memoryview(each) for each in form.contents], call, shm_resolver),
@@ -188,13 +188,13 @@ def _parse(message: bytes) -> Any:
     return _Request.FromString(message)
 
 
-def _parse_template(header: bytes) -> RequestTemplate:
+def _parse_header(header: bytes) -> ParsedHeader:
     request = parse_message(header, _parse)
     check_version(request.model_version)
     values = parameters.parse_parameters("parameters", request.parameters)
     parameters.check_parameters(values)
     outputs, regions = _parse_outputs(request.outputs)
-    return RequestTemplate(
+    return ParsedHeader(
         model_of(request.model_name),
         _parse_inputs(request.inputs),
         outputs,
@@ -206,7 +206,7 @@ def _parse_template(header: bytes) -> RequestTemplate:
     )
 
 
-_parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_template)
+_parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_header)
 
 
 def model_of(name: str) -> str:
@@ -260,7 +260,7 @@ def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
 
 
 def _make_inputs(
-    template: RequestTemplate, contents: Sequence[memoryview], call: RpcContext, shm_resolver: ShmResolver
+    template: ParsedHeader, contents: Sequence[memoryview], call: RpcContext, shm_resolver: ShmResolver
 ) -> dict[str, Array]:
     inputs: dict[str, Array] = {}
     used_contents = 0

@@ -17,13 +17,13 @@ import grpc
 
 from weightd_common.peers import Peers
 from weightd_gateway import listening
-from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.config import addresses
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.context import Gateway
 from weightd_gateway.grpc import health, infer, reflection
-from weightd_gateway.grpc.handlers import MAX_PROBES, MAX_UNSENT_CALLS, Handler, RpcDispatcher
+from weightd_gateway.grpc.handlers import MAX_PROBES, MAX_UNSENT_CALLS, Handler, RpcHandlers
 from weightd_gateway.grpc.health import Health
 from weightd_gateway.grpc.http2_filter import Http2Filter
 from weightd_gateway.grpc.infer import GrpcInference
@@ -79,7 +79,7 @@ class GrpcServer:
         self._watch_streams = WaitingCalls(MAX_WATCH_STREAMS)
         self._reflection_streams = WaitingCalls(MAX_REFLECTION_STREAMS)
         self._peers = Peers()
-        self._admission = PeerAdmission(_max_connections(gateway.config), gateway.config.max_connection_rate)
+        self._admission = GatewayConnectionLimiter(_max_connections(gateway.config), gateway.config.max_connection_rate)
         self._server: grpc.aio.Server | None = None
         self._acceptors: list[GatewayAcceptor] = []
         self._paths: list[Path] = []
@@ -143,7 +143,7 @@ class GrpcServer:
     def _services(self) -> Mapping[str, dict[str, Handler]]:
         gateway, config = self._gateway, self._gateway.config
         daemon_client = gateway.daemon_client
-        calls = RpcDispatcher(
+        calls = RpcHandlers(
             lambda: gateway.authenticator,
             daemon_client.admission,
             config.max_body_bytes,

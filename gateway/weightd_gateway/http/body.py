@@ -10,10 +10,10 @@ from typing import Any
 from aiohttp import hdrs
 from aiohttp.http_exceptions import PayloadEncodingError
 
+from weightd_gateway.admission_control import Permit
 from weightd_gateway.error_codes import TooLarge
 from weightd_gateway.http.request import HttpContent, HttpRequest
 from weightd_gateway.http.responses import HttpError
-from weightd_gateway.inflight_limit import Permit
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import label
 

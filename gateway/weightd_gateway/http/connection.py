@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from weightd_common.peers import Peer
-from weightd_gateway.fair_queue import FairRunner, ParseChunk
+from weightd_gateway.fair_runner import FairRunner, ParseChunk
 from weightd_gateway.http.responses import HttpError, HttpReply
 from weightd_gateway.listening import common_name
 from weightd_gateway.logs import log_failure

@@ -8,6 +8,7 @@ from pickle import PickleBuffer
 from typing import Any, cast
 
 from weightd_gateway import tensors
+from weightd_gateway.admission_control import Permit
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
 from weightd_gateway.http import body, infer_json, infer_response
@@ -17,7 +18,6 @@ from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJ
 from weightd_gateway.http.request import HttpRequest, RequestConnection
 from weightd_gateway.http.responses import BINARY, JSON, HttpReply
 from weightd_gateway.inference import InferenceRequest
-from weightd_gateway.inflight_limit import Permit
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
 

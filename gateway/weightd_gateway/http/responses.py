@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
+from weightd_gateway.admission_control import Permit
 from weightd_gateway.error_codes import retry_after, status_of
-from weightd_gateway.inflight_limit import Permit
 from weightd_gateway.tensors import to_json
 from weightd_protocol.errors import RequestError, Unauthenticated
 

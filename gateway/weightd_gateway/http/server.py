@@ -16,11 +16,11 @@ from aiohttp import web
 
 from weightd_common.peers import Peer, Peers
 from weightd_gateway import listening, tls_handshakes
-from weightd_gateway.admission import PeerAdmission
 from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig
+from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.context import Gateway
-from weightd_gateway.fair_queue import FairRunner
+from weightd_gateway.fair_runner import FairRunner
 from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
 from weightd_gateway.http.responses import JSON
@@ -58,7 +58,7 @@ class HttpServer:
         self._managers: list[web.Server] = []
         self._peers = Peers()
         # How many connections a peer may have is for the crowd to decide, which closes idle ones.
-        self._admission = PeerAdmission(sys.maxsize, gateway.config.max_connection_rate)
+        self._admission = GatewayConnectionLimiter(sys.maxsize, gateway.config.max_connection_rate)
         self._acceptors: list[GatewayAcceptor] = []
         self._handshakes: set[asyncio.Task[None]] = set()
         self._paths: list[Path] = []

@@ -140,7 +140,7 @@ function withWeightd(models) {
 // The first copy is the one that is needed; all others are the same again.
 function asPlain(models) {
   return models.flatMap(({ name, memory }) => {
-    const { workers, processes, plain_bytes: plain } = memory;
+    const { workers, processes, without_sharing_bytes: plain } = memory;
     if (!workers) return [segment("other", plain)];
     const weights = Math.min(memory.copy_bytes, plain / processes);
     // Processes that share no weights have none to repeat.
@@ -199,7 +199,7 @@ function drawMemory(overview) {
   byId("memory").hidden = memory === null;
   if (memory === null) return;
   const models = overview.models.filter((model) => model.memory !== null);
-  const scale = Math.max(memory.total_bytes, memory.plain_bytes);
+  const scale = Math.max(memory.total_bytes, memory.without_sharing_bytes);
   const shares = memory.workers > 0;
   const label = shares
     ? `With weightd: one copy of the weights of each model, ${plural(memory.workers, "worker")}`
@@ -207,7 +207,7 @@ function drawMemory(overview) {
   const measures = [["with", label, memory.total_bytes, [...withWeightd(models), segment("other", otherBytes(memory, models))], scale]];
   if (shares) {
     const plain = `As ${plural(memory.processes, "plain process")}: each with a copy of its own`;
-    measures.push(["plain", plain, memory.plain_bytes, asPlain(models), scale]);
+    measures.push(["plain", plain, memory.without_sharing_bytes, asPlain(models), scale]);
   }
   keyed(byId("bars"), measures, (each) => each[0], (each) => measure(each[0]), drawMeasure);
 }
@@ -330,11 +330,11 @@ function drawModelMemory(cell, model) {
   const memory = model.memory;
   pair.hidden = memory === null;
   write(sizes.firstChild, memory === null ? (model.group ? `in ${model.group}` : NONE) : size(memory.total_bytes));
-  write(sizes.lastChild, memory !== null && memory.workers ? `plain ${size(memory.plain_bytes)}` : "");
+  write(sizes.lastChild, memory !== null && memory.workers ? `plain ${size(memory.without_sharing_bytes)}` : "");
   if (memory === null) return;
   const { copy_bytes: copy, private_bytes: beside, other_bytes: other } = memory;
   drawBar(pair.firstChild, [segment("copy", copy), segment("beside", beside), segment("other", other)], model.scale);
-  drawBar(pair.lastChild, memory.workers ? [segment("again", memory.plain_bytes)] : [], model.scale);
+  drawBar(pair.lastChild, memory.workers ? [segment("again", memory.without_sharing_bytes)] : [], model.scale);
 }
 
 const MODELS = [
@@ -386,7 +386,7 @@ function drawModels(overview) {
   const parent = byId("models");
   if (!parent.firstChild) parent.append(table(MODELS));
   const scale = Math.max(1, ...overview.models.map(({ memory }) =>
-    memory === null ? 0 : Math.max(memory.total_bytes, memory.plain_bytes)));
+    memory === null ? 0 : Math.max(memory.total_bytes, memory.without_sharing_bytes)));
   const rows = [];
   for (const model of overview.models) {
     rows.push({ key: `m${model.name}`, model: { ...model, scale } });

@@ -34,7 +34,7 @@ class AccountStatus:
     bytes_out: int = field(metadata=_COUNT)
     in_flight: int = field(metadata=_COUNT)
     queued: int = field(metadata=_COUNT)
-    refused: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
+    failed: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
     unexpected_exits: int = field(default=0, metadata=omit_default(_COUNT))
 
 

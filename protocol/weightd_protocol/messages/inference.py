@@ -59,7 +59,7 @@ class TensorSignature:
 class Parameters:
     """What a request asks for beside its tensors."""
 
-    timeout: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
+    timeout_us: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
     """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
     regions: Optional[Regions] = field(default=None, metadata=record(Regions))
     """Which tensors are in shared memory, and where; none where it is absent."""
@@ -182,7 +182,7 @@ class Error:
     id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
     code: str = field(metadata=one_of(ERRORS))
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    retry_after: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
+    retry_after_us: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
     """Microseconds after which the same request may succeed; absent where nothing is known of that."""
     may_still_write: Optional[bool] = field(default=None, metadata=boolean())
     """Whether a worker may still write to where the request has offered room; `released` follows."""

@@ -13,9 +13,9 @@ from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import (
+    BATCH_SIZES,
     DIGEST,
     ROW_COUNT,
-    ROW_COUNTS,
     SELFTEST_CASE,
     SELFTEST_CASES,
     DeviceMemory,
@@ -37,7 +37,7 @@ class RankSlice:
 
 
 @dataclass(frozen=True)
-class RankMember:
+class GroupModelSignature:
     """One of the models of a process that has several: what it takes and gives."""
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
@@ -71,18 +71,20 @@ class JoinedGroup:
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[RankMember, ...] = field(default=(), metadata=list_of(record(RankMember), limits.MAX_GROUP_MODELS))
+    members: Tuple[GroupModelSignature, ...] = field(
+        default=(), metadata=list_of(record(GroupModelSignature), limits.MAX_GROUP_MODELS)
+    )
 
 
 @dataclass(frozen=True)
 class RunSelfTest:
     """daemon → rank: all have joined, and all are told this at once: run the self-test.
 
-    `max_rows`, `row_counts` as in `Build`.
+    `max_rows`, `allowed_batch_sizes` as in `Build`.
     """
 
     max_rows: int = field(default=1, metadata=ROW_COUNT)
-    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    allowed_batch_sizes: Tuple[int, ...] = field(default=(), metadata=BATCH_SIZES)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class SelfTestDone:
 
 
 @dataclass(frozen=True)
-class Done:
+class PredictDone:
     """rank → daemon: the `Predict` is run, and what came of it another rank tells."""
 
     request: int = field(metadata=integer(0, limits.MAX_COUNT))

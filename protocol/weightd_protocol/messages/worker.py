@@ -13,13 +13,13 @@ from weightd_protocol import limits
 from weightd_protocol.errors import ERRORS
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.regions import POSITIONS, MappedRegions
 from weightd_protocol.messages.worker_common import (
+    BATCH_SIZES,
     BYTES,
     DIGEST,
     ROW_COUNT,
-    ROW_COUNTS,
     SELFTEST_CASE,
     SELFTEST_CASES,
     DeviceMemory,
@@ -44,9 +44,9 @@ CHILD_PROTOCOL_VERSION = 3
 
 _REQUEST = integer(0, limits.MAX_COUNT)
 _STEP = integer(0, limits.MAX_COUNT)
-_PARTY = integer(0, limits.MAX_COUNT)
+_PRINCIPAL_ID = integer(0, limits.MAX_COUNT)
 _GEARS = list_of(list_of(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
-_UNFIT_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_UNFIT_CASES)
+_FAILED_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_UNFIT_CASES)
 _ARGUMENTS = list_of(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
 
 ORIGINS = ("spawned", "forked", "template")
@@ -54,7 +54,7 @@ ORIGINS = ("spawned", "forked", "template")
 
 
 @dataclass(frozen=True)
-class Traits:
+class SharingTraits:
     """What an engine's way of sharing can do.
 
     `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
@@ -71,17 +71,17 @@ class Traits:
 class Hello:
     """child → daemon: I am up, and this is what I am.
 
-    `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
+    `engine_pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
     `sha256` names the content of the model that this process would load (`weightd_common.modelfile`).
     `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
     `concurrency`: so many predicts run at once here, if they are there. `slice`: which rank it is, and of what; None
     where it is none. Then `sha256` is that of its slice.
     """
 
-    pid: str = field(metadata=text(limits.MAX_PID_BYTES))
+    engine_pid: str = field(metadata=text(limits.MAX_PID_BYTES))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
     versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
-    traits: Traits = field(metadata=record(Traits))
+    sharing_traits: SharingTraits = field(metadata=record(SharingTraits))
     origin: str = field(default="spawned", metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
@@ -124,34 +124,35 @@ class Reconnected:
 class Build:
     """daemon → holder: build the model and let these processes share its weights.
 
-    `search_selftest`: look for a self-test; `selftest_cases` worked before and come first, `unfit_cases` did not and
+    `search_selftest`: look for a self-test; `selftest_cases` worked before and come first, `failed_cases` did not and
     are left out. Without it `selftest_cases` are what was configured and has to work, and where there are none there is
     no self-test, unless the process was given a sample. `max_rows` are the most of one predict of several requests, 1
-    where each has its own: then nothing is found out about them; `row_counts` the only ones that a predict may have,
+    where each has its own: then nothing is found out about them; `allowed_batch_sizes` the only ones that a predict may
+    have,
     none: any; `exact`, whether it is tested that the answers are bit for bit those of each alone.
     """
 
-    pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
     search_selftest: bool = field(default=True, metadata=boolean())
     selftest_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
-    unfit_cases: SelfTestCases = field(default=(), metadata=_UNFIT_CASES)
+    failed_cases: SelfTestCases = field(default=(), metadata=_FAILED_CASES)
     max_rows: int = field(default=1, metadata=ROW_COUNT)
-    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    allowed_batch_sizes: Tuple[int, ...] = field(default=(), metadata=BATCH_SIZES)
     exact: bool = field(default=True, metadata=boolean())
 
 
 @dataclass(frozen=True)
-class TryingSelfTest:
+class AnnounceSelfTest:
     """holder → daemon: I am about to run the self-test on `cases`, which may be my end.
 
-    `unfit_cases` is known not to work.
+    `failed_cases` is known not to work.
 
     It goes on when it hears `continue_selftest`, so that the daemon knows what it died of. With nothing to try the
     search is over.
     """
 
     cases: SelfTestCases = field(metadata=SELFTEST_CASES)
-    unfit_cases: SelfTestCases = field(metadata=_UNFIT_CASES)
+    failed_cases: SelfTestCases = field(metadata=_FAILED_CASES)
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,11 @@ class ContinueSelfTest:
 class Built:
     """holder → daemon: the weights are exported.
 
-    `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
-    is something that could have been. Of a holder that `is_template` workers are forked, which have all that it has.
-    `selftest_cases` are what the self-test is run on, none where the model has no self-test; `selftest_digest` is the
-    digest of its answers, "" for a model that does not repeat itself; `selftest_note` says why there is none, or what
-    it is worth.
+    `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `has_sharing_failed`
+    whether there is something that could have been. Of a holder that `is_template` workers are forked, which have all
+    that it has. `selftest_cases` are what the self-test is run on, none where the model has no self-test;
+    `selftest_digest` is the digest of its answers, "" for a model that does not repeat itself; `selftest_note` says why
+    there is none, or what it is worth.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -183,7 +184,7 @@ class Built:
     """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
     or where nobody can tell before it is tried."""
     selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    is_loss: bool = field(default=False, metadata=boolean())
+    has_sharing_failed: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     """None where it was not to be found out."""
@@ -196,14 +197,14 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Allow:
+class AllowAttach:
     """daemon → holder: let these processes attach too, though they were not there at the build."""
 
-    pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AttachAllowed:
     """holder → daemon: they may, or the library offers no way for the reason that `error` gives."""
 
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -213,14 +214,14 @@ class Allowed:
 class Attach:
     """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
 
-    Then run the self-test on these inputs. `max_rows`, `row_counts` and `exact` as in `Build`; `row_support`: what
-    `Built` said of them.
+    Then run the self-test on these inputs. `max_rows`, `allowed_batch_sizes` and `exact` as in `Build`; `row_support`:
+    what `Built` said of them.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     max_rows: int = field(default=1, metadata=ROW_COUNT)
-    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    allowed_batch_sizes: Tuple[int, ...] = field(default=(), metadata=BATCH_SIZES)
     exact: bool = field(default=True, metadata=boolean())
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     rebuilds_per_shape: bool = field(default=False, metadata=boolean())
@@ -276,7 +277,7 @@ class Predict:
 
 
 @dataclass(frozen=True)
-class Result:
+class PredictResult:
     """worker → daemon: the answer to a `Predict`."""
 
     request: int = field(metadata=_REQUEST)
@@ -291,7 +292,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Failed:
+class PredictFailed:
     """worker → daemon: the `Predict` ended in an error.
 
     `is_exiting`: the failure may have spoilt the model, so the process exits and takes no further request. Without it a
@@ -310,26 +311,30 @@ class BeginBatch:
 
     They differ in nothing but the first dimension of their inputs. Each is answered, and skipped before they begin, as
     if it had come alone. `rows`, where that is more than they have together: repeat the last row up to so many, for
-    the model takes no other number; 0: run as many as there are. `parties` says for each predict whose it is, by a
-    number that stands for a tenant or a user and is the same in each daemon; none where it is not tested whether
+    the model takes no other number; 0: run as many as there are. `principal_ids` says for each predict whose it is, by
+    a number that stands for a tenant or a user and is the same in each daemon; none where it is not tested whether
     answers are the same.
     """
 
     items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
     rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
-    parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_BATCH_ITEMS)))
+    principal_ids: Tuple[int, ...] = field(
+        default=(), metadata=omit_default(list_of(_PRINCIPAL_ID, limits.MAX_BATCH_ITEMS))
+    )
 
 
 @dataclass(frozen=True)
 class BatchMismatch:
     """worker → daemon: an answer to several requests at once was not what each gets alone, as `note` tells.
 
-    From now on this worker runs the requests of these `parties` one by one, where they come together with others; all
-    requests where there are none.
+    From now on this worker runs the requests of these `principal_ids` one by one, where they come together with others;
+    all requests where there are none.
     """
 
     note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
-    parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_TENANTS)))
+    principal_ids: Tuple[int, ...] = field(
+        default=(), metadata=omit_default(list_of(_PRINCIPAL_ID, limits.MAX_TENANTS))
+    )
 
 
 @dataclass(frozen=True)
@@ -391,16 +396,16 @@ ChildMessage = Union[
     Hello,
     Forked,
     Reconnected,
-    TryingSelfTest,
+    AnnounceSelfTest,
     Built,
-    Allowed,
+    AttachAllowed,
     Attached,
     JoinedGroup,
     SelfTestDone,
     ProcessFailed,
-    Result,
-    Failed,
-    Done,
+    PredictResult,
+    PredictFailed,
+    PredictDone,
     PredictCancelled,
     BatchMismatch,
     Pong,
@@ -409,7 +414,7 @@ ChildOrder = Union[
     Fork,
     Build,
     ContinueSelfTest,
-    Allow,
+    AllowAttach,
     Attach,
     JoinGroup,
     RunSelfTest,
@@ -427,16 +432,16 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
     "forked": Forked,
     "reconnected": Reconnected,
-    "trying_selftest": TryingSelfTest,
+    "announce_selftest": AnnounceSelfTest,
     "built": Built,
-    "allowed": Allowed,
+    "attach_allowed": AttachAllowed,
     "attached": Attached,
     "joined_group": JoinedGroup,
     "selftest_done": SelfTestDone,
     "process_failed": ProcessFailed,
-    "result": Result,
-    "failed": Failed,
-    "done": Done,
+    "predict_result": PredictResult,
+    "predict_failed": PredictFailed,
+    "predict_done": PredictDone,
     "predict_cancelled": PredictCancelled,
     "batch_mismatch": BatchMismatch,
     "pong": Pong,
@@ -445,7 +450,7 @@ TO_CHILD: Dict[str, Type[ChildOrder]] = {
     "fork": Fork,
     "build": Build,
     "continue_selftest": ContinueSelfTest,
-    "allow": Allow,
+    "allow_attach": AllowAttach,
     "attach": Attach,
     "join_group": JoinGroup,
     "run_selftest": RunSelfTest,

@@ -18,7 +18,7 @@ SELFTEST_CASE = mapping(list_of(integer(0, limits.MAX_DIM), limits.MAX_RANK), li
 SELFTEST_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_CASES)
 BYTES = integer(0, limits.MAX_COUNT)
 ROW_COUNT = integer(1, limits.MAX_ROWS)
-ROW_COUNTS = list_of(ROW_COUNT, limits.MAX_ROW_SIZES)
+BATCH_SIZES = list_of(ROW_COUNT, limits.MAX_ROW_SIZES)
 DIGEST = text(limits.MAX_DIGEST_BYTES, empty=True)
 
 _NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)

@@ -150,7 +150,7 @@ def test_processes_have_a_rate_between_two_statuses(
 def test_memory_is_that_of_the_status() -> None:
     overview = looked((10.0, 0))
     assert overview.memory is not None
-    assert overview.memory.plain_bytes == 200 * MB
+    assert overview.memory.without_sharing_bytes == 200 * MB
     assert only(overview).memory == replace(overview.memory, other_bytes=overview.memory.other_bytes - 30 * MB)
 
 

@@ -24,7 +24,7 @@ def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:
     }  # fmt: skip
     assert model["memory"] == {
         "copy_bytes": 90 * MB, "workers": 2, "private_bytes": 20 * MB, "other_bytes": 10 * MB,
-        "plain_bytes": 200 * MB, "processes": 2, "total_bytes": 120 * MB,
+        "without_sharing_bytes": 200 * MB, "processes": 2, "total_bytes": 120 * MB,
     }  # fmt: skip
     assert [each["name"] for each in told["processes"]] == ["m.1.holder", "m.1.w1", "m.1.w2"]
     assert [each["name"] for each in told["tenants"]] == ["default"]

@@ -22,7 +22,7 @@ def test_plain_processes_would_have_a_copy_each() -> None:
         workers=4,
         private_bytes=40 * MB,
         other_bytes=10 * MB,
-        plain_bytes=4 * (10 + 200) * MB,
+        without_sharing_bytes=4 * (10 + 200) * MB,
         processes=4,
     )
 
@@ -76,7 +76,7 @@ def test_the_number_of_plain_processes_is_that_of_the_processes_whose_memory_is_
     alone = [replace(each, shared_bytes=0) for each in looks.processes("b", 9, private=20 * MB, weights=0)[1:]]
     memory = service_memory(looks.status(1.0, sharing, looks.model("b", alone, copy=0)))
     assert memory is not None
-    assert (memory.workers, memory.processes, memory.plain_bytes) == (3, 12, (3 * 100 + 9 * 20) * MB)
+    assert (memory.workers, memory.processes, memory.without_sharing_bytes) == (3, 12, (3 * 100 + 9 * 20) * MB)
 
 
 def test_ranks_count_as_processes_and_holders_do_not() -> None:
@@ -108,4 +108,4 @@ def test_what_a_fork_has_in_common_with_others_a_plain_process_has_alone(origin:
     memory = model_memory(looks.model("m", workers, copy=90 * MB))
     assert memory is not None
     # Of the template, the weights are among what is no file's.
-    assert memory.plain_bytes == 2 * (130 + (90 if weights_twice else 0)) * MB
+    assert memory.without_sharing_bytes == 2 * (130 + (90 if weights_twice else 0)) * MB

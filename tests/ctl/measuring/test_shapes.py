@@ -41,7 +41,7 @@ def test_what_is_free_is_1_or_as_it_is_said(
 ) -> None:
     specs = shapes.specify(inputs, said, rows)
     assert [spec.shape for spec in specs] == made
-    assert shapes.rows_of(inputs, specs) == number
+    assert shapes.count_rows(inputs, specs) == number
 
 
 @pytest.mark.parametrize(

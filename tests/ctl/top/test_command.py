@@ -55,7 +55,7 @@ def test_as_objects_one_a_line(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Busy()
     told = [json.loads(each) for each in ctl("--json", "top", "-d", "0.2", "-n", "2").out.splitlines()]
     assert [each["throughput"]["rate"] for each in told] == [10.0, 10.0]
-    assert told[0]["memory"]["plain_bytes"] == 200 * MB
+    assert told[0]["memory"]["without_sharing_bytes"] == 200 * MB
 
 
 @pytest.mark.parametrize("arguments", [("-d", "0.1"), ("-d", "nan"), ("-d", "3601"), ("-n", "-1"), ("-n", "x")])

@@ -47,7 +47,7 @@ from weightd_protocol.messages.regions import (
     Unregister,
 )
 from weightd_protocol.messages.types import TO_CLIENT
-from weightd_protocol.messages.worker import Result
+from weightd_protocol.messages.worker import PredictResult
 
 X = TensorSpec("x", "UINT8", (1000,))
 
@@ -157,7 +157,7 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
     assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
     request.may_still_write = True
     described = ResponseDescription("m", (X,))
-    world.frontend.reply_result(request, Result(1, described, (0,)), ())
+    world.frontend.reply_result(request, PredictResult(1, described, (0,)), ())
     assert world.hear(client) == InferResponse("1", described, (0,), may_still_write=True)
     world.frontend.notify_released(request)
     assert world.hear(client) == Released("1")

@@ -43,7 +43,7 @@ from weightd_protocol.messages.inference import (
 )
 from weightd_protocol.messages.regions import Unregister
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage
-from weightd_protocol.messages.worker import Built, Result
+from weightd_protocol.messages.worker import Built, PredictResult
 
 LIMIT_S = 20.0
 NBYTES = 1000
@@ -223,7 +223,7 @@ def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -
         world.ask(client, name)
         world.until(lambda: len(world.model.waiting) == count + 1 or client.waits())  # noqa: B023
     counts = [connection.pending_requests]
-    world.frontend.reply_result(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
+    world.frontend.reply_result(world.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
     counts.append(connection.pending_requests)
     world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     counts.append(connection.pending_requests)
@@ -236,7 +236,7 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.ask(client, "answered")
     world.ask(client, "refused")
     world.until(lambda: len(world.model.waiting) == 2)
-    world.frontend.reply_result(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
+    world.frontend.reply_result(world.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
     world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(client.waits)
@@ -516,7 +516,7 @@ def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) ->
     client.stream.send(encode(ModelMetadata("elsewhere", "n")))
     world.refusals(client, 3)
     answered, refused = world.model.waiting[:2]
-    world.frontend.reply_result(answered, Result(1, ResponseDescription("m", ())), [bytes(7)])
+    world.frontend.reply_result(answered, PredictResult(1, ResponseDescription("m", ())), [bytes(7)])
     world.frontend.reply_request_error(refused, InvalidArgument("as a test"))
     account = world.accounts.usage_of("default", "m")
     assert account is answered.usage

@@ -43,7 +43,7 @@ class Hall:
 
     def __init__(self) -> None:
         self.loop = EventLoop()
-        self.room = MemoryBudget(ROOM, lambda _: SOMEBODY.origin.party)
+        self.room = MemoryBudget(ROOM, lambda _: SOMEBODY.origin.principal)
         self.messages: list[tuple[ClientConnection, Message]] = []
         self.broken: list[str] = []
         self.excess: RequestError | None = None
@@ -51,7 +51,7 @@ class Hall:
         self.gone: list[ClientConnection] = []
         self.calls = ConnectionCallbacks(
             free_memory=lambda key, nbytes: False,
-            limit_account_of=lambda identity: identity.origin.party,
+            limit_account_of=lambda identity: identity.origin.principal,
             assign_tenant=self._introduce,
             on_message=lambda connection, message: self.messages.append((connection, message)),
             on_disconnecting=lambda connection, error: self.broken.append(str(error)),
@@ -409,8 +409,8 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
         hall.until(lambda: [*hall.connections][-1].stream.descriptors or hall.gone)
         hall.loop.run_once(0)
     hall.until(lambda: hall.gone)
-    assert [each.user for each in hall.gone] == [SOMEBODY.origin.party]
-    assert [each.user for each in hall.connections] == [SOMEBODY.origin.party, "uid 8"]
+    assert [each.user for each in hall.gone] == [SOMEBODY.origin.principal]
+    assert [each.user for each in hall.connections] == [SOMEBODY.origin.principal, "uid 8"]
 
 
 def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(

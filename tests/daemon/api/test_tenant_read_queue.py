@@ -96,7 +96,7 @@ def test_users_of_one_tenant_take_turns_however_many_connections_they_have(strea
     taken: list[str] = []
     for _ in range(40):
         who, each = lanes.take()
-        taken.append(each.origin.party)
+        taken.append(each.origin.principal)
         lanes.put(each)
         lanes.on_served(who, 1e-4)
     assert taken == ["uid 1", "uid 2"] * 20

@@ -15,7 +15,7 @@ from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import Hello, ProcessFailed, Stop, Traits
+from weightd_protocol.messages.worker import Hello, ProcessFailed, SharingTraits, Stop
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
@@ -23,7 +23,7 @@ from weightd_protocol.version import VERSION
 LOAD_TIMEOUT_S, CONNECT_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 120.0, 40.0
 SHA = "5" * 64
 X, Y = TensorSignature("x", "FP32", (-1, 4)), TensorSignature("y", "FP32", (2, 3))
-TRAITS = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+TRAITS = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 SEAT = "m.7"
 BROKER = "m.7.broker"
 R0, R1, R2 = (f"m.7.rank{rank}" for rank in range(3))

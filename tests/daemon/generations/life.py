@@ -14,15 +14,15 @@ from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
     Attach,
+    AttachAllowed,
     Attached,
     Built,
     Hello,
     ProcessFailed,
+    SharingTraits,
     Stop,
-    Traits,
     TrimStore,
 )
 from weightd_protocol.schema import decode, plain
@@ -36,8 +36,8 @@ SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
 BUILT = Built("/store", (X,), (X,), ({"x": (2,)},), "canary", 4096, "a note")
 ATTACHED = Attached("canary", 4000, "another note")
-CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
-CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+CPU = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 HOLDER, HOLDER2, HOLDER3 = "m.7.holder", "m.7.holder2", "m.7.holder3"
 SETTLE = Send(HOLDER, TrimStore())
 
@@ -67,13 +67,13 @@ def attach(name: str, handle: str = BUILT.handle) -> Action:
 
 def allow(name: str) -> Action:
     """The holder is asked to let this one in."""
-    return Send(HOLDER, Allow((pid(name),)))
+    return Send(HOLDER, AllowAttach((pid(name),)))
 
 
 class GenerationHarness:
     """A generation. Each event returns what it wants done then; what it takes to come to a place returns the life."""
 
-    def __init__(self, workers: int = 2, traits: Traits = CPU, **terms: Any) -> None:
+    def __init__(self, workers: int = 2, traits: SharingTraits = CPU, **terms: Any) -> None:
         self.traits = traits
         self.now = 1000.0
         self.terms = GenerationSpec(workers, LOAD_TIMEOUT_S, predict_timeout=PREDICT_TIMEOUT_S, **terms)
@@ -119,7 +119,7 @@ class GenerationHarness:
         return self.wanted()
 
     def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:
-        self.generation.on_allowed(name, Allowed(error), self.now)
+        self.generation.on_allowed(name, AttachAllowed(error), self.now)
         return self.wanted()
 
     def leaves(self, name: str) -> list[Action]:

@@ -17,9 +17,10 @@ from weightd_daemon.generations.spec import GenerationSpec
 from weightd_daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
+    AnnounceSelfTest,
     Attach,
+    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -27,9 +28,8 @@ from weightd_protocol.messages.worker import (
     ContinueSelfTest,
     Hello,
     ProcessFailed,
+    SharingTraits,
     Stop,
-    Traits,
-    TryingSelfTest,
 )
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.version import VERSION
@@ -38,7 +38,7 @@ from .life import BUILT, FOREVER, SHA, pid
 
 TRIED: SelfTestCases = ({"x": (4,)},)
 
-Message = Hello | TryingSelfTest | Built | Attached | ProcessFailed | None
+Message = Hello | AnnounceSelfTest | Built | Attached | ProcessFailed | None
 """What a child says; None is that a predict has spoilt its model."""
 
 
@@ -71,7 +71,7 @@ class World(RuleBasedStateMachine):
 
     @initialize(
         attached=st.tuples(st.integers(1, 3), st.integers(0, 2)),
-        traits=st.builds(Traits, st.booleans(), st.booleans(), st.booleans()),
+        traits=st.builds(SharingTraits, st.booleans(), st.booleans(), st.booleans()),
         handle=st.sampled_from(["/store", ""]),
         canary=st.sampled_from(["canary", ""]),
         frozen=st.booleans(),
@@ -81,7 +81,7 @@ class World(RuleBasedStateMachine):
     def begin(
         self,
         attached: tuple[int, int],
-        traits: Traits,
+        traits: SharingTraits,
         handle: str,
         canary: str,
         forks: tuple[bool, bool],
@@ -180,8 +180,8 @@ class World(RuleBasedStateMachine):
                 child = self.generation.children.get(name)
                 if child is not None and child.hello is not None:
                     self.processes[name].hello_taken = True
-            case TryingSelfTest():
-                self.generation.on_trying_selftest(name, message)
+            case AnnounceSelfTest():
+                self.generation.on_announce_selftest(name, message)
             case Built():
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
@@ -219,18 +219,18 @@ class World(RuleBasedStateMachine):
         elif process.orders:
             match process.orders.pop(0):
                 case Build(search_selftest=True):
-                    self.say(name, TryingSelfTest(TRIED, ()))
+                    self.say(name, AnnounceSelfTest(TRIED, ()))
                 case Build() | ContinueSelfTest():
                     self.say(name, self.built)
                 case Attach():
                     self.say(name, Attached("canary", 4000))
-                case Allow():
+                case AllowAttach():
                     self.let_in(name, "")
                 case _:
                     pass
 
     def let_in(self, name: str, error: str) -> None:
-        self.generation.on_allowed(name, Allowed(error), self.now)
+        self.generation.on_allowed(name, AttachAllowed(error), self.now)
         self.perform()
 
     def pick(self, data: st.DataObject) -> str:
@@ -277,8 +277,8 @@ class World(RuleBasedStateMachine):
         says: list[Message] = [
             self.hello(name),
             wrong,
-            TryingSelfTest(TRIED, TRIED),
-            TryingSelfTest((), TRIED),
+            AnnounceSelfTest(TRIED, TRIED),
+            AnnounceSelfTest((), TRIED),
             self.built,
             Attached("canary", 1),
             Attached("wrong", 1),

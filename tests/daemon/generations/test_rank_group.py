@@ -20,8 +20,8 @@ from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import (
+    GroupModelSignature,
     JoinedGroup,
-    RankMember,
     RankSlice,
     RunSelfTest,
     SelfTestDone,
@@ -511,7 +511,7 @@ def test_only_what_serves_can_be_gone_on_with(when: str) -> None:
 
 # --- one process of several models ----------------------------------------------------------------------------------
 
-MEMBERS = JoinedGroup((), (), members=(RankMember((X,), (Y,)), RankMember((Y,), (X,))))
+MEMBERS = JoinedGroup((), (), members=(GroupModelSignature((X,), (Y,)), GroupModelSignature((Y,), (X,))))
 
 
 def household() -> RankGroupHarness:

@@ -13,7 +13,7 @@ from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_genera
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker import SharingTraits
 from weightd_protocol.messages.worker_common import DeviceMemory
 
 from .life import (
@@ -108,7 +108,7 @@ def test_neither_who_attaches_nor_who_leaves_is_written_down() -> None:
 
 
 @pytest.mark.parametrize(("traits", "sharing"), [(CPU, True), (CARD, True), (CARD, False)])
-def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Traits, sharing: bool) -> None:
+def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: SharingTraits, sharing: bool) -> None:
     life = GenerationHarness(1, traits, is_sharing=sharing).building()
     life.built(replace(BUILT, handle=""))
     life.exits(HOLDER, end=ExitCause(0))

@@ -15,7 +15,7 @@ from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_protocol import limits
-from weightd_protocol.messages.worker import Build, ContinueSelfTest, TryingSelfTest
+from weightd_protocol.messages.worker import AnnounceSelfTest, Build, ContinueSelfTest
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
 from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, GenerationHarness, abort, pid
@@ -49,7 +49,7 @@ class Search(GenerationHarness):
         return order
 
     def try_(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
-        self.generation.on_trying_selftest(holder, TryingSelfTest(cases, unfit))
+        self.generation.on_announce_selftest(holder, AnnounceSelfTest(cases, unfit))
         assert self.wanted() == ([Send(holder, ContinueSelfTest())] if cases else [])
 
 
@@ -66,7 +66,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
         0,
         RetryHint.SAME_FAILURE,
     )
-    assert search.begin(HOLDER2) == Build((pid(W1),), unfit_cases=(x(1), x(2)))
+    assert search.begin(HOLDER2) == Build((pid(W1),), failed_cases=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, selftest_cases=(x(32),)), HOLDER2)
     assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
@@ -79,7 +79,7 @@ def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
     search.try_(x(1))
     assert holder(HOLDER2) not in search.broken(HOLDER, "it does not run on the canary")
     assert search.exits(HOLDER) == [holder(HOLDER2)]
-    assert search.begin(HOLDER2).unfit_cases == (x(1),)
+    assert search.begin(HOLDER2).failed_cases == (x(1),)
 
 
 @pytest.mark.parametrize("tries", [[], [(x(1),), ()]])
@@ -105,7 +105,7 @@ def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(ca
     assert search.generation.deaths == 2
     if canary.should_search:
         assert again == [holder(HOLDER3)]
-        assert search.begin(HOLDER3).unfit_cases == (x(7),)
+        assert search.begin(HOLDER3).failed_cases == (x(7),)
     else:
         # The deployment waits, and loads it anew.
         assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.MAY_SUCCEED)
@@ -119,7 +119,7 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
         search.try_(x(size), holder=name, unfit=tuple(map(x, range(1, size))))
         search.exits(name, end=SEGV)
     order = search.begin(last)
-    assert (order.search_selftest, order.selftest_cases, len(order.unfit_cases)) == (False, (), MAX_HOLDER_DEATHS)
+    assert (order.search_selftest, order.selftest_cases, len(order.failed_cases)) == (False, (), MAX_HOLDER_DEATHS)
     search.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="the search was given up"), last)
     assert (search.state, search.generation.selftest_description) == (
         GenerationState.ATTACHING,
@@ -135,7 +135,7 @@ def test_the_list_of_what_is_unfit_stays_within_the_wire() -> None:
     many = tuple(map(x, range(limits.MAX_SELFTEST_UNFIT_CASES)))
     search.try_(x(99), unfit=many)
     search.exits(HOLDER, end=SEGV)
-    assert search.begin(HOLDER2) == Build((pid(W1),), search_selftest=False, unfit_cases=many)
+    assert search.begin(HOLDER2) == Build((pid(W1),), search_selftest=False, failed_cases=many)
 
 
 def test_one_that_takes_too_long_ends_the_search() -> None:
@@ -147,7 +147,7 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
     search.now += ABORT_TIMEOUT_S
     assert holder(HOLDER2) in search.exits(HOLDER, end=ExitCause(-signal.SIGABRT))
     order = search.begin(HOLDER2)
-    assert (order.search_selftest, order.unfit_cases) == (False, (x(1),))
+    assert (order.search_selftest, order.failed_cases) == (False, (x(1),))
 
 
 @pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
@@ -169,7 +169,7 @@ def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: E
         search.try_(*cases)
     assert search.exits(HOLDER, end=end) == [holder(HOLDER2)]
     order = search.begin(HOLDER2)
-    assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (False, (x(7),), (x(4),))
+    assert (order.search_selftest, order.selftest_cases, order.failed_cases) == (False, (x(7),), (x(4),))
     search.try_(x(7), holder=HOLDER2)
     search.exits(HOLDER2, end=end)
     assert search.state is GenerationState.FAILED
@@ -179,14 +179,14 @@ def test_what_an_earlier_generation_has_found_comes_first() -> None:
     known = SelfTestSpec(cases=(x(48), x(96)), failed_cases=(x(1),))
     search = Search(known=known)
     order = search.begin()
-    assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (True, known.cases, known.failed_cases)
+    assert (order.search_selftest, order.selftest_cases, order.failed_cases) == (True, known.cases, known.failed_cases)
     search.try_(*known.cases, unfit=known.failed_cases)
     search.exits(HOLDER, end=SEGV)
-    assert search.begin(HOLDER2) == replace(order, selftest_cases=(), unfit_cases=(x(1), x(48), x(96)))
+    assert search.begin(HOLDER2) == replace(order, selftest_cases=(), failed_cases=(x(1), x(48), x(96)))
 
 
 def test_nobody_else_probes() -> None:
     search = Search()
     for name in (W1, HOLDER, "stranger"):
-        search.generation.on_trying_selftest(name, TryingSelfTest((x(1),), ()))
+        search.generation.on_announce_selftest(name, AnnounceSelfTest((x(1),), ()))
     assert search.wanted() == []

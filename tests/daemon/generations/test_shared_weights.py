@@ -17,7 +17,7 @@ from weightd_daemon.generations.progress import ProgressLogger, RetryHint
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_protocol.messages.worker import Attached, Build, Built, Hello, Traits, TrimStore
+from weightd_protocol.messages.worker import Attached, Build, Built, Hello, SharingTraits, TrimStore
 from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
 from weightd_protocol.version import VERSION
 
@@ -47,7 +47,7 @@ from .life import (
 )
 
 CRASH = ExitCause(-signal.SIGSEGV)
-PRIVATE = replace(BUILT, handle="", shared_bytes=0, note="weights are not shared: no room", is_loss=True)
+PRIVATE = replace(BUILT, handle="", shared_bytes=0, note="weights are not shared: no room", has_sharing_failed=True)
 
 
 Event = Callable[[GenerationHarness], list[Action]]
@@ -112,7 +112,7 @@ ALONE = replace(ATTACHED, shared_bytes=0, note="weights are not shared: another 
         (PRIVATE, replace(ALONE, note="the holder has no page store"), True, [PRIVATE.note]),
         # There is nothing to share, or nobody wants it.
         (replace(BUILT, shared_bytes=0), ALONE, True, []),
-        (replace(PRIVATE, is_loss=False), ALONE, True, []),
+        (replace(PRIVATE, has_sharing_failed=False), ALONE, True, []),
         (PRIVATE, ALONE, False, []),
     ],
 )
@@ -197,7 +197,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
 
 
 @pytest.mark.parametrize("traits", [CARD, CPU])
-def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: Traits) -> None:
+def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: SharingTraits) -> None:
     life = GenerationHarness(1, traits).building()
     life.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="it is not deterministic"))
     cause = (
@@ -656,7 +656,9 @@ def test_elsewhere_answers_are_trusted_without_it(life: GenerationHarness) -> No
 @pytest.mark.parametrize(
     ("traits", "sharing"), [(CARD, False), (CARD, True), (CPU, True)], ids=["not wanted", "on a card", "on the cpu"]
 )
-def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own(traits: Traits, sharing: bool) -> None:
+def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own(
+    traits: SharingTraits, sharing: bool
+) -> None:
     life = GenerationHarness(2, traits, is_sharing=sharing).spawned()
     order = life.hello(W1, HOLDER) + life.hello(W2)
     if not sharing:  # it is given no pids, and waits for nobody

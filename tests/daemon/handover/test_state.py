@@ -19,13 +19,13 @@ from weightd_daemon.handover import state
 from weightd_daemon.handover.state import Handover, HandoverError
 from weightd_daemon.models.persisted import DeviceRecord, ModelRecord, SourceRecord
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION, Built, Hello, Traits
+from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION, Built, Hello, SharingTraits
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
-CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 HELLO = Hello("11", SHA, {"weightd": VERSION, "python": ""}, CARD)
 GENERATION = GenerationRecord(
     number=12,

@@ -23,14 +23,23 @@ from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker import Attached, Built, ChildMessage, ChildOrder, Hello, Predict, Result, Traits
+from weightd_protocol.messages.worker import (
+    Attached,
+    Built,
+    ChildMessage,
+    ChildOrder,
+    Hello,
+    Predict,
+    PredictResult,
+    SharingTraits,
+)
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64
 SEAL = SealRecord(8192, 10**18)
-CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+CPU = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 # Pids are fixed at the build: what is lost with the holder only the next generation can replace.
-CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 X = TensorSignature("x", "FP32", (-1, 2))
 Y = TensorSignature("y", "FP32", (-1, 3))
 GOOD = TensorSpec("x", "FP32", (5, 2))
@@ -150,7 +159,7 @@ class FakeHost:
     def remove_files(self, generation: GenerationBase) -> None:
         self.seals.pop(generation.label, None)
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
         self.answered.append((result.description.outputs, frames))
 
@@ -202,7 +211,7 @@ class ModelHarness:
         config: whatever else is not to have the default.
     """
 
-    def __init__(self, traits: Traits = CPU, workers: int = 2, **config: Any) -> None:
+    def __init__(self, traits: SharingTraits = CPU, workers: int = 2, **config: Any) -> None:
         self.host = FakeHost()
         self.now = 1000.0
         self.traits = traits
@@ -282,7 +291,7 @@ class ModelHarness:
 
     def answers(self, worker: str, *numbers: int) -> ModelHarness:
         for number in numbers:
-            self.says(worker, Result(number, ResponseDescription("m", (OUT,))))
+            self.says(worker, PredictResult(number, ResponseDescription("m", (OUT,))))
         return self
 
     def passes(self, seconds: float) -> ModelHarness:

@@ -12,7 +12,7 @@ from weightd_daemon.counters.model_counters import ModelCounters
 from weightd_daemon.models.batching import describe_batching
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol import limits
-from weightd_protocol.messages.worker import Attached, BatchMismatch, Failed, Ping, Pong, ProcessFailed
+from weightd_protocol.messages.worker import Attached, BatchMismatch, Ping, Pong, PredictFailed, ProcessFailed
 from weightd_protocol.messages.worker_common import RowSupport
 
 from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, ModelHarness
@@ -43,7 +43,7 @@ def test_how_long_requests_take_wait_and_run() -> None:
     assert meter.rows.count == 0
     # One that fails is no answer.
     [third] = stage.some(1)
-    stage.says(W1, Failed(third, "INTERNAL", "predict failed", is_exiting=False))
+    stage.says(W1, PredictFailed(third, "INTERNAL", "predict failed", is_exiting=False))
     assert (meter.requests.count, meter.compute.count) == (2, 3)
 
 
@@ -73,7 +73,7 @@ def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
     assert counted(meter) == (1, 1, 0, 0)
     # One that goes by its own word is no death, and is replaced.
     [asked] = stage.some(1)
-    stage.says(W2, Failed(asked, "INTERNAL", "predict failed", is_exiting=True))
+    stage.says(W2, PredictFailed(asked, "INTERNAL", "predict failed", is_exiting=True))
     stage.passes(1.0)
     assert counted(meter) == (1, 2, 0, 0)
 
@@ -120,7 +120,7 @@ def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
 
 def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_generation() -> None:
     stage = ModelHarness(batching=BatchingConfig(8), split=SplitConfig(4))
-    meter, names = stage.model.dispatcher.counters, stage.model.dispatcher.party_names
+    meter, names = stage.model.dispatcher.counters, stage.model.dispatcher.principal_names
     stage.pinned().loads(built=replace(BUILT, row_support=EQUAL))
     a, b = names.number_of("tenant a"), names.number_of("tenant b")
 
@@ -128,7 +128,7 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
         seat = stage.model.dispatcher.scheduler.slots.slot_of(name)
         assert seat is not None
         assert (seat.policy.max_rows, seat.policy.is_exact) == (8, True)
-        return seat.policy.unmerged_parties
+        return seat.policy.unmerged_principals
 
     # Each of two workers finds it out.
     for name in (W1, W2):

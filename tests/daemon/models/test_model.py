@@ -28,7 +28,7 @@ from weightd_protocol.errors import (
 )
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker import Attach, Build, Built, Failed, ProcessFailed, Result, Stop
+from weightd_protocol.messages.worker import Attach, Build, Built, PredictFailed, PredictResult, ProcessFailed, Stop
 from weightd_protocol.messages.worker_common import RowSupport
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request
@@ -251,8 +251,8 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
     [number] = stage.submit(asked)
     assert (stage.host.predicts(), stage.host.frames) == ([(W1, number)], [*asked.frames])
     stage.now += 0.25
-    stage.answers(stranger, number).says(stranger, Failed(number, "INTERNAL", "x", is_exiting=False))
-    stage.says(W1, Result(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
+    stage.answers(stranger, number).says(stranger, PredictFailed(number, "INTERNAL", "x", is_exiting=False))
+    stage.says(W1, PredictResult(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (stage.host.answers, stage.host.answered, stage.host.refused()) == ([number], [((OUT,), (b"answer",))], [])
     desk = stage.model.dispatcher
     assert (desk.latencies.count, desk.latencies_by_process[W1].count, desk.latencies_by_process[W2].count) == (1, 1, 0)
@@ -263,9 +263,9 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     stage = ModelHarness().serving()
     one, two, three, four, five, six = stage.some(6)
     assert stage.host.predicts() == [(W1, one), (W2, two), (W1, three), (W2, four)]
-    stage.says(W1, Failed(one, "INVALID_ARGUMENT", "out of range", is_exiting=False))
+    stage.says(W1, PredictFailed(one, "INVALID_ARGUMENT", "out of range", is_exiting=False))
     assert stage.host.predicts() == [(W1, five)]
-    stage.says(W1, Failed(three, "INTERNAL", "spoilt", is_exiting=True))
+    stage.says(W1, PredictFailed(three, "INTERNAL", "spoilt", is_exiting=True))
     assert stage.host.refusals == [(one, "INVALID_ARGUMENT", "out of range"), (three, "INTERNAL", "spoilt")]
     assert stage.host.told(Stop) == [(W1, Stop())]
     assert stage.host.spawned[-1] == W3

@@ -15,7 +15,7 @@ from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
 from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_protocol.errors import Internal, ResourceExhausted
-from weightd_protocol.messages.worker import Attached, Built, CancelPredict, Failed, Ping, Pong, ProcessFailed
+from weightd_protocol.messages.worker import Attached, Built, CancelPredict, Ping, Pong, PredictFailed, ProcessFailed
 
 from .fakehost import BUILT, CARD, W1, W2, W3, W4, ModelHarness, request
 
@@ -123,7 +123,7 @@ PINGED: dict[str, tuple[Event, list[str]]] = {
     "idle": (lambda stage: stage, [W1, W2]),
     "computes": (lambda stage: stage.some(1), [W2]),
     "dead": (lambda stage: stage.dies(W1, signal.SIGKILL), [W2]),
-    "answered": (lambda stage: stage.says(W1, Failed(stage.some(1)[0], "INTERNAL", "", is_exiting=False)), [W2]),
+    "answered": (lambda stage: stage.says(W1, PredictFailed(stage.some(1)[0], "INTERNAL", "", is_exiting=False)), [W2]),
 }
 
 
@@ -204,8 +204,8 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
         stage.now += 60.0
         # The kernel knows; the model is told later.
         stage.host.dead.add(holder)
-        stage.says(worker, Failed(number, "INTERNAL", "spoilt", is_exiting=True))
-        stage.says(worker, Failed(number, "INVALID_ARGUMENT", "no such batch", is_exiting=False))
+        stage.says(worker, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True))
+        stage.says(worker, PredictFailed(number, "INVALID_ARGUMENT", "no such batch", is_exiting=False))
         if told_first == "holder":
             stage.dies(holder).answers(worker, number)
             assert stage.host.killed[-1] == worker
@@ -344,7 +344,7 @@ def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None
 
 
 LOSSES: dict[str, Loss] = {
-    "spoilt": lambda stage, worker, number: stage.says(worker, Failed(number, "INTERNAL", "x", is_exiting=True)),
+    "spoilt": lambda stage, worker, number: stage.says(worker, PredictFailed(number, "INTERNAL", "x", is_exiting=True)),
     "dead": lambda stage, worker, number: stage.dies(worker),
     "hung": lambda stage, worker, number: stage.passes(1060.0 - stage.now),
 }

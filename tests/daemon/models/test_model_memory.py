@@ -11,7 +11,7 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.slot import MAX_QUICK_S
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
-from weightd_protocol.messages.worker import CancelPredict, Failed, Predict, PredictCancelled
+from weightd_protocol.messages.worker import CancelPredict, Predict, PredictCancelled, PredictFailed
 
 from .fakehost import W1, W2, ModelHarness, request
 
@@ -44,8 +44,8 @@ def test_a_worker_is_told_where_and_given_the_memory() -> None:
 
 ENDS: dict[str, Callable[[ModelHarness, int], object]] = {
     "answers": lambda stage, number: stage.answers(W1, number),
-    "fails": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", is_exiting=False)),
-    "fails and leaves": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", is_exiting=True)),
+    "fails": lambda stage, number: stage.says(W1, PredictFailed(number, "INTERNAL", "x", is_exiting=False)),
+    "fails and leaves": lambda stage, number: stage.says(W1, PredictFailed(number, "INTERNAL", "x", is_exiting=True)),
     "dies": lambda stage, number: stage.dies(W1),
 }
 

@@ -41,24 +41,24 @@ from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
     Attach,
+    AttachAllowed,
     Attached,
     Build,
     Built,
     ChildMessage,
     ChildOrder,
-    Failed,
     Hello,
     Ping,
     Pong,
     Predict,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
+    SharingTraits,
     Stop,
-    Traits,
 )
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_protocol.schema import decode, plain
@@ -137,7 +137,7 @@ class ModelWorld(RuleBasedStateMachine):
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         draw = data.draw
-        self.traits = Traits(draw(st.booleans()), draw(st.booleans()), attach_rewrites_weights=False)
+        self.traits = SharingTraits(draw(st.booleans()), draw(st.booleans()), attach_rewrites_weights=False)
         self.strict = draw(st.booleans())
         self.policy = draw(st.sampled_from(list(ReplacementPolicy)))
         self.can_share = draw(st.sampled_from([True, True, True, True, False]))
@@ -211,7 +211,7 @@ class ModelWorld(RuleBasedStateMachine):
             process = self.processes[name]
             process.generation = generation
             # What it was told before is still to be done, but for what it would do twice.
-            process.orders = [each for each in process.orders if not isinstance(each, Allow)]
+            process.orders = [each for each in process.orders if not isinstance(each, AllowAttach)]
             process.returns = process.role is Role.WORKER
         return True
 
@@ -245,9 +245,9 @@ class ModelWorld(RuleBasedStateMachine):
                 assert process.role is Role.HOLDER
             case Attach(handle, _):
                 assert handle == ("/store" if process.shares else "")
-            case Allow():
+            case AllowAttach():
                 assert process.role is Role.HOLDER
-                assert not any(isinstance(each, Allow) for each in process.orders)
+                assert not any(isinstance(each, AllowAttach) for each in process.orders)
             case Predict():
                 serving = self.deployment(process).serving
                 assert serving is process.generation, "a request goes to a generation that does not serve"
@@ -261,7 +261,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model tells clients -----------------------------------------------------------------------------
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         assert self.talking is not None
         assert self.is_sound(self.talking), "an answer that may be anything is passed on"
         self.ended[request.number] += 1
@@ -378,10 +378,10 @@ class ModelWorld(RuleBasedStateMachine):
             case Attach():
                 device = process.generation.device
                 self.says(process, Attached("canary", 4000, "", self.memory(device)))
-            case Allow():
-                self.says(process, Allowed())
+            case AllowAttach():
+                self.says(process, AttachAllowed())
             case Predict(number, _):
-                self.says(process, Result(number, ResponseDescription("m", (SPEC,))))
+                self.says(process, PredictResult(number, ResponseDescription("m", (SPEC,))))
             case Stop():
                 self.exits(process)
             case Ping(canary):
@@ -523,14 +523,14 @@ class ModelWorld(RuleBasedStateMachine):
                 process.weights = True
                 answers: list[ChildMessage] = [ProcessFailed("no memory"), Attached("another", 1)]
                 self.says(process, data.draw(st.sampled_from(answers)))
-            case Allow():
+            case AllowAttach():
                 if data.draw(st.booleans()):
-                    self.says(process, Allowed("no pids after the build"))
+                    self.says(process, AttachAllowed("no pids after the build"))
             case Predict(number, _):
                 is_exiting = data.draw(st.booleans())
                 if is_exiting:  # a worker that leaves is as lost as one that died
                     self.killers.update(self.requests[number].origin)
-                self.says(process, Failed(number, "INTERNAL", "spoilt", is_exiting=is_exiting))
+                self.says(process, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=is_exiting))
             case _:
                 process.orders.insert(0, order)
 

@@ -20,17 +20,17 @@ from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.events import SliceSnapshot, Snapshot
 from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.worker import (
     BatchMismatch,
     ChildMessage,
-    Failed,
     Hello,
     Ping,
     Predict,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
     Stop,
 )
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
@@ -130,7 +130,7 @@ class Cut:
 
     def answers(self, number: int, generation: int = 1) -> Cut:
         first, last = self.ranks(generation)
-        return self.says(first, Done(number)).says(last, Result(number, ResponseDescription("m", (OUT,))))
+        return self.says(first, PredictDone(number)).says(last, PredictResult(number, ResponseDescription("m", (OUT,))))
 
     def ends(self, *names: str, end: ExitCause | None = None) -> Cut:
         for name in names:
@@ -189,9 +189,9 @@ def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step()
     assert (stage.model.is_serving, stage.model.is_complete, stage.model.unready_reason(stage.now)) == (True, True, "")
     assert stage.given() == [(R0, asked, 1), (R1, asked, 1)]
     second = stage.asks()
-    stage.says(R1, Result(asked, ResponseDescription("m", (OUT,))))
+    stage.says(R1, PredictResult(asked, ResponseDescription("m", (OUT,))))
     assert (stage.host.answers, stage.given()) == ([], [])
-    stage.says(R0, Done(asked))
+    stage.says(R0, PredictDone(asked))
     assert (stage.host.answers, stage.given()) == ([asked], [(R0, second, 2), (R1, second, 2)])
 
 
@@ -204,15 +204,15 @@ def _breaks(stage: Cut, asked: int) -> None:
 
 
 def _fails(stage: Cut, asked: int) -> None:
-    stage.says(R0, Failed(asked, "INTERNAL", "predict failed", is_exiting=True))
+    stage.says(R0, PredictFailed(asked, "INTERNAL", "predict failed", is_exiting=True))
 
 
 def _tells_what_it_was_not_asked(stage: Cut, asked: int) -> None:
-    stage.says(R0, Done(asked + 1000))
+    stage.says(R0, PredictDone(asked + 1000))
 
 
 def _answers_instead_of_another(stage: Cut, asked: int) -> None:
-    stage.says(R0, Result(asked, ResponseDescription("m", (OUT,))))
+    stage.says(R0, PredictResult(asked, ResponseDescription("m", (OUT,))))
 
 
 def _says_what_no_rank_says(stage: Cut, asked: int) -> None:
@@ -264,7 +264,7 @@ def test_what_all_refuse_is_its_requests_error() -> None:
     stage = Cut().serving()
     asked = stage.asks()
     for name in (R0, R1):
-        stage.says(name, Failed(asked, "INVALID_ARGUMENT", "x: no such shape", is_exiting=False))
+        stage.says(name, PredictFailed(asked, "INVALID_ARGUMENT", "x: no such shape", is_exiting=False))
     assert stage.host.refused() == [(asked, "INVALID_ARGUMENT")]
     assert (stage.model.is_serving, stage.host.killed) == (True, [])
 

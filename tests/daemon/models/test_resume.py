@@ -23,7 +23,7 @@ from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription
-from weightd_protocol.messages.worker import Hello, Predict, Reconnected, Result, Stop
+from weightd_protocol.messages.worker import Hello, Predict, PredictResult, Reconnected, Stop
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 
@@ -120,7 +120,7 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     daemon.backs()
     assert (model.is_serving, model.is_complete, model.unready_reason(daemon.now)) == (True, True, "")
     assert host.told(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
-    model.on_message("m.1.w1", Result(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now)
+    model.on_message("m.1.w1", PredictResult(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now)
     assert host.answers == [asked.number]
 
 

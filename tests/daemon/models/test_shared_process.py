@@ -21,8 +21,8 @@ from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.errors import FailedPrecondition
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.ranks import JoinedGroup, RankMember, SelfTestDone, SelfTestResult
-from weightd_protocol.messages.worker import ChildMessage, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.messages.ranks import GroupModelSignature, JoinedGroup, SelfTestDone, SelfTestResult
+from weightd_protocol.messages.worker import ChildMessage, Hello, Predict, PredictFailed, PredictResult, ProcessFailed
 from weightd_protocol.version import VERSION
 
 from .fakehost import CPU, FakeHost, request
@@ -71,7 +71,7 @@ class Home:
 
     def loads(self, child: str = P1) -> Home:
         self.says(child, Hello("1", joint_digest([DIGESTS[name] for name in NAMES]), {"weightd": VERSION}, CPU))
-        members = tuple(RankMember((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
+        members = tuple(GroupModelSignature((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
         self.says(child, JoinedGroup((), (), None, members))
         proofs = tuple(SelfTestResult(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
         return self.says(child, SelfTestDone("", (), None, None, proofs))
@@ -88,7 +88,7 @@ class Home:
         return asked.number
 
     def answers(self, number: int, child: str = P1) -> Home:
-        return self.says(child, Result(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
+        return self.says(child, PredictResult(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
     def ends(self, child: str, end: ExitCause) -> Home:
         self.models["one"].on_exit(child, end, self.now)
@@ -116,7 +116,7 @@ def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() ->
     assert home.host.spawned == [P1]
     told = json.loads(home.host.programs[P1].members_json)
     assert (told["share"], [each["model"] for each in told["models"]]) == ("workspace", ["/s/one", "/s/two"])
-    assert [each["pinned_identity"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
+    assert [each["snapshot_identity"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
     assert [*home.device.reserved] == ["g@group.1"]
 
 
@@ -142,7 +142,7 @@ def _breaks(home: Home, running: int) -> None:
 
 
 def _fails(home: Home, running: int) -> None:
-    home.says(P1, Failed(running, "INTERNAL", "predict failed", is_exiting=True))
+    home.says(P1, PredictFailed(running, "INTERNAL", "predict failed", is_exiting=True))
     home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 

@@ -16,11 +16,11 @@ from weightd_daemon.platform.memory import MIB, ProcessMemory
 from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.status import ProxyStatus
-from weightd_protocol.messages.worker import Attached, Built, Hello, Traits
+from weightd_protocol.messages.worker import Attached, Built, Hello, SharingTraits
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64
-CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 X = TensorSignature("x", "FP32", (4,))
 HOLDER, WORKER, SPARE = "m.1.holder", "m.1.w1", "m.1.w2"
 WEIGHTS = 100 * MIB

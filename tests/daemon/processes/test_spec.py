@@ -39,9 +39,9 @@ def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str
     assert (child.name, " ".join(child.arguments), child.log) == ("m.1.w1", ALWAYS + more, FILES.log("m.1.w1"))
 
 
-@pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --attached-count 3 --template"), (Role.WORKER, "")])
+@pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --sharer-count 3 --template"), (Role.WORKER, "")])
 def test_of_a_holder_others_may_be_forked(role: Role, more: str) -> None:
-    child = spec.child_spec(replace(PLAIN, can_be_template=True, attached_count=3), "m.1.w1", role, "ipc://s", FILES)
+    child = spec.child_spec(replace(PLAIN, can_be_template=True, sharer_count=3), "m.1.w1", role, "ipc://s", FILES)
     assert " ".join(child.arguments) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
 
 

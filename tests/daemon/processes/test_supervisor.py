@@ -52,16 +52,16 @@ from weightd_protocol.messages.worker import (
     Hello,
     Pong,
     Predict,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
+    SharingTraits,
     Stop,
-    Traits,
 )
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64
-CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 X = TensorSignature("x", "FP32", (4,))
 SPEC = TensorSpec("x", "FP32", (4,))
 HOLDER, WORKER = "m.1.holder", "m.1.w1"
@@ -145,7 +145,7 @@ class Scene:
         self.model.infer(Request(1, b"c", "1", RequestDescription("m", (SPEC,)), (bytes(16),), 0.0, 1e9, 16), 0.0)
         (predict,) = self.asked(1)
         assert isinstance(predict, Predict)
-        message = [*encode(Result(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)]
+        message = [*encode(PredictResult(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)]
         if is_dead:
             self.kill(WORKER)
         if by_lane:

@@ -19,7 +19,7 @@ from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Scheduler
 from weightd_protocol.errors import RequestError, Unavailable
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker import Built, ChildOrder, Result
+from weightd_protocol.messages.worker import Built, ChildOrder, PredictResult
 
 COUNT = 5 * MAX_ENDED_PER_TURN + 3
 WRONG = RequestDescription("m", (TensorSpec("no_input", "FP32", (1,)),))
@@ -123,7 +123,7 @@ class Clients:
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[object], memories: object) -> None:
         raise AssertionError(order)
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[object]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[object]) -> None:
         raise AssertionError(request)
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:

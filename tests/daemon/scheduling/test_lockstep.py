@@ -9,19 +9,19 @@ import pytest
 from weightd_daemon.scheduling.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd_protocol import limits
 from weightd_protocol.messages.inference import ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import Failed, Result
+from weightd_protocol.messages.worker import PredictFailed, PredictResult
 
 RANKS = ("r0", "r1", "r2")
 
 
 def result(
     number: int = 7, shape: tuple[int, ...] = (1, 2), name: str = "y", placed: tuple[int, ...] | None = None
-) -> Result:
-    return Result(number, ResponseDescription("m", (TensorSpec(name, "UINT8", shape),)), placed)
+) -> PredictResult:
+    return PredictResult(number, ResponseDescription("m", (TensorSpec(name, "UINT8", shape),)), placed)
 
 
-def refusal(number: int = 7, code: str = "INVALID_ARGUMENT") -> Failed:
-    return Failed(number, code, "no", is_exiting=False)
+def refusal(number: int = 7, code: str = "INVALID_ARGUMENT") -> PredictFailed:
+    return PredictFailed(number, code, "no", is_exiting=False)
 
 
 def in_step(reply: str | None = "r2") -> LockstepTracker:
@@ -76,14 +76,14 @@ def test_shares_are_joined_in_the_order_of_the_ranks() -> None:
         (result(shape=(1, 3)), "output y of a rank: expected UINT8 [any, 2], got y UINT8 [1, 3]"),
         (result(shape=()), "output y of a rank: expected UINT8 [any, 2], got y UINT8 []"),
         (result(name="z"), "output y of a rank: expected UINT8 [any, 2], got z UINT8 [1, 2]"),
-        (Result(7, ResponseDescription("m", ())), "output y of a rank: expected UINT8 [any, 2], got none"),
+        (PredictResult(7, ResponseDescription("m", ())), "output y of a rank: expected UINT8 [any, 2], got none"),
         (
-            Result(7, ResponseDescription("m", (*result().description.outputs, TensorSpec("z", "UINT8", (1,))))),
+            PredictResult(7, ResponseDescription("m", (*result().description.outputs, TensorSpec("z", "UINT8", (1,))))),
             "outputs of a rank: expected 1, got 2",
         ),
     ],
 )
-def test_shares_that_do_not_fit_together_are_an_error_of_the_request(other: Result, words: str) -> None:
+def test_shares_that_do_not_fit_together_are_an_error_of_the_request(other: PredictResult, words: str) -> None:
     made = in_step(reply=None)
     made.on_result("r0", result(), [b"ab"])
     made.on_result("r1", other, [b""] * len(other.description.outputs))
@@ -117,10 +117,10 @@ def test_what_all_refuse_before_it_begins_is_an_error_of_the_request() -> None:
 Says = Callable[[LockstepTracker], Outcome | None]
 
 
-def says(process: str, report: Result | Failed | int, frames: Sequence[bytes] = (b"ab",)) -> Says:
-    if isinstance(report, Result):
+def says(process: str, report: PredictResult | PredictFailed | int, frames: Sequence[bytes] = (b"ab",)) -> Says:
+    if isinstance(report, PredictResult):
         return lambda made: made.on_result(process, report, frames)
-    if isinstance(report, Failed):
+    if isinstance(report, PredictFailed):
         return lambda made: made.on_failed(process, report)
     return lambda made: made.on_done(process, report)
 

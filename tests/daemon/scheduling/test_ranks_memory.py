@@ -17,7 +17,7 @@ from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocati
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.worker import ChildOrder, Predict, PredictFailed, PredictResult
 
 KILLED = ExitCause(-9, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))
@@ -41,7 +41,7 @@ class Bench:
         self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=places)
         self.desk.infer(self.request, 0.0)
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         self.told.append(("answer", request.may_still_write))
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
@@ -78,7 +78,7 @@ class Bench:
 
     def result(self, process: str) -> str:
         spec = TensorSpec("y", "UINT8", (1, 8))
-        return self.desk.on_result(process, Result(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
+        return self.desk.on_result(process, PredictResult(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def broken(bench: Bench) -> None:
 
 
 def failed(bench: Bench) -> None:
-    assert bench.desk.on_batch_failed("a0", Failed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
+    assert bench.desk.on_batch_failed("a0", PredictFailed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
 
 
 @pytest.mark.parametrize("lose", [lost, broken, failed])

@@ -33,8 +33,8 @@ from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.ranks import Done
-from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.ranks import PredictDone
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, PredictFailed, PredictResult
 
 TIMEOUT_S, WIDTH = 50.0, 2
 
@@ -48,7 +48,7 @@ ALONE = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4)
 FACTORS, FACTOR = {1: (9,), 2: (2, 7), 3: (2, 3, 4)}, 9
 """What each rank makes of its inputs, and all of them together."""
 
-Report = tuple[Result | Failed | Done, list[bytes]]
+Report = tuple[PredictResult | PredictFailed | PredictDone, list[bytes]]
 
 
 @dataclass
@@ -114,7 +114,7 @@ class World(RuleBasedStateMachine):
 
     # --- what the dispatcher tells ------------------------------------------------------------------------------------
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """All ranks of one group have told of it, of the last part if there are several."""
         assert request.number not in self.answers
         self.check_all_have_told()
@@ -287,14 +287,14 @@ class World(RuleBasedStateMachine):
             order, _ = rank.orders.popleft()
             rank.step = order.step
             if group.reply not in (None, index):
-                rank.reports.append((Done(order.request), []))
+                rank.reports.append((PredictDone(order.request), []))
                 continue
             mine = shares[index] if group.reply is None else y
             spec = TensorSpec("y", "INT64", mine.shape)
             placed = rooms(order)
             for begin, _ in placed:
                 self.write(begin, mine.tobytes())
-            result = Result(order.request, ResponseDescription("m", (spec,)), (0,) if placed else None)
+            result = PredictResult(order.request, ResponseDescription("m", (spec,)), (0,) if placed else None)
             rank.reports.append((result, [] if placed else [mine.tobytes()]))
 
     def read(self, rank: Rank) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -331,13 +331,13 @@ class World(RuleBasedStateMachine):
             told.clear()
         self.turn()
 
-    def tell(self, name: str, message: Result | Failed | Done, frames: list[memoryview]) -> str:
+    def tell(self, name: str, message: PredictResult | PredictFailed | PredictDone, frames: list[memoryview]) -> str:
         match message:
-            case Result():
+            case PredictResult():
                 return self.desk.on_result(name, message, frames, self.now)
-            case Failed():
+            case PredictFailed():
                 return self.desk.on_batch_failed(name, message, self.now)
-            case Done(number):
+            case PredictDone(number):
                 return self.desk.on_done(name, number, self.now)
 
     # --- what goes wrong ----------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class World(RuleBasedStateMachine):
         if found is not None and found[1].orders:
             _, rank = found
             order, _ = rank.orders.popleft()
-            self.hear(rank.name, (Failed(order.request, "INTERNAL", "no", leaving), []))
+            self.hear(rank.name, (PredictFailed(order.request, "INTERNAL", "no", leaving), []))
 
     @rule(data=st.data())
     def refuse_all(self, data: st.DataObject) -> None:
@@ -375,7 +375,7 @@ class World(RuleBasedStateMachine):
         for rank in found[0].ranks:
             order, _ = rank.orders.popleft()
             rank.step = order.step
-            rank.reports.append((Failed(order.request, "INVALID_ARGUMENT", "no", is_exiting=False), []))
+            rank.reports.append((PredictFailed(order.request, "INVALID_ARGUMENT", "no", is_exiting=False), []))
 
     @rule(data=st.data())
     def leave_out(self, data: st.DataObject) -> None:
@@ -395,7 +395,7 @@ class World(RuleBasedStateMachine):
             group, rank = found
             is_asked = any(given == number for given, _ in rank.given)
             if not is_asked or group.reply in (None, group.ranks.index(rank)):
-                self.hear(rank.name, (Done(number), []))
+                self.hear(rank.name, (PredictDone(number), []))
                 assert group.is_dying
 
     @rule(data=st.data())

@@ -14,7 +14,7 @@ import pytest
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.scheduling.batching import merge_groups as parties_module
+from weightd_daemon.scheduling.batching import merge_groups as merge_groups_module
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates
 from weightd_daemon.scheduling.batching.former import (
     MAX_BATCH_S,
@@ -23,7 +23,7 @@ from weightd_daemon.scheduling.batching.former import (
     form_batch,
     next_split_rows,
 )
-from weightd_daemon.scheduling.batching.merge_groups import RecentNames, party_number
+from weightd_daemon.scheduling.batching.merge_groups import RecentNames, principal_id
 from weightd_daemon.scheduling.batching.partial_results import PartialResult, join_results
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
 from weightd_daemon.scheduling.batching.split import SplitRequest
@@ -35,7 +35,7 @@ from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd_protocol.errors import Internal, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedOutput, MappedRegions
-from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, Result
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, PredictResult
 
 ROWS = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
 CUT = replace(ROWS, max_split_rows=4)
@@ -171,7 +171,7 @@ def test_where_answers_may_differ_only_one_user_s_requests_go_together() -> None
 
 
 def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_piece() -> None:
-    terms = replace(CUT, unmerged_parties=frozenset({party_number("a")}))
+    terms = replace(CUT, unmerged_principals=frozenset({principal_id("a")}))
     of_a, of_b = [request(far="a") for _ in range(3)], [request(far="b") for _ in range(3)]
     assert group(of_a[0], *of_b, *of_a, terms=terms).requests == [of_a[0]]
     assert group(of_b[0], *of_a, *of_b, terms=terms).requests == of_b
@@ -184,8 +184,8 @@ def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_
 
 
 def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_have_to_be_the_same() -> None:
-    for terms, parties in (
-        (ROWS, (party_number("a"), party_number("b"))),
+    for terms, principals in (
+        (ROWS, (principal_id("a"), principal_id("b"))),
         (replace(ROWS, is_exact=False, max_rows=2), ()),
     ):
         made, orders = desk(10, seats=0, terms=terms)
@@ -193,15 +193,15 @@ def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_ha
             made.infer(request(far=far), 0.0)
         made.add_slot("w0", policy=terms)
         made.dispatch(0.0)
-        assert [each for each in orders if isinstance(each, BeginBatch)] == [BeginBatch(2, 0, parties)]
-        assert [made.party_names.name_of(each) for each in parties] == ["a", "b"][: len(parties)]
+        assert [each for each in orders if isinstance(each, BeginBatch)] == [BeginBatch(2, 0, principals)]
+        assert [made.principal_names.name_of(each) for each in principals] == ["a", "b"][: len(principals)]
 
 
 def test_names_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parties_module, "_MAX_NAMES", 2)
+    monkeypatch.setattr(merge_groups_module, "_MAX_NAMES", 2)
     names = RecentNames()
     numbers = [names.number_of(far) for far in "aabc"]
-    assert numbers == [party_number(far) for far in "aabc"]
+    assert numbers == [principal_id(far) for far in "aabc"]
     assert [names.name_of(each) for each in numbers[1:]] == ["a tenant or user of a previous daemon", "b", "c"]
 
 
@@ -436,7 +436,7 @@ def test_parts_may_be_answered_in_any_order() -> None:
     parts = [whole.take_rows(16) for _ in range(4)]
     described = ResponseDescription("m", (TensorSpec("y", "INT8", (16,)),))
     answers = [
-        whole.add_result(first, rows, Result(1, described), [bytes(range(first, first + rows))])
+        whole.add_result(first, rows, PredictResult(1, described), [bytes(range(first, first + rows))])
         for first, rows in (parts[2], parts[0], parts[3], parts[1])
     ]
     assert answers[:3] == [None] * 3
@@ -451,7 +451,9 @@ def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
         match=r"^outputs \[0\] of a split request: expected frames where no output memory was offered, got none$",
     ):
         whole.add_result(
-            *whole.take_rows(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), []
+            *whole.take_rows(32),
+            PredictResult(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)),
+            [],
         )
 
 
@@ -485,9 +487,9 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
     ]
     described = ResponseDescription("m", (TensorSpec("y", "FP32", (4, 1)),))
     for seat in (0, 1):
-        made.on_result(f"w{seat}", Result(2**62 + seat, described, (0,)), [], 1.0)
+        made.on_result(f"w{seat}", PredictResult(2**62 + seat, described, (0,)), [], 1.0)
     whole = ResponseDescription("m", (TensorSpec("y", "FP32", (8, 1)),))
-    assert (answers, asked.may_still_write) == ([(asked, Result(asked.number, whole, (0,)), [])], False)
+    assert (answers, asked.may_still_write) == ([(asked, PredictResult(asked.number, whole, (0,)), [])], False)
 
 
 def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> PartialResult:

@@ -34,7 +34,14 @@ from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedOutput
-from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Failed, Predict, Result
+from weightd_protocol.messages.worker import (
+    BeginBatch,
+    CancelPredict,
+    ChildOrder,
+    Predict,
+    PredictFailed,
+    PredictResult,
+)
 
 MAX_ROWS, PART_ROWS, TIMEOUT_S = 8, 4, 50.0
 DEVICES = {"cpu:0": 0.001, "cpu:1": 0.01, "cpu:2": 0.08}
@@ -102,7 +109,7 @@ class World(RuleBasedStateMachine):
 
     # --- what the dispatcher tells ------------------------------------------------------------------------------------
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """An answer: to whom it was promised, and as large as it says."""
         assert request.number not in self.answers
         y, t = result.description.outputs
@@ -183,7 +190,7 @@ class World(RuleBasedStateMachine):
         if len(job) > 1:
             assert len({*requests}) == len(job)
             assert all(request.deadline > self.now for request in requests)
-            assert worker.terms.is_exact or len({request.origin.party for request in requests}) == 1
+            assert worker.terms.is_exact or len({request.origin.principal for request in requests}) == 1
             # With an input that has no rows, requests cannot share a predict.
             assert not worker.terms.max_split_rows or all(each.description.inputs[1:] == () for each in job)
 
@@ -251,14 +258,14 @@ class World(RuleBasedStateMachine):
         for index, each in enumerate(job):
             if how == "fail" and index == len(job) // 2:
                 self.desk.on_batch_failed(
-                    name, Failed(each.request, "INVALID_ARGUMENT", "no", is_exiting=False), self.now
+                    name, PredictFailed(each.request, "INVALID_ARGUMENT", "no", is_exiting=False), self.now
                 )
                 continue
             x = each.description.inputs[0]
             outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))
             contents = [worker.contents.pop(each.request)[0], source]
             placed = [room.tensor_index for room in rooms(each) if self.write(room, contents[room.tensor_index])]
-            result = Result(each.request, ResponseDescription("m", outputs), tuple(placed) or None)
+            result = PredictResult(each.request, ResponseDescription("m", outputs), tuple(placed) or None)
             rest = [content for index, content in enumerate(contents) if index not in placed]
             self.desk.on_result(name, result, rest, self.now)
         self.turn()
@@ -278,7 +285,9 @@ class World(RuleBasedStateMachine):
             name = data.draw(st.sampled_from([*self.workers]))
             if spoilt and self.workers[name].jobs:
                 first = self.workers[name].jobs[0].pop(0)
-                self.desk.on_batch_failed(name, Failed(first.request, "INTERNAL", "spoilt", is_exiting=True), self.now)
+                self.desk.on_batch_failed(
+                    name, PredictFailed(first.request, "INTERNAL", "spoilt", is_exiting=True), self.now
+                )
                 self.desk.dispatch(self.now)
                 self.dying[name] = self.workers.pop(name)
             else:

@@ -26,7 +26,7 @@ from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Failed, Ping, Predict, Result
+from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Ping, Predict, PredictFailed, PredictResult
 
 TIMEOUT_S = 60.0
 CRASH, OURS = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
@@ -56,7 +56,7 @@ class Member:
         self.answers: dict[int, str] = {}
         self.asked: dict[int, Request] = {}
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = "answer"
 
@@ -137,7 +137,7 @@ class House:
         for at, (index, number) in enumerate(jobs):
             # What comes next it gets behind the last of these.
             assert there.jobs == [] or at == len(jobs)
-            self.members[index].desk.on_result(name, Result(number, ANSWERED), [b"y"], self.now)
+            self.members[index].desk.on_result(name, PredictResult(number, ANSWERED), [b"y"], self.now)
         for each in self.members:
             each.look()
 
@@ -223,7 +223,7 @@ def test_what_leaves_is_given_nothing_more() -> None:
     name = made.load()
     number = one.ask()
     other.ask()
-    one.desk.on_batch_failed(name, Failed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
+    one.desk.on_batch_failed(name, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
     assert (one.answers, made.ran) == ({number: "INTERNAL"}, [0])
     made.end(name, CRASH)
     assert other.asked[number + 1].deaths == 0

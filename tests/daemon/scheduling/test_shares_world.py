@@ -30,7 +30,7 @@ from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Predict, Result
+from weightd_protocol.messages.worker import BeginBatch, CancelPredict, ChildOrder, Predict, PredictResult
 
 SHARES_FOR_S = 30.0
 ERROR = 0.05
@@ -74,7 +74,7 @@ class Model:
         self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None, world.clocks)
         self.world = world
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         self.world.ended(request, "")
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
@@ -248,7 +248,7 @@ class World:
         if seat.jobs:
             self.begin(name, seat)
         for number in job:
-            self.whose[number].desk.on_result(name, Result(number, ANSWERED), (b"",), self.now)
+            self.whose[number].desk.on_result(name, PredictResult(number, ANSWERED), (b"",), self.now)
         self.gather(seat.model)
 
     def die(self, name: str, end: ExitCause = CRASH) -> None:

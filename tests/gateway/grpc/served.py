@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig
@@ -20,8 +21,7 @@ from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.grpc.server import GrpcServer
 from weightd_gateway.inference import InferenceRequest, InferenceResult
-from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature
@@ -90,7 +90,7 @@ class Served:
     def __init__(self, config: GatewayConfig, identities: Authenticator) -> None:
         self.service = FakeService(AdmissionControl(config.max_in_flight, config.max_memory_bytes))
         self.gateway = Gateway(
-            config, identities, self.service, RegisteredRegions(enabled=config.shared_memory), Helpers()
+            config, identities, self.service, RegisteredRegions(enabled=config.shared_memory), ParserPool()
         )
         self.target = ""
         self.front = GrpcServer(self.gateway)

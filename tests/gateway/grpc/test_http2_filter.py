@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weightd_common.peers import Peer
-from weightd_gateway.admission import PeerAdmission
+from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.grpc import http2_filter as relay
 from weightd_gateway.grpc import http2_frames
 from weightd_gateway.grpc.http2_filter import CALLS_BURST, CALLS_PER_S, Http2Filter
@@ -78,7 +78,7 @@ PEER = Peer("uid 7", 7)
 def relayed(monkeypatch: pytest.MonkeyPatch) -> Http2Filter:
     NOW[0] = 100.0
     monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: NOW[0]))
-    return Http2Filter(Path("/nowhere"), PeerAdmission(100, 0.0), 5.0, Handshakes())
+    return Http2Filter(Path("/nowhere"), GatewayConnectionLimiter(100, 0.0), 5.0, Handshakes())
 
 
 def run(story: Any) -> None:
@@ -208,7 +208,7 @@ def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_pa
         writer.close()
 
     async def story() -> None:
-        relay = Http2Filter(tmp_path / "grpc", PeerAdmission(100, 0.0), 5.0, Handshakes())
+        relay = Http2Filter(tmp_path / "grpc", GatewayConnectionLimiter(100, 0.0), 5.0, Handshakes())
         near, far = socket.socketpair()
         near.setblocking(False)
         async with await asyncio.start_unix_server(library, tmp_path / "grpc"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
 from weightd_gateway.grpc import requests
@@ -27,8 +28,7 @@ from weightd_gateway.grpc.requests import (
     ShmResolver,
     parse_infer_request,
 )
-from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_gateway.tensors import DTYPES, MAX_VALUES, datatype_of
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
@@ -45,7 +45,7 @@ def made(content: bytes, call: RpcContext = CALL) -> InferRequest:
     """Return what is made of the bytes of a message."""
 
     async def make() -> InferRequest:
-        helpers = Helpers()
+        helpers = ParserPool()
         try:
             return await parse_infer_request(
                 content, call, ShmResolver(RegisteredRegions(enabled=False), room, helpers)
@@ -146,7 +146,7 @@ def test_so_are_more_fields_which_are_not_parsed(count: int, monkeypatch: pytest
         raise AssertionError("the message is parsed")
 
     monkeypatch.setattr(requests, "_Request", SimpleNamespace(FromString=fail))
-    monkeypatch.setattr(Helpers, "run", fail)
+    monkeypatch.setattr(ParserPool, "run", fail)
     many: dict[str, Any] = {str(number): {} for number in range(count)}
     with pytest.raises(TooLarge, match=rf"^inputs\.parameters: expected at most {MAX_FIELDS} fields .* or more$"):
         question(request(inputs=[tensor("x", "INT8", [1], parameters=many)]))

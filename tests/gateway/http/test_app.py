@@ -400,8 +400,8 @@ def test_priority_and_timeout_are_the_daemon_s(fake: FakeDaemon) -> None:
     (first, _), (second, _) = fake.next(), fake.next()
     assert isinstance(first, Infer)
     assert isinstance(second, Infer)
-    assert (first.parameters.timeout, first.parameters.priority) == (2_500_000, 3)
-    assert (second.parameters.timeout, second.parameters.priority) == (12_000_000, None)
+    assert (first.parameters.timeout_us, first.parameters.priority) == (2_500_000, 3)
+    assert (second.parameters.timeout_us, second.parameters.priority) == (12_000_000, None)
 
 
 def test_who_hangs_up_takes_the_request_back(fake: FakeDaemon) -> None:

@@ -52,7 +52,7 @@ def test_its_numbers_are_the_daemon_s(gateway: HttpGateway) -> None:
     status, told, headers = gateway.ask("GET", "/status.json")
     assert (status, told["daemon"]) == (200, {"age_s": 0.0, "error": ""})
     [model] = told["overview"]["models"]
-    assert (model["name"], model["queued"], model["memory"]["plain_bytes"]) == ("m", 3, 200 * MB)
+    assert (model["name"], model["queued"], model["memory"]["without_sharing_bytes"]) == ("m", 3, 200 * MB)
     assert STATUS_HEADERS.items() <= dict(headers).items()
 
 

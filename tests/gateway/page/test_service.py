@@ -43,7 +43,7 @@ def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path)
         expect(cells.nth(2)).to_have_text("2 of 2")
         memory = service_memory(service.status())
         assert memory is not None
-        for kind, bytes_ in (("with", memory.total_bytes), ("plain", memory.plain_bytes)):
+        for kind, bytes_ in (("with", memory.total_bytes), ("plain", memory.without_sharing_bytes)):
             [number] = re.findall(r"([\d.]+) MB", page.locator(f"#bars .{kind} strong").inner_text())
             # A moment has passed between the two.
             assert float(number) == pytest.approx(bytes_ / 1e6, rel=0.2)
@@ -51,7 +51,7 @@ def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path)
             sum(box["width"] for each in page.locator(f"#bars {bar}").all() if (box := each.bounding_box()))
             for bar in (".with .copy", ".plain .bar i")
         )
-        assert copies / plain == pytest.approx(memory.copy_bytes / memory.plain_bytes, rel=0.2)
+        assert copies / plain == pytest.approx(memory.copy_bytes / memory.without_sharing_bytes, rel=0.2)
         worker = next(each for each in service.processes() if each.role == "worker")
         os.kill(worker.pid, signal.SIGKILL)
         page.get_by_role("button", name="mlp").click()

@@ -8,7 +8,7 @@ from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_worker.engines.engine import Engine, ModelSignature
 from weightd_worker.selftest import search
-from weightd_worker.selftest.selftest import SelfTest
+from weightd_worker.selftest.selftest import SelfTestRun
 
 
 def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
@@ -19,6 +19,6 @@ def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
     )
 
 
-def found(engine: Engine, rebuild: Callable[[], None]) -> SelfTest:
+def found(engine: Engine, rebuild: Callable[[], None]) -> SelfTestRun:
     """The self-test that a holder finds which knows nothing."""
     return search.find_selftest(engine, Build(()), rebuild, lambda trying, unfit: None)

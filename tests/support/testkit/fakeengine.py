@@ -6,7 +6,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker import SharingTraits
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
 from weightd_worker.engines.sharing import SharedWeights, WeightSharing
@@ -18,7 +18,7 @@ class FakeEngine(Engine, WeightSharing):
     """Keeps a record of what was done with it; a step of that name in `fails` raises."""
 
     name: ClassVar[str] = "fake"
-    traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+    traits = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 
     def __init__(self, answer: Answer, signature: ModelSignature, gears: Gears = ()) -> None:
         self.sharing = self

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weightd_common.toml_schema import ErrorCollector
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config.load import make_authenticator, parse
 from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.http.connection import HttpConnections
 from weightd_gateway.http.server import HttpServer
-from weightd_gateway.inflight_limit import AdmissionControl
-from weightd_gateway.parser_process import Helpers
+from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class HttpGateway:
             table.daemon, table.timeout, AdmissionControl(table.max_in_flight, table.max_memory_bytes)
         )
         shared = RegisteredRegions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
-        self.gateway = Gateway(table, make_authenticator(config), service, shared, Helpers())
+        self.gateway = Gateway(table, make_authenticator(config), service, shared, ParserPool())
         self._rest = HttpServer(self.gateway)
 
     def __enter__(self) -> HttpGateway:

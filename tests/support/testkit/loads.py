@@ -481,7 +481,7 @@ def end_many(hands: ProcessContext, path: str, model: str, inputs: Arrays, count
     description, tensors = RequestDescription(model, specs), [*map(_bytes_of, inputs.values())]
 
     def requests(seconds: float, count: int = 50) -> bytes:
-        parameters = Parameters(timeout=max(1, int(1e6 * seconds)))
+        parameters = Parameters(timeout_us=max(1, int(1e6 * seconds)))
         return _stream_message([*encode(Infer("1", description, parameters)), *tensors]) * count
 
     sent = 0

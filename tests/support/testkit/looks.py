@@ -82,7 +82,7 @@ def account(model: str, served: int, refused: Optional[Mapping[str, int]] = None
         "in_flight": 0,
         "queued": 0,
     }
-    return AccountStatus(model, served=served, refused=lost, **{**values, **more})
+    return AccountStatus(model, served=served, failed=lost, **{**values, **more})
 
 
 def processes(model: str, workers: int, private: int, weights: int, served: int = 0) -> Tuple[ProcessStatus, ...]:

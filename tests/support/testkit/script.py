@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Union
 
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.messages.ranks import Done
+from weightd_protocol.messages.ranks import PredictDone
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
+    AnnounceSelfTest,
     BatchMismatch,
     ChildMessage,
     ContinueSelfTest,
-    Failed,
     Forked,
     PredictCancelled,
-    Result,
-    TryingSelfTest,
+    PredictFailed,
+    PredictResult,
 )
 
 PAUSE: Sequence[Any] = ()
@@ -31,7 +31,7 @@ class Script:
         self.orders = list(orders)
         self.sent: List[Union[ChildMessage, Forked]] = []
         self.frames: List[List[bytes]] = []
-        self.probed: List[TryingSelfTest] = []
+        self.probed: List[AnnounceSelfTest] = []
         # How many answers have come at once.
         self.reply_counts: List[int] = []
         # How many orders have come already when the first one is read, and when the one after that is begun with.
@@ -51,8 +51,10 @@ class Script:
 
     def send(self, frames: Sequence[Any]) -> bool:
         sent = decode(list(map(bytes, frames)), FROM_CHILD)
-        assert not isinstance(sent, (Result, Done, Failed, PredictCancelled)), "not to who has asked"
-        if isinstance(sent, TryingSelfTest):
+        assert not isinstance(sent, (PredictResult, PredictDone, PredictFailed, PredictCancelled)), (
+            "not to who has asked"
+        )
+        if isinstance(sent, AnnounceSelfTest):
             self.probed.append(sent)
             if sent.cases:
                 self.orders.insert(0, encode(ContinueSelfTest()))
@@ -66,6 +68,6 @@ class Script:
         for frames in messages:
             kept = list(map(bytes, frames))
             answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
-            assert isinstance(answer, (Result, Done, Failed, PredictCancelled, BatchMismatch))
+            assert isinstance(answer, (PredictResult, PredictDone, PredictFailed, PredictCancelled, BatchMismatch))
             self.sent.append(answer)
             self.frames.append(kept[2:])

@@ -13,7 +13,7 @@ from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.tensors import describe_request, describe_response, frame_of
-from weightd_worker.batching.merge import MergedRequest
+from weightd_worker.batching.merge import BatchLayout
 
 X, INDEX = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64)
 
@@ -44,7 +44,7 @@ def test_rows_lie_one_behind_another_and_what_is_missing_is_the_last_one_again(
     parts: List[Dict[str, Any]], turns: Sequence[bool], rows: int, sizes: Tuple[int, ...]
 ) -> None:
     parts = [{name: part[name] for name in (reversed([*part]) if turn else part)} for part, turn in zip(parts, turns)]
-    joint = MergedRequest([described(**part) for part in parts], rows, sizes)
+    joint = BatchLayout([described(**part) for part in parts], rows, sizes)
     inputs = joint.merge_inputs([[frame_of(array) for array in part.values()] for part in parts])
     assert list(inputs) == list(parts[0])
     for name, array in inputs.items():
@@ -61,7 +61,7 @@ def test_rows_lie_one_behind_another_and_what_is_missing_is_the_last_one_again(
 @given(parts=requests, rows=st.integers(0, 20))
 def test_each_request_has_the_rows_of_the_answer_that_are_its_own(parts: List[Dict[str, Any]], rows: int) -> None:
     wanted = [("n", "x") if index % 2 else None for index in range(len(parts))]
-    joint = MergedRequest([describe_request("m", part, names) for part, names in zip(parts, wanted)], rows)
+    joint = BatchLayout([describe_request("m", part, names) for part, names in zip(parts, wanted)], rows)
     inputs = joint.merge_inputs([[frame_of(array) for array in part.values()] for part in parts])
     joint.learn_slices(inputs)
     everything = [frame_of(array) for array in inputs.values()]
@@ -85,16 +85,16 @@ def test_each_request_has_the_rows_of_the_answer_that_are_its_own(parts: List[Di
 )
 def test_requests_that_differ_in_more_than_their_rows_are_not_run_together(other: Dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
-        MergedRequest([described(x=X, i=INDEX), described(**other)])
+        BatchLayout([described(x=X, i=INDEX), described(**other)])
 
 
 def test_what_has_no_first_dimension_has_no_rows() -> None:
     with pytest.raises(InvalidArgument, match="expected as many rows of each"):
-        MergedRequest([described(x=np.float32(1) + np.zeros((), np.float32))])
+        BatchLayout([described(x=np.float32(1) + np.zeros((), np.float32))])
 
 
 @pytest.mark.parametrize("shape", [(), (1, 4), (5, 4)])
 def test_an_answer_of_another_number_of_rows_is_nobodys(shape: Tuple[int, ...]) -> None:
-    joint = MergedRequest([described(x=X), described(x=X)])
+    joint = BatchLayout([described(x=X), described(x=X)])
     with pytest.raises(NotBatchable, match=r"output z has shape \[.*\] for 4 rows"):
         joint.learn_slices({"y": np.zeros((4, 7)), "z": np.zeros(shape)})

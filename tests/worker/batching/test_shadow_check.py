@@ -12,7 +12,7 @@ from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import describe_request, frame_of
 from weightd_worker.batching import shadow_check as trials_module
-from weightd_worker.batching.merge import MergedRequest
+from weightd_worker.batching.merge import BatchLayout
 from weightd_worker.batching.shadow_check import RowsDiffer, ShadowChecks
 from weightd_worker.engines.engine import ModelSignature
 
@@ -33,9 +33,9 @@ class World:
         self.trials = ShadowChecks(self.engine, rows, sizes, {"x": (1, 2)}, compared)
         self._sizes = sizes
 
-    def joint(self, *counts: int, width: int = 2) -> Tuple[MergedRequest, Any]:
+    def joint(self, *counts: int, width: int = 2) -> Tuple[BatchLayout, Any]:
         arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in counts]
-        joint = MergedRequest([describe_request("m", {"x": array}) for array in arrays], 0, self._sizes)
+        joint = BatchLayout([describe_request("m", {"x": array}) for array in arrays], 0, self._sizes)
         return joint, joint.merge_inputs([[frame_of(array)] for array in arrays])
 
     def run(self, *counts: int, width: int = 2, together: Callable[[Any], Any] = np.negative) -> List[int]:
@@ -43,7 +43,7 @@ class World:
         joint, inputs = self.joint(*counts, width=width)
         return self.check(joint, inputs, together)
 
-    def check(self, joint: MergedRequest, inputs: Any, together: Callable[[Any], Any] = np.negative) -> List[int]:
+    def check(self, joint: BatchLayout, inputs: Any, together: Callable[[Any], Any] = np.negative) -> List[int]:
         before = len(self.engine.received_inputs)
         self.trials.check(joint, inputs, {"y": together(inputs["x"])})
         return [len(each["x"]) for each in self.engine.received_inputs[before:]]
@@ -108,12 +108,12 @@ def coupled(x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "values", "parties", "guilty"),
+    ("model", "values", "principal_ids", "guilty"),
     [
         (odd, ([1, 2], [13], [3]), (1, 2, 3), [2]),
         (odd, ([1, 13], [13], [3]), (1, 2, 3), [1, 2]),
         (odd, ([1, 2], [13], [3], [13]), (1, 2, 3, 2), [2]),
-        # A party's own rows together are compared, too.
+        # A principal's own rows together are compared, too.
         (odd, ([1, 2], [13], [3]), (1, 1, 1), [1]),
         (odd, ([1, 2], [13], [3]), (), []),
         # Whose rows change others' is not to be told.
@@ -121,15 +121,15 @@ def coupled(x: Any) -> Any:
     ],
 )
 def test_whose_rows_differ_is_found_row_by_row(
-    model: Function, values: Sequence[List[float]], parties: Tuple[int, ...], guilty: List[int]
+    model: Function, values: Sequence[List[float]], principal_ids: Tuple[int, ...], guilty: List[int]
 ) -> None:
     world = World(alone=model)
     arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
-    joint = MergedRequest([describe_request("m", {"x": array}) for array in arrays])
+    joint = BatchLayout([describe_request("m", {"x": array}) for array in arrays])
     inputs = joint.merge_inputs([[frame_of(array)] for array in arrays])
     with pytest.raises(RowsDiffer, match="rows that were run together differ") as caught:
-        world.trials.check(joint, inputs, {"y": model(inputs["x"])}, parties)
-    assert [*caught.value.parties] == guilty
+        world.trials.check(joint, inputs, {"y": model(inputs["x"])}, principal_ids)
+    assert [*caught.value.principal_ids] == guilty
 
 
 @pytest.mark.parametrize(("rows", "most"), [(8, 64), (70, 70)])

@@ -20,17 +20,17 @@ from ascendsim import Host, environment, models
 from ascendsim.program import ProgramForkServer
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
     Attach,
+    AttachAllowed,
     Attached,
     Build,
     Built,
-    Failed,
     Hello,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
-    Result,
-    Traits,
+    SharingTraits,
 )
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
 from weightd_worker import exit_codes
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
 
 MIB = 1 << 20
-FIXED = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
-FREE = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+FIXED = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+FREE = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 KEY = b"0123456789abcdef"
 
 ONE: SelfTestCases = ({"x": (1, 64)},)
@@ -80,7 +80,7 @@ class Card:
     def pair(self, *more: str, **options: Any) -> Built:
         """Start a holder, which builds, and the worker "w" that it lists."""
         self.start("h", *more, **options)
-        return self.build(self.start("w", *more, **options).pid)
+        return self.build(self.start("w", *more, **options).engine_pid)
 
     def private(self, model: Path, *more: str) -> Built:
         """One worker without a holder beside it: what the daemon would do with sharing off."""
@@ -90,8 +90,8 @@ class Card:
 
     def allow(self, *pids: str) -> str:
         """Let the holder list more; return why it cannot."""
-        self.daemon.tell("h", Allow(pids))
-        return self.daemon.hear("h", Allowed)[0].error
+        self.daemon.tell("h", AllowAttach(pids))
+        return self.daemon.hear("h", AttachAllowed)[0].error
 
     def refused(self, name: str, order: object, status: int = exit_codes.CANNOT_BUILD) -> str:
         """Why the child cannot obey; it must leave then."""
@@ -106,10 +106,10 @@ class Card:
         answer, right = self.daemon.answer(name, len(x)), models.answer(model or self.path, x, key)
         assert (answer.dtype, answer.tolist()) == (right.dtype, right.tolist())
 
-    def fails(self, name: str, number: int, **inputs: Any) -> Failed:
+    def fails(self, name: str, number: int, **inputs: Any) -> PredictFailed:
         """What a request that fails is told."""
         self.daemon.ask(name, number, **inputs)
-        failed, _ = self.daemon.hear(name, Failed)
+        failed, _ = self.daemon.hear(name, PredictFailed)
         assert failed.request == number
         return failed
 
@@ -117,7 +117,7 @@ class Card:
 @pytest.fixture(scope="session")
 def nursery() -> Generator[ProgramForkServer, None, None]:
     """Forks processes that have imported what a child imports: that is most of a child's time."""
-    with ProgramForkServer("weightd_worker.__main__", "weightd_worker.probe") as nursery:
+    with ProgramForkServer("weightd_worker.__main__", "weightd_worker.device_probe") as nursery:
         yield nursery
 
 
@@ -148,10 +148,10 @@ def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
     hellos = {name: card.start(name) for name in ("h", "w1", "w2")}
     for name, hello in hellos.items():
         # As in a container, where the driver's number is another one.
-        assert hello.pid == str(card.daemon.children[name].pid + 100_000)
-        assert hello.traits == FIXED
+        assert hello.engine_pid == str(card.daemon.children[name].pid + 100_000)
+        assert hello.sharing_traits == FIXED
         assert hello.versions["mindspore_lite"] == "2.7.0"
-    built = card.build(hellos["w1"].pid, hellos["w2"].pid)
+    built = card.build(hellos["w1"].engine_pid, hellos["w2"].engine_pid)
     assert int(built.handle) > 2**53
     assert (built.selftest_cases, built.shared_bytes, built.note) == (ONE, 2 * MIB, "")
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 64), (-1, 64))
@@ -225,7 +225,7 @@ def test_a_failed_import_is_never_taken_for_a_success(card: Card) -> None:
 
 def test_a_process_that_came_later_is_let_in(card: Card) -> None:
     built = card.pair()
-    assert card.allow(*[card.start(name).pid for name in ("w2", "w3")]) == ""
+    assert card.allow(*[card.start(name).engine_pid for name in ("w2", "w3")]) == ""
     for name in ("w", "w2", "w3"):
         assert card.attach(name, built).selftest_digest == built.selftest_digest
         card.check(name, rows(2))
@@ -283,7 +283,7 @@ def test_another_model_of_the_same_size_is_seen_and_so_is_what_it_does(card: Car
     other = models.mlp(tmp_path / "other.mindir", seed=1)
     hellos = {"h": card.start("h"), "good": card.start("good"), "bad": card.start("bad", model=other)}
     assert hellos["bad"].sha256 != hellos["good"].sha256 == hellos["h"].sha256
-    built = card.build(hellos["good"].pid, hellos["bad"].pid)
+    built = card.build(hellos["good"].engine_pid, hellos["bad"].engine_pid)
     assert card.attach("good", built).selftest_digest == built.selftest_digest
     assert card.attach("bad", built).selftest_digest != built.selftest_digest
     card.check("good", rows(1), other)  # the trap is real: the weights of all are other ones now
@@ -301,11 +301,13 @@ def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last
     """Building again would take the memory twice and change the handle."""
     card.host.fault("predict", "fail", "holder", times=2)
     card.start("h")
-    pid = card.start("w").pid
+    pid = card.start("w").engine_pid
     cause = card.refused("h", Build((pid,)))
     assert cause.startswith("it does not run on the self-test input, x [1, 64]: predict failed!")
     card.start("h2")
-    card.daemon.tell("h2", Build((pid,), unfit_cases=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
+    card.daemon.tell(
+        "h2", Build((pid,), failed_cases=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64)))
+    )
     built, _ = card.daemon.hear("h2", Built)
     assert (built.selftest_cases, built.selftest_digest) == ((), "")
     assert built.selftest_note.startswith("the model runs on none of 9 inputs made from its signature")
@@ -392,7 +394,7 @@ def test_a_model_that_the_library_does_not_share_is_not_served_as_if_it_were(
 def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Card) -> None:
     for name in ("h", "w"):
         hello = card.start(name, *OFF)
-        assert (hello.traits, hello.pid) == (FREE, str(card.daemon.children[name].pid))
+        assert (hello.sharing_traits, hello.engine_pid) == (FREE, str(card.daemon.children[name].pid))
     built = card.build("1", "2")
     assert (built.handle, built.shared_bytes, built.note) == ("", 0, "sharing is off")
     # A handle would be somebody else's.
@@ -440,7 +442,7 @@ def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
 def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Card) -> None:
     card.host.switch(noise=1e-6)
     card.start("h", "--tolerance", "1e-5")
-    built = card.build(*(card.start(name, "--tolerance", "1e-5").pid for name in ("near", "far")))
+    built = card.build(*(card.start(name, "--tolerance", "1e-5").engine_pid for name in ("near", "far")))
     assert built.selftest_note == ""
     assert card.attach("near", built).selftest_digest == built.selftest_digest != ""
     card.host.switch(noise=1e-3)
@@ -458,7 +460,7 @@ def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_a
     assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
     assert failed.error == "inputs: expected one batch for all, got {'a': 2, 'b': 1}: the model has gears for it"
     card.daemon.ask("w", 2, a=a, b=a)
-    result, frames = card.daemon.hear("w", Result)
+    result, frames = card.daemon.hear("w", PredictResult)
     right = {name: array.tobytes() for name, array in models.answers(path, {"a": a, "b": a}).items()}
     assert {each.name: bytes(frame) for each, frame in zip(result.description.outputs, frames)} == right
 
@@ -702,7 +704,7 @@ def probe(nursery: ProgramForkServer, host: Host, tmp_path: Path) -> Ask:
 
     def probe(device: str) -> Tuple[int, Dict[str, Any]]:
         log = tmp_path / "probe.log"
-        command = [sys.executable, "-m", "weightd_worker.probe", "--device", device]
+        command = [sys.executable, "-m", "weightd_worker.device_probe", "--device", device]
         status = nursery.popen(command, log, environment(host)).wait()
         report: Dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
         return status, report
@@ -743,7 +745,7 @@ def test_a_card_that_cannot_be_asked_is_an_error(
 def test_without_the_library_the_probe_says_so(host: Host, tmp_path: Path) -> None:
     (tmp_path / "mindspore_lite.py").write_text("raise ImportError('libmindspore-lite.so: not found')")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "weightd_worker.probe", "--device", "ascend:0"]
+    command = [sys.executable, "-m", "weightd_worker.device_probe", "--device", "ascend:0"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=False)
     assert done.returncode == exit_codes.NO_ENGINE
     assert json.loads(done.stdout) == {"error": "ImportError: libmindspore-lite.so: not found"}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from testkit import freshanswers
 from testkit.examples import examples
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Failed, Hello, ProcessFailed
+from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Hello, PredictFailed, ProcessFailed
 from weightd_worker import pagesharing
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine
@@ -306,7 +306,7 @@ def test_a_worker_answers_as_a_fresh_process_does(
 
 @pytest.mark.parametrize("options", ["{}", '{"max_shape": {"x": [4, 3, 64, 64]}}'])
 def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str, daemon: Daemon, model: Model) -> None:
-    daemon.start("h", model("image"), "--options", options, "--attached-count", "1")
+    daemon.start("h", model("image"), "--options", options, "--sharer-count", "1")
     daemon.hear("h", Hello)
     daemon.tell("h", Build((), search_selftest=False, selftest_cases=({"x": (1, 3, 64, 64)},)))
     built, _ = daemon.hear("h", Built)
@@ -353,7 +353,7 @@ def test_a_max_shape_that_is_none_of_the_model_ends_its_build(daemon: Daemon, mo
 def test_a_request_beyond_max_shape_is_refused_and_costs_no_worker(daemon: Daemon, model: Model) -> None:
     serve(daemon, model("wide"), options='{"max_shape": {"x": [4, 1024]}}')
     daemon.ask("w", 1, **values({"x": (5, 1024)}))
-    failed, _ = daemon.hear("w", Failed)
+    failed, _ = daemon.hear("w", PredictFailed)
     assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
     daemon.ask("w", 2, **values({"x": (4, 1024)}))
     assert daemon.answer("w", 2).shape == (4, 1024)

@@ -21,12 +21,12 @@ from weightd_protocol.codec import decode, encode
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
+    AnnounceSelfTest,
     ContinueSelfTest,
     Fork,
     Forked,
     Predict,
-    Result,
-    TryingSelfTest,
+    PredictResult,
 )
 from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 
@@ -59,7 +59,7 @@ class ForkChannel:
         """Send a request; return the one output."""
         specs = tuple(spec_of(name, array) for name, array in inputs.items())
         self.tell(Predict(number, RequestDescription("m", specs)), *map(frame_of, inputs.values()))
-        result = self.hear(Result)
+        result = self.hear(PredictResult)
         assert result.request == number
         (spec,) = result.description.outputs
         return np.frombuffer(self.frames[2], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
@@ -73,7 +73,7 @@ class ForkChannel:
             self._heard += self.stream.receive()
         self.frames = list(self._heard.pop(0).frames)
         found = decode(self.frames, FROM_CHILD)
-        if isinstance(found, TryingSelfTest):
+        if isinstance(found, AnnounceSelfTest):
             if found.cases:
                 self.tell(ContinueSelfTest())
             return self.hear(kind)

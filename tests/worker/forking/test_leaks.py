@@ -54,7 +54,7 @@ def pair(leaky: Forking, tmp_path_factory: pytest.TempPathFactory) -> List[Born]
 
 def test_it_says_how_it_came_to_be(pair: List[Born]) -> None:
     assert [(each.hello.origin, each.hello.origin_note) for each in pair] == [("forked", "")] * 2
-    assert [each.hello.pid for each in pair] == [str(each.pid) for each in pair]
+    assert [each.hello.engine_pid for each in pair] == [str(each.pid) for each in pair]
 
 
 def test_it_has_no_descriptor_but_what_it_has_opened(pair: List[Born]) -> None:

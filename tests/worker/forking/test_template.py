@@ -44,7 +44,7 @@ def holder(forking: Forking, model: Path, *more: str) -> Tuple[ForkChannel, Buil
     forking.fork("h", model, "--role", "holder", "--template", *more)
     channel = forking.channel("h")
     hello = channel.hear(Hello)
-    assert (channel.pid, hello.pid, hello.origin) == (forking.pids["h"], str(channel.pid), "forked")
+    assert (channel.pid, hello.engine_pid, hello.origin) == (forking.pids["h"], str(channel.pid), "forked")
     channel.tell(Build(()))
     return channel, channel.hear(Built)
 
@@ -101,7 +101,7 @@ def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
     ("name", "more", "shares", "note"),
     [
         ("wide", ("--threads", "2"), True, ""),
-        ("relu", ("--attached-count", "2"), False, "weights are not shared: "),
+        ("relu", ("--sharer-count", "2"), False, "weights are not shared: "),
         ("wide", ("--sharing", "off"), False, "sharing is off"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_cannot_be_one_or_is_not_worth_it_is_none(
 ) -> None:
     with served() as forking:
         channel, built = holder(forking, model(name), *more)
-        assert (built.is_template, bool(built.handle), built.is_loss) == (False, shares, False)
+        assert (built.is_template, bool(built.handle), built.has_sharing_failed) == (False, shares, False)
         assert built.note.startswith(note)
         assert (built.shared_bytes > 4 * MIB - 64 * 1024) == shares
         words = "workers are not forked from this process: cannot fork: expected one thread, got 1 more: "

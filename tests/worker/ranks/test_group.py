@@ -15,8 +15,8 @@ from ascendsim import Host, environment, ranks
 from weightd_common.rendezvous import RendezvousInfo
 from weightd_protocol.codec import decode
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import FROM_CHILD, Failed, Hello, Predict, ProcessFailed, Result
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.worker import FROM_CHILD, Hello, Predict, PredictFailed, PredictResult, ProcessFailed
 from weightd_protocol.tensors import frame_of, spec_of
 from weightd_worker import exit_codes
 
@@ -93,7 +93,7 @@ class Group:
         while len(said) < 2:
             peer, *frames = self.daemon.socket.recv_multipart()
             message: Any = decode(frames, FROM_CHILD)
-            if isinstance(message, Result):
+            if isinstance(message, PredictResult):
                 (spec,) = message.description.outputs
                 message = np.frombuffer(frames[2], np.float32).reshape(spec.shape)
             said[peer.decode()] = message
@@ -119,8 +119,8 @@ def test_from_hello_to_stop(group: Group) -> None:
         assert (hello.slice.rank, hello.slice.inputs) == (rank, INPUTS)
         assert hello.sha256 == hashlib.sha256(group.cut.paths[rank].read_bytes()).hexdigest()
         # A directory of its own, in which libraries may write; and it goes before the daemon.
-        assert os.readlink(f"/proc/{hello.pid}/cwd") == str(daemon.directory / f"r{rank}.files")
-        assert int(Path(f"/proc/{hello.pid}/oom_score_adj").read_text("ascii")) == min(own + 400, 1000)
+        assert os.readlink(f"/proc/{hello.engine_pid}/cwd") == str(daemon.directory / f"r{rank}.files")
+        assert int(Path(f"/proc/{hello.engine_pid}/oom_score_adj").read_text("ascii")) == min(own + 400, 1000)
     group.tell(JoinGroup())
     entered = group.hear(JoinedGroup)
     assert entered[0].inputs == entered[1].inputs == INPUTS
@@ -138,7 +138,7 @@ def test_from_hello_to_stop(group: Group) -> None:
     for rows in (1, 3, 2):
         group.ask(X[:rows])
         done, y = group.answers()
-        assert done == Done(group.step)
+        assert done == PredictDone(group.step)
         assert np.array_equal(y, ranks.whole(X[:rows]))
     assert group.stop() == [exit_codes.OK, exit_codes.OK]
 
@@ -188,7 +188,7 @@ def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it
     group.host.switch(hccl_second=0.003)
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=1)
     group.daemon.tell("r1", order, frame_of(X))
-    failed, _ = group.daemon.hear("r1", Failed)
+    failed, _ = group.daemon.hear("r1", PredictFailed)
     assert failed.is_exiting
     assert "EI0002" in failed.error
     assert group.daemon.stop("r1") == exit_codes.MODEL_CORRUPTED

@@ -17,21 +17,21 @@ from weightd_common.rendezvous import RendezvousInfo
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
-from weightd_protocol.messages.ranks import Done, JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
+from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import (
     Attach,
     BeginBatch,
     CancelPredict,
-    Failed,
     Hello,
     MapRegion,
     Ping,
     Pong,
     Predict,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
-    Result,
     Stop,
     TrimStore,
 )
@@ -134,7 +134,7 @@ def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> N
     status, script = play(fake(), STOP)
     assert status == exit_codes.OK
     hello = only(Hello, script)
-    assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), SHA256, RankSlice(1, *SIGNATURE))
+    assert (hello.engine_pid, hello.sha256, hello.slice) == (str(os.getpid()), SHA256, RankSlice(1, *SIGNATURE))
     assert hello.versions["weightd"] == VERSION
     assert sorted(hello.versions) == ["fake", "numpy", "python", "weightd"]
 
@@ -340,7 +340,7 @@ def test_why_there_are_no_rows_is_told(
 def test_the_rank_that_answers_answers(play: Play) -> None:
     status, script = play(fake(), ENTER, WARM, predict(7, 1), predict(9, 2, rows=2), STOP)
     assert status == exit_codes.OK
-    answers = [each for each in script.sent if isinstance(each, Result)]
+    answers = [each for each in script.sent if isinstance(each, PredictResult)]
     assert [each.request for each in answers] == [7, 9]
     values = [np.frombuffer(script.frames[script.sent.index(each)][0], np.float32) for each in answers]
     assert [each.tolist() for each in values] == [[14.0] * 3, [18.0] * 6]
@@ -350,7 +350,7 @@ def test_another_one_says_that_it_has_run_it(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
     status, script = play(engine, ENTER, WARM, predict(7, 1), predict(9, 2), STOP, rank=0)
     assert status == exit_codes.OK
-    assert script.sent[-2:] == [Done(7), Done(9)]
+    assert script.sent[-2:] == [PredictDone(7), PredictDone(9)]
     assert engine.done.count("predict") == 3
 
 
@@ -377,8 +377,8 @@ def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: i
     engine = fake(sequence(X * 2, RankRejected("no elements"), X))
     status, script = play(engine, ENTER, WARM, predict(1, 1), predict(2, 2), STOP, rank=rank)
     assert status == exit_codes.OK
-    assert script.sent[3] == Failed(1, "INVALID_ARGUMENT", "no elements", is_exiting=False)
-    assert kinds(script)[4:] == ["Result" if rank else "Done"]
+    assert script.sent[3] == PredictFailed(1, "INVALID_ARGUMENT", "no elements", is_exiting=False)
+    assert kinds(script)[4:] == ["PredictResult" if rank else "PredictDone"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -389,12 +389,12 @@ def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, r
     for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
         status, script = play(fake(sequence(X * 2, error)), ENTER, WARM, *job, predict(9, 9), STOP, rank=rank)
         assert status == exit_codes.MODEL_CORRUPTED
-        assert script.sent[3:] == [Failed(1, "INTERNAL", told, is_exiting=True)]
+        assert script.sent[3:] == [PredictFailed(1, "INTERNAL", told, is_exiting=True)]
 
 
 def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
     job = together(predict(4, 1, rows=1), predict(5, 2, rows=2))
-    for rank, expected in ((1, Result), (0, Done)):
+    for rank, expected in ((1, PredictResult), (0, PredictDone)):
         engine = fake()
         status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
         assert (status, engine.done.count("predict")) == (exit_codes.OK, 3)
@@ -409,7 +409,7 @@ def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> 
     engine = fake(sequence(X * 2, RankRejected("no"), X))
     status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
     assert (status, engine.done.count("predict")) == (exit_codes.OK, 3)
-    refused = [Failed(number, "INVALID_ARGUMENT", "no", is_exiting=False) for number in (4, 5)]
+    refused = [PredictFailed(number, "INVALID_ARGUMENT", "no", is_exiting=False) for number in (4, 5)]
     assert script.sent[3:5] == refused
 
 
@@ -419,7 +419,7 @@ def test_an_answer_that_cannot_be_divided_is_its_end(play: Play) -> None:
     status, script = play(engine, ENTER, WARM, *job, STOP)
     assert (status, engine.done.count("predict")) == (exit_codes.MODEL_CORRUPTED, 2)
     told = "output y has shape [1, 3] for 2 rows"
-    assert script.sent[3:] == [Failed(4, "INVALID_ARGUMENT", told, is_exiting=True)]
+    assert script.sent[3:] == [PredictFailed(4, "INVALID_ARGUMENT", told, is_exiting=True)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -440,7 +440,7 @@ def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_
     assert engine.received_inputs[1]["x"].tolist() == [[21, 21, 21]]
     written = np.frombuffer(os.pread(descriptor, 12, 1024), np.float32)
     assert written.tolist() == [42 * rank] * 3
-    assert kinds(script)[3:] == ["Result" if rank else "Done"]
+    assert kinds(script)[3:] == ["PredictResult" if rank else "PredictDone"]
     os.close(descriptor)
 
 
@@ -451,7 +451,7 @@ def test_another_daemon_is_told_the_last_step_that_was_run_and_goes_on_from_ther
     status, script = play(fake(), ENTER, WARM, None, predict(1, 1), predict(2, 2), None, predict(1, 3), STOP)
     assert status == exit_codes.OK
     assert [each for each in script.sent if isinstance(each, Reconnected)] == [Reconnected(0), Reconnected(2)]
-    assert kinds(script)[-1] == "Result"
+    assert kinds(script)[-1] == "PredictResult"
 
 
 def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play) -> None:
@@ -465,4 +465,4 @@ def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play
 def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None:
     status, script = play(fake(sequence(X * 2, ModelCorrupted("x"))), ENTER, WARM, predict(1, 1), None)
     assert status == exit_codes.MODEL_CORRUPTED
-    assert kinds(script)[3:] == ["Failed"]
+    assert kinds(script)[3:] == ["PredictFailed"]

@@ -148,7 +148,7 @@ def test_output_shapes_that_the_engine_does_not_know_are_seen(
 # --- answers that are not equal to the last bit -----------------------------------------------------------------
 
 
-def answers(*arrays: Any) -> selftest.SelfTest:
+def answers(*arrays: Any) -> selftest.SelfTestRun:
     return selftest.from_answers(({},), [{"y": np.asarray(each)} for each in arrays])
 
 
@@ -205,7 +205,7 @@ SEARCH = Build(())
 
 def found(
     engine: FakeEngine, order: Build = SEARCH, told: Optional[SentMessages] = None, **more: Any
-) -> selftest.SelfTest:
+) -> selftest.SelfTestRun:
     return search.find_selftest(engine, order, lambda: engine.build("again"), told or SentMessages(), **more)
 
 
@@ -288,12 +288,12 @@ def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -
     for _ in range(3):
         told = SentMessages(deadly)
         with pytest.raises(SystemExit):
-            found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told)
+            found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), failed_cases=unfit), told)
         unfit = (*told.unfit, *told.tried[-1])
     assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
     told = SentMessages(deadly)
     assert found(
-        FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), unfit_cases=unfit), told
+        FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), failed_cases=unfit), told
     ).cases == (x(32, 4),)
     assert told.tried == [(x(32, 4),), ()]
 
@@ -336,7 +336,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
         found(Once(picky(error=ModelCorrupted("died")), FREE))
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
         last = Once(picky(error=ModelCorrupted("died")), signature)
-        assert found(last, Build((), unfit_cases=unfit)).cases == ()
+        assert found(last, Build((), failed_cases=unfit)).cases == ()
         assert (len(last.received_inputs), rebuilds(last)) == (1, 0)
 
 
@@ -349,7 +349,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
 )
 def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
     engine = FakeEngine(row_sums, FREE)
-    known = found(engine, Build((), search_selftest=False, unfit_cases=unfit))
+    known = found(engine, Build((), search_selftest=False, failed_cases=unfit))
     assert (known.cases, known.digest, known.note[: len(note)], engine.received_inputs) == ((), "", note, [])
 
 

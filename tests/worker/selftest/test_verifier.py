@@ -147,9 +147,9 @@ def test_the_canary_shows_whether_the_model_is_what_it_was(now: Answer) -> None:
     model = FakeEngine(twice, BATCHED)
     proof = proved(model)
     before = proof.current_digest()
-    assert not proof.is_refuted()
+    assert not proof.is_corrupted()
     model.answer = now
-    assert proof.is_refuted()
+    assert proof.is_corrupted()
     if now is not fails:
         assert proof.current_digest() != before
 
@@ -159,7 +159,7 @@ def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
     model = FakeEngine(noise, BATCHED)
     known = selftest.run(model, cases.of(BATCHED, 1, 2))
     near, exact = AnswerVerifier(model, known, tolerance=1e-5), AnswerVerifier(model, known)
-    assert (near.is_refuted(), near.current_digest(), exact.is_refuted()) == (False, known.digest, True)
+    assert (near.is_corrupted(), near.current_digest(), exact.is_corrupted()) == (False, known.digest, True)
     # An answer that contradicts the signature is looked into in the same way.
     noise.large = 3
     assert shape_of(near, model, batch(5)) == (1, 3)
@@ -176,7 +176,7 @@ class Solid(FakeEngine):
 
 
 def test_without_a_canary_nothing_refutes_and_a_shape_that_the_engine_does_not_know_may_be_any() -> None:
-    assert not proved(FakeEngine(fails, BATCHED), sizes=()).is_refuted()
+    assert not proved(FakeEngine(fails, BATCHED), sizes=()).is_corrupted()
     unknown = FakeEngine(twice, BATCHED._replace(outputs=(TensorSignature("y", "FP32", None),)))
     assert shape_of(proved(unknown, sizes=()), unknown, batch(5)) == (5, 3)
 
@@ -206,8 +206,8 @@ def test_of_a_model_that_does_not_repeat_itself_the_form_is_known() -> None:
     model = FakeEngine(random, SIX)
     # Its only input was of the declared shape: nothing has shown that others are not.
     proof = AnswerVerifier(model, selftest.from_answers(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
-    assert not proof.is_refuted()
+    assert not proof.is_corrupted()
     assert shape_of(proof, model, batch(5)) == (5, 3)
     for broken in (rows(2), fails):
         model.answer = broken
-        assert proof.is_refuted()
+        assert proof.is_corrupted()

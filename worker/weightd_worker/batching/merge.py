@@ -26,7 +26,7 @@ class OutputSlice(NamedTuple):
     byte_ranges: Tuple[Tuple[int, int, int], ...]
 
 
-class MergedRequest:
+class BatchLayout:
     """What is known of requests with these descriptions before their tensors: it holds for all that come so.
 
     Args:

@@ -14,7 +14,7 @@ from weightd_common.rowtest import bits
 from weightd_common.rowtest.bits import NotBatchable
 from weightd_common.rowtest.rows import MAX_TEST_ROWS
 from weightd_protocol.messages.worker_common import SelfTestCase
-from weightd_worker.batching.merge import MergedRequest
+from weightd_worker.batching.merge import BatchLayout
 from weightd_worker.engines.engine import Arrays, Engine
 
 # One job of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.
@@ -29,20 +29,20 @@ class RowsDiffer(NotBatchable):
     """Rows that were run together differ from the same rows run alone.
 
     Attributes:
-        parties: whose rows differ, whatever they are run with; none where that is not known, or where rows change the
-            answers to those of others.
+        principal_ids: whose rows differ, whatever they are run with; none where that is not known, or where rows change
+            the answers to those of others.
     """
 
-    def __init__(self, text: str, parties: Sequence[int]) -> None:
+    def __init__(self, text: str, principal_ids: Sequence[int]) -> None:
         super().__init__(text)
-        self.parties = parties
+        self.principal_ids = principal_ids
 
 
 class _BatchSample(NamedTuple):
-    merged: MergedRequest
+    merged: BatchLayout
     inputs: Arrays
     outputs: Arrays
-    parties: Tuple[int, ...]
+    principal_ids: Tuple[int, ...]
 
 
 class ShadowChecks:
@@ -82,7 +82,7 @@ class ShadowChecks:
         """Whether there is something to be looked at again."""
         return self._pending is not None
 
-    def can_batch(self, merged: MergedRequest) -> bool:
+    def can_batch(self, merged: BatchLayout) -> bool:
         """Return whether requests of this form may be run together."""
         if (
             not merged.is_tested
@@ -94,14 +94,14 @@ class ShadowChecks:
             merged.is_tested or len(self._tested_specs) < self._max_tested_specs or merged.specs in self._tested_specs
         )
 
-    def check(self, merged: MergedRequest, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
+    def check(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, principal_ids: Tuple[int, ...] = ()) -> None:
         """Find out whether each has the same answer alone, unless that is known of the form.
 
         Args:
             merged: of the requests.
             inputs: of all of them, which are not to be changed after that.
             outputs: as `MergedRequest.learn_slices` has seen them.
-            parties: whose each request is, if that is known.
+            principal_ids: whose each request is, if that is known.
 
         Raises:
             RowsDiffer: one has another.
@@ -110,12 +110,12 @@ class ShadowChecks:
         if merged.is_tested:
             self._until_recheck -= 1
             if self._until_recheck <= 0:
-                self._keep_sample(_BatchSample(merged, inputs, outputs, parties))
+                self._keep_sample(_BatchSample(merged, inputs, outputs, principal_ids))
             return
         dims = _row_dims(merged)
         compared_rows = self._compared_rows.get(dims, 0)
         if merged.specs not in self._tested_specs or compared_rows < MAX_TEST_ROWS:
-            self._compare(_BatchSample(merged, inputs, outputs, parties))
+            self._compare(_BatchSample(merged, inputs, outputs, principal_ids))
             self._tested_specs.add(merged.specs)
             self._compared_rows[dims] = compared_rows = compared_rows + sum(merged.row_counts)
         merged.is_tested = compared_rows >= MAX_TEST_ROWS
@@ -153,23 +153,23 @@ class ShadowChecks:
         alone, batched = bits.concatenate(alone_outputs), {name: array[:used] for name, array in sample.outputs.items()}
         found = bits.describe_difference(batched, alone)
         if found:
-            raise RowsDiffer(found, self._differing_parties(sample, batched, alone))
+            raise RowsDiffer(found, self._differing_principals(sample, batched, alone))
 
-    def _differing_parties(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
+    def _differing_principals(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
         """Return whose rows differ.
 
-        The rows of each such party are run again without those of others: in the places of these are its own rows. If
-        they do not differ then, it was the rows of others that have changed the answers to them; so those may change
+        The rows of each such principal are run again without those of others: in the places of these are its own rows.
+        If they do not differ then, it was the rows of others that have changed the answers to them; so those may change
         the answers to anybody's, and none is to blame alone.
         """
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
-        if not sample.parties or layouts[0] != layouts[1]:
+        if not sample.principal_ids or layouts[0] != layouts[1]:
             return ()
-        party_of_row = np.repeat(sample.parties, sample.merged.row_counts)
+        principal_by_row = np.repeat(sample.principal_ids, sample.merged.row_counts)
         differ = bits.differing_rows(batched, alone)
-        found = sorted({int(each) for each in party_of_row[differ]})
-        for party in found:
-            own = np.flatnonzero(party_of_row == party)
+        found = sorted({int(each) for each in principal_by_row[differ]})
+        for principal in found:
+            own = np.flatnonzero(principal_by_row == principal)
             rows = np.resize(own, sample.merged.total_rows)
             rows[own] = own
             answer = self._run(sample.inputs, rows)
@@ -182,5 +182,5 @@ class ShadowChecks:
         return bits.check_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), len(rows))
 
 
-def _row_dims(merged: MergedRequest) -> Any:
+def _row_dims(merged: BatchLayout) -> Any:
     return frozenset((each.name, each.shape[1:]) for each in merged.specs)

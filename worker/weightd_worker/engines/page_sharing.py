@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Optional, Sequence
 
-from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker import SharingTraits
 from weightd_worker import pagesharing
 from weightd_worker.engines.sharing import SharedWeights, WeightSharing
 
@@ -22,7 +22,7 @@ _NO_LARGE_BLOCKS = (
 class PageSharing(WeightSharing):
     """Shares pages; the handle is the store's path. What cannot be shared stays private: that costs no answer."""
 
-    traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+    traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
     def __init__(self) -> None:
         self._starts_before: Optional[pagesharing.MappingStarts] = None

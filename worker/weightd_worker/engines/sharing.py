@@ -13,7 +13,7 @@ import abc
 import os
 from typing import NamedTuple, Sequence
 
-from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker import SharingTraits
 
 
 class SharedWeights(NamedTuple):
@@ -34,7 +34,7 @@ class WeightSharing(abc.ABC):
     After an error from `export` or `attach` only a new build makes the engine usable.
     """
 
-    traits: Traits
+    traits: SharingTraits
 
     @abc.abstractmethod
     def current_pid(self) -> str:
@@ -68,7 +68,7 @@ class WeightSharing(abc.ABC):
 class NotShared(WeightSharing):
     """Each process has weights of its own."""
 
-    traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+    traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
     def current_pid(self) -> str:
         """Return this process's pid."""

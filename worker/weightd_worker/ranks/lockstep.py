@@ -6,7 +6,7 @@ from typing import Any, Callable, List, Sequence, Tuple, cast
 
 from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.errors import InvalidArgument, RequestError
-from weightd_protocol.messages.ranks import Done
+from weightd_protocol.messages.ranks import PredictDone
 from weightd_protocol.messages.worker import Predict
 from weightd_worker import exit_codes
 from weightd_worker.engines.engine import Arrays, Engine
@@ -83,10 +83,10 @@ class LockstepRunner(Predictor):
             return self._fail(order, error, is_leaving=True)
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             return self._fail_unexpected(order, error)
-        self._reply((Done(order.request), ()))
+        self._reply((PredictDone(order.request), ()))
         return exit_codes.OK
 
-    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
+    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
         """Run the next ones, each of which has a step of its own, in one predict."""
         step_error = self._next_step_error([order for order, _ in items])
         if step_error:
@@ -113,7 +113,7 @@ class LockstepRunner(Predictor):
             self._reply_slices(items, slices, outputs)
             return
         self._engine.predict(inputs)
-        replies: List[Reply] = [(Done(order.request), ()) for order, _ in items]
+        replies: List[Reply] = [(PredictDone(order.request), ()) for order, _ in items]
         self._reply(*replies)
 
     def _next_step_error(self, orders: Sequence[Predict]) -> str:

@@ -111,7 +111,9 @@ class RankSession(SessionBase):
             row_share = RowShare() if rendezvous.reply_rank is not None else RowShare(rendezvous.rank, rendezvous.size)
         reference = ReferenceAnswer(rank_inputs.selftest_path, self._signature, row_share, rank_inputs.tolerance)
         answer = self._engine.predict(reference.inputs)
-        batch_inputs, reason = reference.with_other_row_count(order.row_counts) if order.max_rows > 1 else ({}, "")
+        batch_inputs, reason = (
+            reference.with_other_row_count(order.allowed_batch_sizes) if order.max_rows > 1 else ({}, "")
+        )
         outputs: Arrays = {}
         if batch_inputs:
             try:

@@ -96,7 +96,7 @@ def save_answers(path: str, answers: Sequence[Arrays]) -> None:
         raise BuildError(f"{path}: {error.strerror or error}") from None
 
 
-def load_answers(path: str, cases: SelfTestCases) -> selftest.SelfTest:
+def load_answers(path: str, cases: SelfTestCases) -> selftest.SelfTestRun:
     """Return the self-test with the answers that the holder has written.
 
     Raises:

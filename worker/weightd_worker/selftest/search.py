@@ -21,11 +21,11 @@ from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
 from weightd_worker.selftest import selftest
-from weightd_worker.selftest.selftest import SelfTest
+from weightd_worker.selftest.selftest import SelfTestRun
 
 Shape = Tuple[int, ...]
 
-Runs = Tuple[SelfTest, SelfTest]
+Runs = Tuple[SelfTestRun, SelfTestRun]
 """Two runs on the same cases."""
 
 AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
@@ -57,7 +57,7 @@ def find_selftest(
     *,
     sample: Optional[Arrays] = None,
     tolerance: float = 0.0,
-) -> SelfTest:
+) -> SelfTestRun:
     """Return the self-test of the model that `engine` has built.
 
     An engine that cannot be rebuilt may stay spoilt, with a model that has no self-test: it may share its weights,
@@ -81,12 +81,12 @@ def find_selftest(
         search = _Search(engine, order, rebuild, announce)
         found = search.find()
         if found is None:
-            return SelfTest((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
+            return SelfTestRun((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
         runs = found
     elif order.selftest_cases:
         runs = _run_configured(engine, order.selftest_cases, announce, None)
     else:
-        return SelfTest((), "", note=_GIVEN_UP if order.unfit_cases else _OFF)
+        return SelfTestRun((), "", note=_GIVEN_UP if order.failed_cases else _OFF)
     return _assess(*runs, tolerance)
 
 
@@ -128,7 +128,7 @@ def describe_cases(cases: SelfTestCases) -> str:
 
 class _Search:
     def __init__(self, engine: Engine, order: Build, rebuild: Callable[[], None], announce: AnnounceCases) -> None:
-        self.failed_cases: List[SelfTestCase] = list(order.unfit_cases)
+        self.failed_cases: List[SelfTestCase] = list(order.failed_cases)
         self._engine = engine
         self._known_cases = order.selftest_cases
         self._rebuild = rebuild
@@ -187,7 +187,7 @@ class _Search:
         self.failed_cases += cases[:free_count]
 
 
-def _merge_runs(one: SelfTest, other: SelfTest) -> SelfTest:
+def _merge_runs(one: SelfTestRun, other: SelfTestRun) -> SelfTestRun:
     return selftest.from_answers((*one.cases, *other.cases), (*one.answers, *other.answers))
 
 
@@ -219,7 +219,7 @@ def _check_case(signature: ModelSignature, case: SelfTestCase) -> None:
         raise BuildError(f"selftest: expected at most {limits.MAX_FRAME_BYTES} bytes, got {nbytes}")
 
 
-def _assess(first: SelfTest, second: SelfTest, tolerance: float) -> SelfTest:
+def _assess(first: SelfTestRun, second: SelfTestRun, tolerance: float) -> SelfTestRun:
     if not selftest.is_conclusive(first):
         return first._replace(digest="", note=_INCONCLUSIVE)
     difference = selftest.difference(first, second)

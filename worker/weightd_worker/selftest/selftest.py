@@ -17,7 +17,7 @@ from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
 
 
-class SelfTest(NamedTuple):
+class SelfTestRun(NamedTuple):
     """What it was run on, the digest of the answers, their shapes for each case, and the answers themselves.
 
     No cases: there is none. No digest: the model does not repeat its own answer. No answers: they are kept elsewhere,
@@ -31,7 +31,7 @@ class SelfTest(NamedTuple):
     note: str = ""
 
 
-def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> SelfTest:
+def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> SelfTestRun:
     """Return the self-test with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
 
     Raises:
@@ -41,14 +41,14 @@ def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -
     return from_answers(cases, [engine.predict(sample or make_inputs(engine.signature, case)) for case in cases])
 
 
-def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[SelfTest, SelfTest]:
+def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[SelfTestRun, SelfTestRun]:
     """Return two runs, each case of the second one right after that of the first; errors as in `run`."""
     case_inputs = [sample or make_inputs(engine.signature, case) for case in cases]
     pairs = [(engine.predict(each), engine.predict(each)) for each in case_inputs]
     return from_answers(cases, [one for one, _ in pairs]), from_answers(cases, [other for _, other in pairs])
 
 
-def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTest:
+def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTestRun:
     """Return the self-test with these answers."""
     state = hashlib.sha256()
     for outputs in answers:
@@ -56,15 +56,15 @@ def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTest:
             state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
             state.update(array.tobytes())
     shapes = [{name: tuple(array.shape) for name, array in each.items()} for each in answers]
-    return SelfTest(cases, state.hexdigest() if cases else "", shapes, answers)
+    return SelfTestRun(cases, state.hexdigest() if cases else "", shapes, answers)
 
 
-def is_conclusive(selftest: SelfTest) -> bool:
+def is_conclusive(selftest: SelfTestRun) -> bool:
     """Return whether the answers could be other ones: without a finite number in them, any weights give the same."""
     return any(np.isfinite(array).any() for outputs in selftest.answers for array in outputs.values())
 
 
-def difference(one: SelfTest, other: SelfTest) -> float:
+def difference(one: SelfTestRun, other: SelfTestRun) -> float:
     """Return how far two runs are apart: the largest difference as a share of the largest value of that output.
 
     0 if they are equal bit for bit; infinite where they differ in their form, in whole numbers, or in what is finite.
@@ -76,7 +76,7 @@ def difference(one: SelfTest, other: SelfTest) -> float:
     return max(map(answer_difference, one.answers, other.answers))
 
 
-def with_observed_outputs(signature: ModelSignature, selftest: SelfTest) -> ModelSignature:
+def with_observed_outputs(signature: ModelSignature, selftest: SelfTestRun) -> ModelSignature:
     """Return `signature` with the shapes of outputs that the engine did not know, as the self-test showed them.
 
     Where an input may have any rank, the self-test shows only one of them: then so may an output.

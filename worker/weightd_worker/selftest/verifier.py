@@ -30,7 +30,7 @@ class AnswerVerifier:
     """
 
     def __init__(
-        self, engine: Engine, reference: selftest.SelfTest, sample: Optional[Arrays] = None, tolerance: float = 0.0
+        self, engine: Engine, reference: selftest.SelfTestRun, sample: Optional[Arrays] = None, tolerance: float = 0.0
     ) -> None:
         self._engine = engine
         self._reference = reference if tolerance else reference._replace(answers=())
@@ -57,7 +57,7 @@ class AnswerVerifier:
         current = self._run_selftest()
         return self._reference.digest if self._is_near_reference(current) else current.digest
 
-    def is_refuted(self) -> bool:
+    def is_corrupted(self) -> bool:
         """Return whether the self-test shows that the model is not what it was; where there is none, nothing does."""
         if not self._reference.cases:
             return False
@@ -90,7 +90,7 @@ class AnswerVerifier:
         if not contradiction:
             return outputs
         if self._reference.cases:
-            is_legitimate = not self.is_refuted() and self._is_same_answer(self._engine.predict(inputs), outputs)
+            is_legitimate = not self.is_corrupted() and self._is_same_answer(self._engine.predict(inputs), outputs)
         else:
             is_legitimate = is_untouched or not self._engine.may_corrupt
         if not is_legitimate:
@@ -111,11 +111,11 @@ class AnswerVerifier:
             ModelCorrupted: even then the known answers do not come.
         """
         self._engine.was_rebuilt_larger = False
-        if not self.is_refuted():
+        if not self.is_corrupted():
             return outputs
         _log.warning("answers depend on the shapes computed before: the model is built again at each change of shape")
         self._engine.should_rebuild_per_shape = True
-        if self.is_refuted():
+        if self.is_corrupted():
             raise ModelCorrupted(
                 "after it was built again for a larger shape, the model no longer gives the known answers"
             )
@@ -149,10 +149,10 @@ class AnswerVerifier:
             shapes.get(name, ())[:1] == (batch,) for batch, shapes in zip(batches, self._reference_shapes)
         )
 
-    def _run_selftest(self) -> selftest.SelfTest:
+    def _run_selftest(self) -> selftest.SelfTestRun:
         return selftest.run(self._engine, self._reference.cases, self._sample)
 
-    def _is_near_reference(self, current: selftest.SelfTest) -> bool:
+    def _is_near_reference(self, current: selftest.SelfTestRun) -> bool:
         return self._is_near(self._reference, current)
 
     def _is_same_answer(self, one: Arrays, other: Arrays) -> bool:
@@ -160,7 +160,7 @@ class AnswerVerifier:
         first, second = selftest.from_answers(({},), [one]), selftest.from_answers(({},), [other])
         return self._is_near(first, second) if self._reference.digest else first.output_shapes == second.output_shapes
 
-    def _is_near(self, one: selftest.SelfTest, other: selftest.SelfTest) -> bool:
+    def _is_near(self, one: selftest.SelfTestRun, other: selftest.SelfTestRun) -> bool:
         if not self._tolerance:
             return one.digest == other.digest
         return selftest.difference(one, other) <= self._tolerance

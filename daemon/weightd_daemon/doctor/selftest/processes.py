@@ -32,12 +32,12 @@ from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
+    AnnounceSelfTest,
     ChildMessage,
     ChildOrder,
     ContinueSelfTest,
-    Failed,
+    PredictFailed,
     ProcessFailed,
-    TryingSelfTest,
 )
 
 MessageT = TypeVar("MessageT", bound=ChildMessage)
@@ -165,7 +165,7 @@ class SelfTestProcesses:
         name: str,
         message_type: type[MessageT],
         step: str,
-        on_trying_selftest: Callable[[TryingSelfTest], None] | None = None,
+        on_announce_selftest: Callable[[AnnounceSelfTest], None] | None = None,
     ) -> tuple[MessageT, Sequence[Any]]:
         """Wait for the child's next message, which must be a `message_type`; what it tries before that is told.
 
@@ -174,9 +174,9 @@ class SelfTestProcesses:
         """
         _log.info("%s: %s", name, step)
         message, frames = self._next_message(name, step)
-        while isinstance(message, TryingSelfTest):
-            if on_trying_selftest is not None:
-                on_trying_selftest(message)
+        while isinstance(message, AnnounceSelfTest):
+            if on_announce_selftest is not None:
+                on_announce_selftest(message)
             if message.cases:
                 self.send_order(name, ContinueSelfTest())
             message, frames = self._next_message(name, step)
@@ -184,7 +184,7 @@ class SelfTestProcesses:
             return message, frames
         if isinstance(message, ProcessFailed):
             raise ChildRejected(f"{name}: {step}: {with_limit_hint(message.reason)}")
-        if isinstance(message, Failed):
+        if isinstance(message, PredictFailed):
             raise ChildRejected(f"{name}: {step}: {message.error}")
         raise ProtocolViolation(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
 

@@ -28,16 +28,16 @@ from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
     Attach,
+    AttachAllowed,
     Attached,
     Built,
     Hello,
     Ping,
     Pong,
     Predict,
-    Result,
+    PredictResult,
 )
 from weightd_protocol.messages.worker_common import SelfTestCase
 
@@ -77,7 +77,7 @@ class SelfTestReport:
     build_result: Built | ChildError | None = None
     attach_result: Attached | ChildError | None = None
     private_copy_result: Attached | ChildError | None = None
-    allow_result: Allowed | ChildError | None = None
+    allow_result: AttachAllowed | ChildError | None = None
     new_worker_result: Attached | ChildError | None = None
     unlisted_result: Attached | ChildError | None = None
     answer_before_exit: AnswerFrames | ChildError | None = None
@@ -136,7 +136,7 @@ def is_sharing_doubtful(built: Built, attached: Attached) -> bool:
 def _test_pid_list(children: SelfTestProcesses, report: SelfTestReport, built: Built) -> None:
     """The list grows by one that started later; one that is not on it is refused."""
     report.allow_result = _attempt(lambda: _allow_new_worker(children))
-    if isinstance(report.allow_result, Allowed) and not report.allow_result.error:
+    if isinstance(report.allow_result, AttachAllowed) and not report.allow_result.error:
         report.new_worker_result = _attempt(lambda: _attach_worker(children, NEW_WORKER, built))
     children.kill(NEW_WORKER)
     report.unlisted_result = _attempt(lambda: _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle))
@@ -165,7 +165,7 @@ def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
     hellos = {name: children.wait_for(name, Hello, "start")[0] for name in names}
     if len({hello.sha256 for hello in hellos.values()}) > 1:
         raise ProtocolViolation("the model file has changed while the self-test read it")
-    return {name: hello.pid for name, hello in hellos.items()}
+    return {name: hello.engine_pid for name, hello in hellos.items()}
 
 
 def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
@@ -175,7 +175,7 @@ def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: S
         children.send_order(HOLDER, search.build_message(pids))
         try:
             return children.wait_for(
-                HOLDER, Built, "build with a list of pids" if pids else "build", search.on_trying_selftest
+                HOLDER, Built, "build with a list of pids" if pids else "build", search.on_announce_selftest
             )[0]
         except ChildError as error:
             from_outside = isinstance(error, ChildExited) and error.exit_cause.is_external
@@ -204,10 +204,10 @@ def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, han
         children.kill(name)
 
 
-def _allow_new_worker(children: SelfTestProcesses) -> Allowed:
+def _allow_new_worker(children: SelfTestProcesses) -> AttachAllowed:
     pids = _start_children(children, NEW_WORKER)
-    children.send_order(HOLDER, Allow((pids[NEW_WORKER],)))
-    return children.wait_for(HOLDER, Allowed, "put one more pid on the list")[0]
+    children.send_order(HOLDER, AllowAttach((pids[NEW_WORKER],)))
+    return children.wait_for(HOLDER, AttachAllowed, "put one more pid on the list")[0]
 
 
 def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
@@ -217,7 +217,7 @@ def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
         return (children.wait_for(WORKER, Pong, "run the self-test")[0].selftest_digest.encode(),)
     specs, frames = make_inputs(built)
     children.send_order(WORKER, Predict(0, RequestDescription("selftest", specs)), frames)
-    return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, Result, "predict")[1])
+    return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, PredictResult, "predict")[1])
 
 
 # --- An input without numpy -------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def form_batch(
         if other is None or other.kind != batch_key.kind or not _can_share_with(first, each, policy):
             misfits += 1
             continue
-        if policy.should_split(other, each.origin.party):
+        if policy.should_split(other, each.origin.principal):
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
@@ -149,10 +149,12 @@ def _can_share(request: Request, batch_key: BatchKey, policy: BatchingPolicy) ->
         and batch_key.rows <= policy.max_rows
         and request.isolation is Isolation.BATCHABLE
     )
-    return is_mergeable and not policy.is_unmerged(request.origin.party)
+    return is_mergeable and not policy.is_unmerged(request.origin.principal)
 
 
 def _can_share_with(one: Request, other: Request, policy: BatchingPolicy) -> bool:
-    if policy.is_unmerged(other.origin.party):
+    if policy.is_unmerged(other.origin.principal):
         return False
-    return other.isolation is Isolation.BATCHABLE and (policy.is_exact or one.origin.party == other.origin.party)
+    return other.isolation is Isolation.BATCHABLE and (
+        policy.is_exact or one.origin.principal == other.origin.principal
+    )

@@ -13,9 +13,9 @@ _MAX_NAMES = 4096
 
 
 @functools.lru_cache(_MAX_NAMES)
-def party_number(party: str) -> int:
-    """Return the number of a tenant or a user (`ClientOrigin.party`)."""
-    return int.from_bytes(hashlib.blake2b(party.encode(), digest_size=6).digest(), "big")
+def principal_id(principal: str) -> int:
+    """Return the number of a tenant or a user (`ClientOrigin.principal`)."""
+    return int.from_bytes(hashlib.blake2b(principal.encode(), digest_size=6).digest(), "big")
 
 
 class RecentNames:
@@ -24,13 +24,13 @@ class RecentNames:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
-    def number_of(self, party: str) -> int:
+    def number_of(self, principal: str) -> int:
         """Return the number of a tenant or a user, and remember whose it is."""
-        number = party_number(party)
+        number = principal_id(principal)
         if number not in self._names:
             if len(self._names) >= _MAX_NAMES:
                 del self._names[next(iter(self._names))]
-            self._names[number] = party
+            self._names[number] = principal
         return number
 
     def name_of(self, number: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from weightd_daemon.scheduling.batching.merge_groups import party_number
+from weightd_daemon.scheduling.batching.merge_groups import principal_id
 from weightd_protocol.messages.inference import RequestDescription
 
 # As many as the decoder knows by their bytes.
@@ -48,8 +48,8 @@ class BatchingPolicy:
             have not, only those of one user share one.
         tested_dims: with these dimensions rows were found to be equal. A request with others does not run in parts:
             unlike what shares a batch, it is nowhere compared with what it is in one piece. None: it may have any.
-        unmerged_parties: parties (`parties.number_of`) whose rows were found to differ: their requests share no batch,
-            and do not run in parts.
+        unmerged_principals: principals (`principals.number_of`) whose rows were found to differ: their requests share
+            no batch, and do not run in parts.
     """
 
     source_number: int = 0
@@ -61,7 +61,7 @@ class BatchingPolicy:
     is_exact: bool = True
     tested_dims: Dims | None = None
     # What has begun in parts goes on when this changes.
-    unmerged_parties: frozenset[int] = field(default=frozenset(), compare=False)
+    unmerged_principals: frozenset[int] = field(default=frozenset(), compare=False)
     # By the identity of the description, with itself so that it stays that one's.
     _batch_keys: dict[int, tuple[RequestDescription, BatchKey | None]] = field(
         default_factory=dict[int, tuple[RequestDescription, BatchKey | None]], compare=False, repr=False
@@ -72,17 +72,17 @@ class BatchingPolicy:
         """Whether requests may share a batch."""
         return self.max_rows > 1
 
-    def should_split(self, batch_key: BatchKey, party: str) -> bool:
-        """Whether a request of this form runs in parts; `party`: the tenant or the user that has sent it."""
+    def should_split(self, batch_key: BatchKey, principal: str) -> bool:
+        """Whether a request of this form runs in parts; `principal`: the tenant or the user that has sent it."""
         return (
             0 < self.max_split_rows < batch_key.rows
             and self.tested_dims in (None, batch_key.dims)
-            and not self.is_unmerged(party)
+            and not self.is_unmerged(principal)
         )
 
-    def is_unmerged(self, party: str) -> bool:
+    def is_unmerged(self, principal: str) -> bool:
         """Whether the rows of a tenant or a user were found to differ."""
-        return bool(self.unmerged_parties) and party_number(party) in self.unmerged_parties
+        return bool(self.unmerged_principals) and principal_id(principal) in self.unmerged_principals
 
     def batch_key(self, description: RequestDescription) -> BatchKey | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""

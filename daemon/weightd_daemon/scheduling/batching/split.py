@@ -16,7 +16,7 @@ from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocati
 from weightd_protocol import limits
 from weightd_protocol.errors import Internal, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
-from weightd_protocol.messages.worker import Result
+from weightd_protocol.messages.worker import PredictResult
 
 
 class SplitRequest:
@@ -111,8 +111,8 @@ class SplitRequest:
         ) if input_locations or output_locations else NO_LOCATIONS
 
     def add_result(
-        self, first: int, rows: int, result: Result, frames: Sequence[Any]
-    ) -> tuple[Result, list[Any]] | None:
+        self, first: int, rows: int, result: PredictResult, frames: Sequence[Any]
+    ) -> tuple[PredictResult, list[Any]] | None:
         """Rows have been answered; return the answer to the request, with its frames, if those were the last.
 
         Raises:
@@ -144,7 +144,7 @@ class SplitRequest:
         )
         shared_indices = tuple(index for index, each in enumerate(outputs) if isinstance(each, TensorLocation))
         frames = [each for index, each in enumerate(outputs) if index not in shared_indices]
-        return Result(self.request.number, description, shared_indices or None), frames
+        return PredictResult(self.request.number, description, shared_indices or None), frames
 
     def _location_of_rows(self, location: TensorLocation, first: int, rows: int) -> TensorLocation:
         """Where these rows are of what has all of them."""

@@ -358,9 +358,9 @@ class FaultIsolator:
         self._scheduler.take_matching(is_refused)
         for request, error in rejected:
             self._fail_request(request, error)
-        client_name = origin.party if origin.is_tenant else origin.peer
+        client_name = origin.principal if origin.is_tenant else origin.peer
         text = "requests of %s ended workers: they run one at a time, or are rejected"
-        self.client_log.log(_log, logging.WARNING, origin.party, text, client_name)
+        self.client_log.log(_log, logging.WARNING, origin.principal, text, client_name)
 
     def _fail_and_act(self, request: Request, error: RequestError, action: DigestAction | None, now: float) -> None:
         """End a request in an error, and learn something of it.
@@ -410,7 +410,7 @@ class FaultIsolator:
             self._reject_quarantined(now)
 
     def _log_quarantine(self, request: Request, text: str) -> None:
-        self.client_log.log(_log, logging.WARNING, request.origin.party, text, request.id)
+        self.client_log.log(_log, logging.WARNING, request.origin.principal, text, request.id)
 
     def _reject_quarantined(self, now: float) -> None:
         """Whoever waits with a content that is held would only kill, or stop, the next slot."""

@@ -20,7 +20,7 @@ from weightd_protocol.errors import ResourceExhausted
 
 # So many deaths in a row, of a process and of a user. One request of which two slots died has already made two.
 MAX_PEER_DEATHS = 4
-MAX_PARTY_DEATHS = 8
+MAX_PRINCIPAL_DEATHS = 8
 
 # Of a tenant: from the first one on it is confined, and after so many it is refused.
 MAX_TENANT_DEATHS = 3
@@ -59,7 +59,7 @@ class _Offender:
 
 
 class OffenderTable:
-    """Parties by their names: of one model, or of all where these are tenants."""
+    """Principals by their names: of one model, or of all where these are tenants."""
 
     def __init__(self) -> None:
         self.offenders: dict[str, _Offender] = {}
@@ -80,7 +80,7 @@ class OffenderTable:
         return offender
 
     def get(self, name: str, now: float) -> _Offender | None:
-        """Return a party that has not been forgotten by now."""
+        """Return a principal that has not been forgotten by now."""
         offender = self.offenders.get(name)
         return offender if offender is not None and now < offender.expires_at else None
 
@@ -113,12 +113,14 @@ class ClientOffenses:
     def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
         """A slot has died, left or had to be ended of what this client asked, which it had run for `ran_s` seconds."""
         if origin.is_tenant:
-            self.tenant_offenders.record_death(origin.party, MAX_TENANT_DEATHS, 1, ran_s, now)
+            self.tenant_offenders.record_death(origin.principal, MAX_TENANT_DEATHS, 1, ran_s, now)
             return
         peer = self._client_offenders.record_death(origin.peer, MAX_PEER_DEATHS, MAX_PEER_DEATHS, ran_s, now)
         if peer.deaths <= MAX_PEER_DEATHS:
             # What a process does that is confined already says nothing about the others of its user.
-            self._client_offenders.record_death(origin.party, MAX_PARTY_DEATHS, MAX_PARTY_DEATHS, ran_s, now)
+            self._client_offenders.record_death(
+                origin.principal, MAX_PRINCIPAL_DEATHS, MAX_PRINCIPAL_DEATHS, ran_s, now
+            )
 
     def check_not_refused(self, origin: ClientOrigin, now: float) -> None:
         """Raise if what the client asks is refused now.
@@ -150,9 +152,9 @@ class ClientOffenses:
 
     def _offenders_of(self, origin: ClientOrigin, now: float) -> Iterator[tuple[str, _Offender]]:
         table, names = (
-            (self.tenant_offenders, (origin.party,))
+            (self.tenant_offenders, (origin.principal,))
             if origin.is_tenant
-            else (self._client_offenders, (origin.peer, origin.party))
+            else (self._client_offenders, (origin.peer, origin.principal))
         )
         for name in names:
             offender = table.get(name, now)

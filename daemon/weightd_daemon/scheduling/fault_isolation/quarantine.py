@@ -42,7 +42,7 @@ class _ContentKey(NamedTuple):
     """What a content is known by: its digest, and for whom it holds; "" for everybody."""
 
     digest: bytes
-    party: str
+    principal: str
 
 
 class _ContentTable(dict[_ContentKey, _ContentRecord]):
@@ -94,7 +94,7 @@ class _ContentTable(dict[_ContentKey, _ContentRecord]):
 
 
 def _content_key(request: Request) -> _ContentKey:
-    return _ContentKey(compute_digest(request), request.origin.party if request.is_mutable else "")
+    return _ContentKey(compute_digest(request), request.origin.principal if request.is_mutable else "")
 
 
 class Quarantine:
@@ -129,7 +129,7 @@ class Quarantine:
             return
         digest = compute_digest(request)
         record = self.quarantined.get(_ContentKey(digest, "")) or self.quarantined.get(
-            _ContentKey(digest, request.origin.party)
+            _ContentKey(digest, request.origin.principal)
         )
         if record is not None:
             left = record.expires_at - now

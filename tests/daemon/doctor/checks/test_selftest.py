@@ -21,7 +21,7 @@ from weightd_daemon.doctor.checks.selftest import (
 from weightd_daemon.doctor.selftest.processes import ChildExited, ChildRejected, ChildTimedOut, ProtocolViolation
 from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, is_sharing_doubtful
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker import Allowed, Attached, Built
+from weightd_protocol.messages.worker import AttachAllowed, Attached, Built
 from weightd_protocol.messages.worker_common import DeviceMemory
 
 MIB = 1024 * 1024
@@ -49,7 +49,7 @@ def report(**changes: Any) -> SelfTestReport:
         start_result={"holder": "1", "worker": "2", "late worker": "3"},
         build_result=BUILT,
         attach_result=ATTACHED,
-        allow_result=Allowed(),
+        allow_result=AttachAllowed(),
         new_worker_result=ATTACHED,
         unlisted_result=NO_IMPORT,
         answer_before_exit=(b"answer",),
@@ -133,8 +133,13 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
             OPEN,
             "",
         ),
-        (LATER_WORKER, {"allow_result": Allowed("no such call"), "new_worker_result": None}, FAIL, "no such call"),
-        (LATER_WORKER, {"allow_result": Allowed("no such call"), "new_worker_result": None}, FAIL, "spares"),
+        (
+            LATER_WORKER,
+            {"allow_result": AttachAllowed("no such call"), "new_worker_result": None},
+            FAIL,
+            "no such call",
+        ),
+        (LATER_WORKER, {"allow_result": AttachAllowed("no such call"), "new_worker_result": None}, FAIL, "spares"),
         (LATER_WORKER, {"allow_result": ChildTimedOut("no answer")}, FAIL, "no answer"),
         (LATER_WORKER, {"new_worker_result": NO_IMPORT}, FAIL, "spares"),
         (LATER_WORKER, {"new_worker_result": NO_PLACE}, FAIL, "63"),

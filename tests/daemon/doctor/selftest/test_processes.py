@@ -21,10 +21,10 @@ from weightd_daemon.doctor.selftest.processes import (
 )
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol.codec import encode
-from weightd_protocol.messages.worker import Built, Hello, ProcessFailed, Stop, Traits
+from weightd_protocol.messages.worker import Built, Hello, ProcessFailed, SharingTraits, Stop
 
 LIMIT_S = 20.0
-HELLO = Hello("4711", "5" * 64, {}, Traits(False, False, False))
+HELLO = Hello("4711", "5" * 64, {}, SharingTraits(False, False, False))
 
 # What each program begins with: `say` sends a frame to the daemon.
 PROGRAM = f"""

@@ -21,9 +21,10 @@ from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
 from weightd_protocol.messages.worker import (
-    Allow,
-    Allowed,
+    AllowAttach,
+    AnnounceSelfTest,
     Attach,
+    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -32,9 +33,8 @@ from weightd_protocol.messages.worker import (
     Hello,
     Pong,
     Predict,
-    Result,
-    Traits,
-    TryingSelfTest,
+    PredictResult,
+    SharingTraits,
 )
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase
 
@@ -62,9 +62,9 @@ class Scripted(SelfTestProcesses):
         self._answers: dict[str, Any] = {
             "Built": BUILT,
             "Attached": ATTACHED,
-            "Allowed": Allowed(),
+            "Allowed": AttachAllowed(),
             "Pong": Pong("c"),
-            "Result": Result(0, ResponseDescription("m", ())),
+            "Result": PredictResult(0, ResponseDescription("m", ())),
             "unlisted worker Attached": ChildRejected("no"),
             **answers,
         }
@@ -81,14 +81,14 @@ class Scripted(SelfTestProcesses):
         name: str,
         message_type: type[M],
         step: str,
-        on_trying_selftest: Callable[[TryingSelfTest], None] | None = None,
+        on_announce_selftest: Callable[[AnnounceSelfTest], None] | None = None,
     ) -> tuple[M, Sequence[Any]]:
         if message_type is Hello:
-            traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+            traits = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
             sha256 = self._answers.get(f"{name} sha256", "5" * 64)
             return cast("M", Hello(f"1{len(self.happened)}", sha256, {}, traits)), ()
-        if self._deaths and on_trying_selftest is not None:
-            on_trying_selftest(TryingSelfTest((TRIED,), cast("Build", self.orders[-1][1]).unfit_cases))
+        if self._deaths and on_announce_selftest is not None:
+            on_announce_selftest(AnnounceSelfTest((TRIED,), cast("Build", self.orders[-1][1]).failed_cases))
             raise self._deaths.pop(0)
         answer = self._answers.get(f"{name} {message_type.__name__}", self._answers[message_type.__name__])
         if isinstance(answer, ChildError):
@@ -113,10 +113,10 @@ def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
     assert result.private_copy_result is None
     assert isinstance(result.start_result, dict)
     [build] = [order for _, order in children.orders if isinstance(order, Build)]
-    assert build.pids == (result.start_result["worker"], result.start_result["late worker"])
-    [(name, allow)] = [(name, order) for name, order in children.orders if isinstance(order, Allow)]
-    assert (name, len(allow.pids)) == ("holder", 1)
-    assert allow.pids[0] not in result.start_result.values()
+    assert build.engine_pids == (result.start_result["worker"], result.start_result["late worker"])
+    [(name, allow)] = [(name, order) for name, order in children.orders if isinstance(order, AllowAttach)]
+    assert (name, len(allow.engine_pids)) == ("holder", 1)
+    assert allow.engine_pids[0] not in result.start_result.values()
 
 
 def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
@@ -153,7 +153,7 @@ def test_what_needs_a_step_that_failed_is_not_tried(answers: dict[str, Any], las
 
 
 def test_a_list_that_does_not_grow() -> None:
-    children = Scripted(Allowed=Allowed("no such call"))
+    children = Scripted(Allowed=AttachAllowed("no such call"))
     assert weight_sharing.run_selftest(children, SelfTestSpec()).new_worker_result is None
     assert "Attach new worker" not in children.happened
 
@@ -172,7 +172,7 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
     built, _ = weight_sharing.load_model(children, SelfTestSpec(), should_attach=False)
     assert built == BUILT
     builds = [order for _, order in children.orders if isinstance(order, Build)]
-    assert [each.unfit_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
+    assert [each.failed_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
     assert children.happened.count("start holder") == children.happened.count("kill holder") + 1 == len(builds)
     children = Scripted(deaths=[ChildExited("killed by SIGSEGV")])
     with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it ran the self-test, x \[1, 4\]$"):

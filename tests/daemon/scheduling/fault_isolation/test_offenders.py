@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_daemon.scheduling.fault_isolation.offenders import (
-    MAX_PARTY_DEATHS,
     MAX_PEER_DEATHS,
+    MAX_PRINCIPAL_DEATHS,
     MAX_REFUSAL_S,
     MAX_TENANT_DEATHS,
     MIN_REFUSAL_S,
@@ -79,7 +79,7 @@ def test_what_runs_long_before_it_kills_is_remembered_as_much_longer() -> None:
 
 def test_nobody_else_is_met() -> None:
     suspects = ClientOffenses()
-    deaths(suspects, ONE, 10 * MAX_PARTY_DEATHS)
+    deaths(suspects, ONE, 10 * MAX_PRINCIPAL_DEATHS)
     for innocent in (OTHER, STRANGER):
         assert (suspects.is_confined(innocent, 0.0), refused_for(suspects, innocent, 0.0)) == (False, 0.0)
 
@@ -87,7 +87,7 @@ def test_nobody_else_is_met() -> None:
 def test_who_begins_anew_from_another_process_is_met_by_its_user() -> None:
     suspects = ClientOffenses()
     processes = (ClientOrigin(f"process {number}", "user 7") for number in itertools.count(100))
-    for each in itertools.islice(processes, MAX_PARTY_DEATHS):
+    for each in itertools.islice(processes, MAX_PRINCIPAL_DEATHS):
         assert not suspects.is_confined(each, 0.0)
         deaths(suspects, each, 1)
     assert (suspects.is_confined(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
@@ -106,11 +106,11 @@ def test_a_client_is_suspect_only_for_deaths_of_its_own_or_of_its_users(events: 
         suspects.record_death(origins[number], 0.0, now)
         seen.append(origins[number])
         for each in origins:
-            near, far = sum(one.peer == each.peer for one in seen), sum(one.party == each.party for one in seen)
+            near, far = sum(one.peer == each.peer for one in seen), sum(one.principal == each.principal for one in seen)
             if suspects.is_confined(each, now):
-                assert near >= MAX_PEER_DEATHS or far >= MAX_PARTY_DEATHS
+                assert near >= MAX_PEER_DEATHS or far >= MAX_PRINCIPAL_DEATHS
             if refused_for(suspects, each, now):
-                assert near > MAX_PEER_DEATHS or far > MAX_PARTY_DEATHS
+                assert near > MAX_PEER_DEATHS or far > MAX_PRINCIPAL_DEATHS
             assert refused_for(suspects, each, now) <= MAX_REFUSAL_S
 
 
@@ -118,7 +118,7 @@ def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
     suspects = ClientOffenses()
     deaths(suspects, STRANGER, MAX_PEER_DEATHS)
     for number in range(1022):
-        deaths(suspects, ClientOrigin(f"process {number}", STRANGER.party), 1)
+        deaths(suspects, ClientOrigin(f"process {number}", STRANGER.principal), 1)
     assert suspects.is_confined(STRANGER, 0.0)
     deaths(suspects, ONE, MAX_PEER_DEATHS)
     assert STRANGER.peer not in suspects.confined_names(0.0)

@@ -20,7 +20,7 @@ from weightd_daemon.scheduling.scheduler import AT_ONCE
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import ChildOrder, Failed, Ping, Predict, Result
+from weightd_protocol.messages.worker import ChildOrder, Ping, Predict, PredictFailed, PredictResult
 
 CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 OURS = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
@@ -41,7 +41,7 @@ class Bench:
         self.groups = itertools.count(1)
         self.terms = terms or BatchingPolicy()
 
-    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = "answer"
 
@@ -101,7 +101,7 @@ class Bench:
     def serve(self, name: str, number: int) -> None:
         self.desk.on_done(f"{name}.rank0", number, self.now)
         spec = TensorSpec("y", "UINT8", (1, 1))
-        self.desk.on_result(f"{name}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"y"], self.now)
+        self.desk.on_result(f"{name}.rank1", PredictResult(number, ResponseDescription("m", (spec,))), [b"y"], self.now)
         self.look()
 
 
@@ -121,7 +121,7 @@ def hang(bench: Bench, name: str) -> None:
 
 
 def leave(bench: Bench, name: str) -> None:
-    failed = Failed(bench.running(name)[0], "INTERNAL", "launch failed", is_exiting=True)
+    failed = PredictFailed(bench.running(name)[0], "INTERNAL", "launch failed", is_exiting=True)
     assert bench.desk.on_batch_failed(f"{name}.rank0", failed, bench.now) == f"{name}.rank0: launch failed"
     bench.bury(name)
 
@@ -209,7 +209,10 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
         name = bench.load()
         # Rank 0 fails as it has lost the other, and is heard of first.
         assert (
-            bench.desk.on_batch_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", is_exiting=True), bench.now) != ""
+            bench.desk.on_batch_failed(
+                f"{name}.rank0", PredictFailed(1, "INTERNAL", "lost", is_exiting=True), bench.now
+            )
+            != ""
         )
         assert request.deaths == 1
         bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
@@ -308,7 +311,7 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
     name = bench.load()
     for rank in (0, 1):
         assert bench.answers == {}
-        failed = Failed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
+        failed = PredictFailed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
         assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     assert bench.answers == {1: "INVALID_ARGUMENT: no"}
     assert (bench.running(name), bench.desk.fault_isolator.offenses.has_offenders) == ([2], False)
@@ -322,7 +325,7 @@ def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
     assert bench.running(name) == [1, 2]
     for number in (1, 2):
         for rank in (0, 1):
-            failed = Failed(number, "INVALID_ARGUMENT", "no", is_exiting=False)
+            failed = PredictFailed(number, "INVALID_ARGUMENT", "no", is_exiting=False)
             assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     for _ in range(2):
         bench.look()
@@ -345,7 +348,7 @@ def test_rows_are_divided_among_groups_as_among_devices() -> None:
         assert bench.answers == {}
         number = parts[f"{name}.rank0"].request
         assert bench.desk.on_done(f"{name}.rank0", number, bench.now) == ""
-        result = Result(number, ResponseDescription("m", (spec,)))
+        result = PredictResult(number, ResponseDescription("m", (spec,)))
         assert bench.desk.on_result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
     assert bench.answers == {1: "answer"}
 
@@ -366,5 +369,7 @@ def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
     for group, number in ((other, part), (name, again[0][1].request)):
         assert bench.answers == {}
         bench.desk.on_done(f"{group}.rank0", number, bench.now)
-        bench.desk.on_result(f"{group}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now)
+        bench.desk.on_result(
+            f"{group}.rank1", PredictResult(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now
+        )
     assert bench.answers == {1: "answer"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, Sequence
 
 from weightd_common.modelfile import ModelFileError, model_files
-from weightd_protocol.messages.worker import Traits
+from weightd_protocol.messages.worker import SharingTraits
 from weightd_worker.engines.errors import AttachRefused, BuildError, EngineMissing
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd_worker.engines.sharing import SharedWeights, WeightSharing
@@ -48,7 +48,7 @@ class WeightHandleSharing(WeightSharing):
         EngineMissing: the library cannot share, or the machine has no Ascend driver.
     """
 
-    traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+    traits = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 
     def __init__(self, library: Any, log: NativeLog, card: int) -> None:
         self._card = card

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class ParseQueue(Generic[T]):
+class FairShareQueue(Generic[T]):
     """A queue from which the item of the user with the fewest seconds comes first.
 
     A user that had no item in the queue starts with as many seconds as the user of the latest item, so that nobody

@@ -15,14 +15,14 @@ from weightd_protocol.messages.worker import Build, Hello, Ping, Pong, Reconnect
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes
 from weightd_worker.engines.errors import BuildError, EngineMissing
-from weightd_worker.ranks import rendezvous_server
+from weightd_worker.ranks import broker
 
 ENTER, STOP = encode(JoinGroup()), encode(Stop())
 
 
 def play(*orders: Any, serve: Optional[Callable[[], None]] = None) -> Tuple[int, Script]:
     script: Any = Script(*orders)
-    status = rendezvous_server.run(script, serve or (lambda: None))
+    status = broker.run(script, serve or (lambda: None))
     assert not script.orders, "it ended before its last order"
     return status, script
 
@@ -33,7 +33,7 @@ def test_it_says_what_it_is_answers_until_it_serves_and_ends_with_the_ranks() ->
     assert (status, done) == (exit_codes.OK, ["served"])
     hello, *more = script.sent
     assert isinstance(hello, Hello)
-    assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), "none", None)
+    assert (hello.engine_pid, hello.sha256, hello.slice) == (str(os.getpid()), "none", None)
     assert hello.versions["weightd"] == VERSION
     assert more == [Pong(), Reconnected()]
 

@@ -17,7 +17,7 @@ from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import RowSupport, SelfTestCases
-from weightd_worker.batching import probe
+from weightd_worker.batching import row_support_probe
 from weightd_worker.engines.engine import Engine, ModelSignature
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
 from weightd_worker.selftest import search, selftest
@@ -26,12 +26,12 @@ X, Y = TensorSignature("x", "FP32", (-1, 3)), TensorSignature("y", "FP32", (-1, 
 SIGNATURE = ModelSignature((X,), (Y,))
 
 
-def found(engine: Engine, rows: int = 8, known: Optional[selftest.SelfTest] = None, **order: Any) -> RowSupport:
+def found(engine: Engine, rows: int = 8, known: Optional[selftest.SelfTestRun] = None, **order: Any) -> RowSupport:
     """What is found of a model, with the self-test that is found before; it is not to be spoilt."""
     build = Build((), max_rows=rows, **order)
     if known is None:
         known = search.find_selftest(engine, build, lambda: None, _ignore)
-    rows_of = probe.find_row_support(engine, build, known, lambda: None, lambda _: None)
+    rows_of = row_support_probe.find_row_support(engine, build, known, lambda: None, lambda _: None)
     assert rows_of is not None
     return rows_of
 
@@ -181,7 +181,7 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = selftest.run(engine, cases.of(signature, 1))
     assert found(engine, known=known) == RowSupport(("x",), ("y",), is_equal=True, compared_rows=8)
-    assert found(engine, known=known, row_counts=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
+    assert found(engine, known=known, allowed_batch_sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
 
 
 def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
@@ -202,7 +202,7 @@ def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> No
 def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int], compared: int) -> None:
     engine = fake(lambda x: x)
     known = selftest.run(engine, cases.of(SIGNATURE, min(sizes, default=1)))
-    assert found(engine, rows=rows, known=known, row_counts=sizes).compared_rows == compared
+    assert found(engine, rows=rows, known=known, allowed_batch_sizes=sizes).compared_rows == compared
     asked = {len(each["x"]) for each in engine.received_inputs}
     assert asked.issuperset(set(sizes or range(2, rows + 1)) & set(range(compared + 1)))
 
@@ -210,20 +210,20 @@ def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int]
 def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
     engine = fake(lambda x: x)
     known = selftest.run(engine, cases.of(SIGNATURE, 2))
-    assert found(engine, rows=8, known=known, row_counts=(2, 4, 8, 16)).is_equal
+    assert found(engine, rows=8, known=known, allowed_batch_sizes=(2, 4, 8, 16)).is_equal
     assert {len(each["x"]) for each in engine.received_inputs} == {2, 4, 8}
 
 
 def test_a_predict_that_each_process_repeats_is_one_that_was_tried() -> None:
     engine = fake(lambda x: x)
     for rows, sizes, expected in ((8, (), 8), (300, (), 7), (8, (2, 4, 8), 8), (9, (4, 8), 8), (256, (128, 256), 128)):
-        assert probe.rows_digest(engine, cases.of(SIGNATURE, 1), rows, sizes)
+        assert row_support_probe.rows_digest(engine, cases.of(SIGNATURE, 1), rows, sizes)
         assert len(engine.received_inputs[-1]["x"]) == expected
     # Rows of many bytes are fewer, here as there.
     width = 2**23
     signature = ModelSignature((TensorSignature("x", "INT8", (-1, width)),), (Y,))
     engine = fake(lambda x: x[:, :3], signature)
-    probe.rows_digest(engine, ({"x": (1, width)},), 300)
+    row_support_probe.rows_digest(engine, ({"x": (1, width)},), 300)
     assert len(engine.received_inputs[-1]["x"]) == 8
 
 
@@ -232,7 +232,7 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = selftest.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
-    assert probe.find_row_support(
+    assert row_support_probe.find_row_support(
         engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample
     ) == RowSupport(("x", "z"), ("y",), is_equal=True, compared_rows=2)
     assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
@@ -292,7 +292,9 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     engine = fake(table, signature)
     sample = {"x": np.array([[3, 11, 5, 0, 2, 2, 7, 1, 9]], dtype)}
     known = selftest.run(engine, ({"x": (1, 9)},), sample)
-    rows = probe.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
+    rows = row_support_probe.find_row_support(
+        engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample
+    )
     assert rows == RowSupport(
         ("x",),
         ("y",),
@@ -305,7 +307,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     assert len(set(table.seen)) > 100
     # A worker that attaches runs the same rows.
     table.seen.clear()
-    assert probe.rows_digest(engine, known.cases, 8, (), sample, rows.row_kind)
+    assert row_support_probe.rows_digest(engine, known.cases, 8, (), sample, rows.row_kind)
     assert len(set(table.seen)) == 8
 
 
@@ -319,7 +321,9 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     sample = {"x": np.array([[1, 50], [2, 99], [0, 7]], np.float32)}
     engine = fake(columns, signature)
     known = selftest.run(engine, ({"x": (3, 2)},), sample)
-    rows = probe.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
+    rows = row_support_probe.find_row_support(
+        engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample
+    )
     assert rows == RowSupport(
         ("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL
     )
@@ -363,7 +367,7 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
 
 def test_a_model_without_a_canary_is_not_run() -> None:
     engine = fake(lambda x: x)
-    rows = found(engine, known=selftest.SelfTest((), "", note="it is off"))
+    rows = found(engine, known=selftest.SelfTestRun((), "", note="it is off"))
     assert (rows.note, rows.outputs) == ("there is no self-test to check rows with: it is off", ())
     assert not engine.received_inputs
 
@@ -420,14 +424,14 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     told: List[Union[str, SelfTestCases]] = []
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     order = Build((), max_rows=8)
-    rows = probe.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
+    rows = row_support_probe.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
     assert rows is not None
     assert (rows.is_equal, rows.outputs == ()) == (False, isinstance(error, ModelCorrupted))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
     tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
     assert told == [*tried, "rebuilt", ()] if isinstance(error, ModelCorrupted) else told == tried
     # What an earlier process has died of is not run again.
-    again = found(engine, known=known, unfit_cases=({"x": (8, 3)},))
+    again = found(engine, known=known, failed_cases=({"x": (8, 3)},))
     assert (again.note, again.is_equal) == ("the process that has built the model died of 8 rows", False)
 
 
@@ -441,4 +445,9 @@ def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pyte
 
 def test_nothing_is_found_out_where_each_request_has_its_own_predict() -> None:
     engine = fake(lambda x: x)
-    assert probe.find_row_support(engine, Build(()), selftest.SelfTest((), ""), lambda: None, lambda _: None) is None
+    assert (
+        row_support_probe.find_row_support(
+            engine, Build(()), selftest.SelfTestRun((), ""), lambda: None, lambda _: None
+        )
+        is None
+    )

@@ -1,4 +1,4 @@
-"""What a card says of itself: ``python -m weightd_worker.probe --device ascend:0``.
+"""What a card says of itself: ``python -m weightd_worker.device_probe --device ascend:0``.
 
 Answers on stdout, a pipe, with a line of JSON: total_bytes and free_bytes of the card's memory, its kind (soc), and how
 many cards this process sees (devices); or {"error": ...}, with exit status 69. A process of its own, for it takes a
@@ -28,7 +28,9 @@ TIMEOUT_S = 120
 
 def main() -> int:
     """Print the line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m weightd_worker.probe", description="What a card says of itself.")
+    parser = argparse.ArgumentParser(
+        prog="python -m weightd_worker.device_probe", description="What a card says of itself."
+    )
     parser.add_argument("--device", required=True, help="ascend:N")
     parser.add_argument("--parent", type=int, default=0, help="pid of the process without which this one ends")
     options = parser.parse_args()

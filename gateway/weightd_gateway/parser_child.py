@@ -1,4 +1,4 @@
-"""`python -m weightd_gateway.helper_child DESCRIPTOR NICENESS`: the child process of `parser_process.ParserProcess`."""
+"""`python -m weightd_gateway.parser_child DESCRIPTOR NICENESS`: the child process of `parser_process.ParserProcess`."""
 
 from __future__ import annotations
 

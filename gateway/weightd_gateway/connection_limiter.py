@@ -10,7 +10,7 @@ from weightd_gateway.fair_limit import FairLimit
 VIOLATION_PENALTY = 32.0
 
 
-class PeerAdmission:
+class GatewayConnectionLimiter:
     """Decides on new connections; a decision takes the same time for any number of peers.
 
     Args:

@@ -6,7 +6,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_gateway.fair_queue import CHUNK_S, PIPELINE_PASSES, SLICE_S, FairRunner, ParseChunk
+from weightd_gateway.fair_runner import CHUNK_S, PIPELINE_PASSES, SLICE_S, FairRunner, ParseChunk
 
 
 class World:

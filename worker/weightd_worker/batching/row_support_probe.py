@@ -18,13 +18,13 @@ from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, Se
 from weightd_worker.engines.engine import Arrays, Engine
 from weightd_worker.engines.errors import BuildError, ModelCorrupted
 from weightd_worker.selftest import selftest
-from weightd_worker.selftest.selftest import SelfTest
+from weightd_worker.selftest.selftest import SelfTestRun
 
 
 def find_row_support(
     engine: Engine,
     order: Build,
-    reference: SelfTest,
+    reference: SelfTestRun,
     rebuild: Callable[[], None],
     announce: Callable[[SelfTestCases], None],
     sample: Optional[Arrays] = None,
@@ -46,13 +46,13 @@ def find_row_support(
     if order.max_rows == 1:
         return None
     try:
-        inputs = comparison.inputs_with_rows(engine.signature.inputs, order.row_counts)
+        inputs = comparison.inputs_with_rows(engine.signature.inputs, order.allowed_batch_sizes)
         if not reference.cases:
             raise NotBatchable(f"there is no self-test to check rows with: {reference.note}")
     except NotBatchable as error:
         return RowSupport((), (), is_equal=False, note=clip(str(error)))
     try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
-    subject = _make_subject(engine, reference.cases[0], order.max_rows, order.row_counts, sample)
+    subject = _make_subject(engine, reference.cases[0], order.max_rows, order.allowed_batch_sizes, sample)
     is_exact = order.exact and reference.digest != ""
     found = comparison.compare(
         subject, exact=is_exact, before_run=try_reporter.on_try, on_refused=try_reporter.on_failure
@@ -121,7 +121,7 @@ class _TryReporter:
         self._engine = engine
         self._inputs = inputs
         self._cases = cases
-        self._failed_cases = order.unfit_cases
+        self._failed_cases = order.failed_cases
         self._rebuild = rebuild
         self._announce = announce
         self._announced: List[int] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.inflight_limit import AdmissionControl
 from weightd_protocol.errors import ResourceExhausted
 
 ALICE, BOB = Caller("a", "alice"), Caller("b", "bob")
