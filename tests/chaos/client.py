@@ -74,7 +74,7 @@ class _CountingCore(ClientCore):
         # The ids of what is no inference request.
         self._others: set[str] = set()
 
-    def infer(
+    def prepare_infer(
         self,
         model: str,
         inputs: Any,

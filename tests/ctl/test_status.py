@@ -223,7 +223,7 @@ def test_a_tenant_that_sees_itself_alone_is_shown_no_process_and_no_memory() -> 
 def test_tenants_are_in_the_json() -> None:
     whole = replace(response(), tenants=(TenantStatus("ann", 1.0, (account("m"),)),))
     [ann] = as_json(whole, 0)["tenants"]
-    assert (ann["name"], ann["accounts"][0]["refused"]) == ("ann", {"max_rate": 200})
+    assert (ann["name"], ann["accounts"][0]["failed"]) == ("ann", {"max_rate": 200})
     json.dumps(ann)
 
 

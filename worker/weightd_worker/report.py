@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO
 
 from weightd_common import signals
 from weightd_common.pdeathsig import die_with_parent
@@ -77,16 +77,16 @@ def read_memory(device: int) -> Values:
     return {"free_bytes": found.free_bytes, "total_bytes": found.total_bytes}
 
 
-STEPS: Tuple[Callable[[int], Values], ...] = (
-    read_python,
-    read_weightd,
-    read_library,
-    read_current_pid,
-    load_libascendcl,
-    read_soc,
-    count_devices,
-    read_memory,
-)
+STEPS: Dict[str, Callable[[int], Values]] = {
+    "python": read_python,
+    "weightd": read_weightd,
+    "library": read_library,
+    "current_pid": read_current_pid,
+    "libascendcl": load_libascendcl,
+    "soc": read_soc,
+    "devices": count_devices,
+    "memory": read_memory,
+}
 
 
 def _acl() -> Acl:
@@ -103,13 +103,13 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
         # A library may greet on stdout; that belongs to the log.
         os.dup2(2, 1)
-        for step in STEPS:
-            _write_line(out, {"begin": step.__name__})
+        for name, step in STEPS.items():
+            _write_line(out, {"begin": name})
             try:
                 values = step(arguments.device)
             except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
                 values = {"error": str(error) or type(error).__name__}
-            _write_line(out, {"step": step.__name__, **values})
+            _write_line(out, {"step": name, **values})
 
 
 def _write_line(out: TextIO, line: Values) -> None:

@@ -76,8 +76,8 @@ def test_a_turn_has_one_step(scene: Scene) -> None:
 
 def test_a_user_over_its_share_goes_on_when_the_timer_fires(scene: Scene) -> None:
     burst = round(BURST_S / COST_S)
-    scene.ask("a1", steps=burst + 2)
-    for _ in range(burst + 2):
+    scene.ask("a1", steps=burst + 5)
+    for _ in range(burst + 5):
         scene.loop.run_once(0.0)
     used = scene.now
     due_at = scene.reports.timer.due_at

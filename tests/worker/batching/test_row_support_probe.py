@@ -181,7 +181,9 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = selftest.run(engine, cases.of(signature, 1))
     assert found(engine, known=known) == RowSupport(("x",), ("y",), is_equal=True, compared_rows=8)
-    assert found(engine, known=known, allowed_batch_sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
+    assert found(engine, known=known, allowed_batch_sizes=(2, 8)).note.startswith(
+        "input s has no rows: its shape is [3]"
+    )
 
 
 def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:

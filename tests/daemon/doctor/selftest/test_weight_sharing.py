@@ -62,9 +62,9 @@ class Scripted(SelfTestProcesses):
         self._answers: dict[str, Any] = {
             "Built": BUILT,
             "Attached": ATTACHED,
-            "Allowed": AttachAllowed(),
+            "AttachAllowed": AttachAllowed(),
             "Pong": Pong("c"),
-            "Result": PredictResult(0, ResponseDescription("m", ())),
+            "PredictResult": PredictResult(0, ResponseDescription("m", ())),
             "unlisted worker Attached": ChildRejected("no"),
             **answers,
         }
@@ -104,7 +104,7 @@ def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
     result = weight_sharing.run_selftest(children, SelfTestSpec())
     assert children.happened == [
         *("start holder", "start worker", "start late worker", "Build holder", "Attach worker"),
-        *("start new worker", "Allow holder", "Attach new worker", "kill new worker"),
+        *("start new worker", "AllowAttach holder", "Attach new worker", "kill new worker"),
         *("start unlisted worker", "Attach unlisted worker", "kill unlisted worker"),
         *("Ping worker", "kill holder", "Ping worker", "Attach late worker"),
     ]
@@ -125,7 +125,7 @@ def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
     assert weight_sharing.run_selftest(children, SelfTestSpec()).private_copy_result == small
     attaches = [(name, order.handle) for name, order in children.orders if isinstance(order, Attach)]
     assert attaches[:2] == [("worker", "90"), ("private worker", "")]
-    assert children.happened.index("kill private worker") < children.happened.index("Allow holder")
+    assert children.happened.index("kill private worker") < children.happened.index("AllowAttach holder")
 
 
 def test_a_model_file_that_changes_meanwhile() -> None:
@@ -153,7 +153,7 @@ def test_what_needs_a_step_that_failed_is_not_tried(answers: dict[str, Any], las
 
 
 def test_a_list_that_does_not_grow() -> None:
-    children = Scripted(Allowed=AttachAllowed("no such call"))
+    children = Scripted(AttachAllowed=AttachAllowed("no such call"))
     assert weight_sharing.run_selftest(children, SelfTestSpec()).new_worker_result is None
     assert "Attach new worker" not in children.happened
 
