@@ -112,7 +112,8 @@ def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
     child.do("model = weights(1, 8); model[100000:900000] = 0; zeros = np.ones(1 << 20, dtype=np.int64); zeros[:] = 0")
     child.do("before = digest(model, zeros); anonymous = rollup('Anonymous')")
     child.do(f"held = pagesharing.export_pages({str(path)!r})")
-    assert child.ask("anonymous - rollup('Anonymous')") > 14 * MIB
+    # Without the zeros it would be less than 3 MiB; modules that are compiled meanwhile take 2.
+    assert child.ask("anonymous - rollup('Anonymous')") > 12 * MIB
     assert child.ask("held.zero_bytes") > 13 * MIB
     assert child.ask("[held.shared_bytes + held.zero_bytes, held.examined_bytes]") == [16 * MIB, 16 * MIB]
     assert child.ask("digest(model, zeros) == before")
