@@ -20,9 +20,9 @@ from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.exit_cause import describe_status
-from weightd_daemon.platform.group_membership import Members
 from weightd_daemon.platform.listen import listen_addresses
 from weightd_daemon.platform.resource_limits import with_limit_hint
+from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_daemon.platform.timers import Timer
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy.control import PeerIdentity, ProxyConfig, ProxyLogLine
@@ -97,7 +97,7 @@ class ListenerAuth(NamedTuple):
     secret: str = ""
     keys: Sequence[str] | None = None
     max_connections: int = 0
-    tenants: Sequence[Members] | None = None
+    tenants: Sequence[TenantCredentials] | None = None
 
 
 class ProxyLimits(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, TenantConfig
 from weightd_daemon.platform.connection_limit import NO_TENANT
-from weightd_daemon.platform.group_membership import Members, Membership
+from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 
 _OPERATORS_CONFIG = TenantConfig(may=RIGHTS)
@@ -51,7 +51,7 @@ class TenantResolver:
         for name, config in tenants.items():
             tenant = self._tenants[name] = previous.get(name) or Tenant(name, config)
             tenant.set_config(config)
-        self._membership = Membership(tenant_members(tenants))
+        self._tenant_lookup = TenantLookup(tenant_members(tenants))
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values() or (DEFAULT_TENANT,))
@@ -78,13 +78,13 @@ class TenantResolver:
         if not self._tenants:
             return DEFAULT_TENANT
         operator_name = self.operators.name if credential.is_operator else None
-        name = self._membership.tenant_of(credential.uid, credential.gids, credential.key, operator_name)
+        name = self._tenant_lookup.tenant_of(credential.uid, credential.gids, credential.key, operator_name)
         if name is None:
             return None
         return self.operators if name == operator_name else self._tenants[name]
 
 
-def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[Members]:
+def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[TenantCredentials]:
     """Return who belongs to the tenants of these tables.
 
     Args:
@@ -92,7 +92,7 @@ def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] 
         admitted: the tenants that a listener is for; none: all. The others are `NO_TENANT` there.
     """
     return [
-        Members(
+        TenantCredentials(
             name if not admitted or name in admitted else NO_TENANT,
             each.user_ids,
             each.group_ids,

@@ -18,7 +18,7 @@ from weightd_protocol.framing import LARGE_BYTES, FrameWriter
 if TYPE_CHECKING:
     from weightd_common.peers import Peers
     from weightd_daemon.platform.fd_closer import DescriptorCloser
-    from weightd_daemon.platform.group_membership import Membership
+    from weightd_daemon.platform.tenant_lookup import TenantLookup
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
@@ -300,21 +300,21 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
     return peer.key, peer.is_operator
 
 
-def tenant_of(connection: socket.socket, key: str, membership: Membership) -> str | None:
+def tenant_of(connection: socket.socket, key: str, tenant_lookup: TenantLookup) -> str | None:
     """Return the name of the tenant of a connection, None if it belongs to none.
 
     Args:
         connection: to the client.
         key: the public key that the client has shown; "" before that, or for none.
-        membership: who belongs to which tenant.
+        tenant_lookup: who belongs to which tenant.
 
     Raises:
         OSError: it has gone.
     """
     if connection.family != socket.AF_UNIX:
-        return membership.tenant_of(None, (), key)
+        return tenant_lookup.tenant_of(None, (), key)
     _, uid, gid = peer_credentials(connection)
-    return membership.tenant_of(uid, (gid, *peer_groups(connection)), key)
+    return tenant_lookup.tenant_of(uid, (gid, *peer_groups(connection)), key)
 
 
 def kernel_buffer_bytes(connection_count: int) -> int:

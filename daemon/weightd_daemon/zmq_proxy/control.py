@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from weightd_common.stream import Stream
-from weightd_daemon.platform.group_membership import Members
+from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.limits import MAX_FRAME_BYTES
 
@@ -39,7 +39,7 @@ class ProxyConfig(NamedTuple):
         max_user_connection_rate: new ones a second, likewise.
         secret_key: its key of CURVE in Z85; "" where clients speak without.
         allowed_keys: those of clients that are let in, with CURVE; None for any.
-        tenant_members: who belongs to which tenant, see `Members`; None where there are no tables.
+        tenant_members: who belongs to which tenant, see `TenantCredentials`; None where there are no tables.
         error_prefix: the beginning of the message to a client that breaks the protocol, see `error_frame`.
     """
 
@@ -52,7 +52,7 @@ class ProxyConfig(NamedTuple):
     max_user_connection_rate: float
     secret_key: str
     allowed_keys: Sequence[str] | None
-    tenant_members: Sequence[Members] | None
+    tenant_members: Sequence[TenantCredentials] | None
     error_prefix: bytes
 
     def to_frames(self, number: int) -> list[bytes]:
@@ -126,8 +126,8 @@ def parse_fork_request(frames: Sequence[Any]) -> tuple[int, ProxyConfig]:
     return number, ProxyConfig(*values)
 
 
-def _parse_members(rows: Sequence[Any] | None) -> list[Members] | None:
-    return None if rows is None else [Members(*each) for each in rows]
+def _parse_members(rows: Sequence[Any] | None) -> list[TenantCredentials] | None:
+    return None if rows is None else [TenantCredentials(*each) for each in rows]
 
 
 def error_prefix(message: bytes) -> bytes:
@@ -144,12 +144,12 @@ def error_frame(prefix: bytes, text: str) -> bytes:
     return prefix + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 
 
-def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[Members] | None) -> bytes:
+def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[TenantCredentials] | None) -> bytes:
     """Return the message to a proxy with new keys and tenants, see `ProxyConfig`; `parse_allowed_peers` reads it."""
     return json.dumps([keys, tenants]).encode()
 
 
-def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[Members] | None]:
+def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[TenantCredentials] | None]:
     """Return what `encode_allowed_peers` has written."""
     keys, tenants = json.loads(bytes(frame))
     return None if keys is None else [*keys], _parse_members(tenants)

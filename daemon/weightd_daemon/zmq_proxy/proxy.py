@@ -21,7 +21,7 @@ from weightd_daemon.platform.acceptor import Acceptor
 from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
 from weightd_daemon.platform.connection_limit import EVERYONE, NO_TENANT, ConnectionLimiter, max_client_descriptors
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.group_membership import Members, Membership
+from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup
 from weightd_daemon.platform.timers import Timer
 from weightd_daemon.zmq_proxy import client as clients
 from weightd_daemon.zmq_proxy import control, memory, zmtp
@@ -123,7 +123,7 @@ class ZmqProxy:
             UserConnectionLimits(config.max_user_connections, config.max_user_connection_rate)
         )
         self._peers = _new_peers() if listener.family != socket.AF_UNIX else None
-        self._membership = _new_membership(config.tenant_members)
+        self._tenant_lookup = _make_tenant_lookup(config.tenant_members)
         self._connection_limiter: ConnectionLimiter[ProxyClient] = ConnectionLimiter()
         self._users: dict[str, ProxyUser] = {}
         self._buffered_bytes = 0
@@ -228,17 +228,18 @@ class ZmqProxy:
             OSError: it has gone.
         """
         user, is_operator = clients.identify_user(connection, self._peers)
-        if self._membership is None or self._peers is not None or is_operator:
+        if self._tenant_lookup is None or self._peers is not None or is_operator:
             return user, is_operator
-        has_tenant = clients.tenant_of(connection, "", self._membership) not in (None, NO_TENANT)
+        has_tenant = clients.tenant_of(connection, "", self._tenant_lookup) not in (None, NO_TENANT)
         return user if has_tenant else NO_TENANT, False
 
     def _account_of(self, client: ProxyClient) -> str:
-        if self._membership is None:
+        if self._tenant_lookup is None:
             return EVERYONE
         with contextlib.suppress(OSError):  # it has gone
             return (
-                clients.tenant_of(client.connection, client.protocol.mechanism.peer_key, self._membership) or NO_TENANT
+                clients.tenant_of(client.connection, client.protocol.mechanism.peer_key, self._tenant_lookup)
+                or NO_TENANT
             )
         return NO_TENANT
 
@@ -609,7 +610,7 @@ class ZmqProxy:
 
     def _on_client_key(self, client: ProxyClient) -> None:
         """A client has shown its key: from now on it counts as its tenant's."""
-        if client.protocol.mechanism.peer_key and self._membership is not None:
+        if client.protocol.mechanism.peer_key and self._tenant_lookup is not None:
             self._connection_limiter.remove(client)
             self._connection_limiter.add(client, client.user, self._account_of(client))
             self._evict_excess()
@@ -699,7 +700,7 @@ class ZmqProxy:
         try:
             for message in self._control_stream.receive():
                 keys, tenants = control.parse_allowed_peers(message.frames[0])
-                self._allowed_keys, self._membership = _key_set(keys), _new_membership(tenants)
+                self._allowed_keys, self._tenant_lookup = _key_set(keys), _make_tenant_lookup(tenants)
                 self._reassign_accounts()
         except ConnectionError:
             # What it has said last is still passed on; nothing new is taken.
@@ -728,8 +729,8 @@ def _key_set(keys: Sequence[str] | None) -> frozenset[str] | _AllKeys:
     return _AllKeys() if keys is None else frozenset(keys)
 
 
-def _new_membership(tenants: Sequence[Members] | None) -> Membership | None:
-    return None if tenants is None else Membership(tenants)
+def _make_tenant_lookup(tenants: Sequence[TenantCredentials] | None) -> TenantLookup | None:
+    return None if tenants is None else TenantLookup(tenants)
 
 
 def _encode_messages(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:

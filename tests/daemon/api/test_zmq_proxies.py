@@ -27,9 +27,9 @@ from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.group_membership import Members
 from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.log_setup import client_of
+from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.framing import MAX_FRAMES
 
@@ -234,7 +234,7 @@ def test_a_gate_is_told_all_keys_however_many_they_are(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], count: int
 ) -> None:
     keys = [f"{number:040}" for number in range(count)]
-    lock = ListenerAuth(tenants=[Members("team", [os.getuid()], keys=keys)])
+    lock = ListenerAuth(tenants=[TenantCredentials("team", [os.getuid()], keys=keys)])
     daemon = serve(lock=lock)
     client = connect()
     assert ask(client, b"first") == [b"first"]
@@ -248,7 +248,7 @@ def test_whoever_has_shown_no_key_pushes_out_nobody_who_has(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
 ) -> None:
     (server, secret), (one, its) = (zmq.curve_keypair() for _ in range(2))
-    tables = [Members("one", keys=[one.decode()])]
+    tables = [TenantCredentials("one", keys=[one.decode()])]
     daemon = serve(lock=ListenerAuth(secret.decode(), [one.decode()], 8, tables))
     keys = {"CURVE_SERVERKEY": server, "CURVE_PUBLICKEY": one, "CURVE_SECRETKEY": its}
     with contextlib.ExitStack() as stack:

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weightd_common.stream import Stream
 from weightd_daemon.platform.connection_limit import NO_TENANT
-from weightd_daemon.platform.group_membership import Members
 from weightd_daemon.platform.listen import listen_on
+from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_daemon.zmq_proxy import client as clients
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy.control import PeerConnected, ProxyConfig
@@ -182,7 +182,7 @@ class World(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(["a", NO_TENANT]))
     def reload(self, tenant: str) -> None:
-        self.link.send([control.encode_allowed_peers(None, [Members(tenant, [os.getuid()])])])
+        self.link.send([control.encode_allowed_peers(None, [TenantCredentials(tenant, [os.getuid()])])])
 
     @rule(refuses=st.booleans())
     def refuse_descriptors(self, refuses: bool) -> None:

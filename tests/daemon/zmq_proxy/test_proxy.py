@@ -19,9 +19,9 @@ import pytest
 from testkit.waiting import until
 from weightd_common.stream import Stream
 from weightd_daemon.platform.connection_limit import NO_TENANT
-from weightd_daemon.platform.group_membership import Members
 from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.peercred import Credentials
+from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_daemon.zmq_proxy import client as clients
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy import proxy as module
@@ -163,7 +163,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         most: int = 0,
         rate: float = 0.0,
         max_connections: int = 0,
-        tenants: Sequence[Members] | None = None,
+        tenants: Sequence[TenantCredentials] | None = None,
     ) -> Scene:
         ours, its = socket.socketpair()
         listener = stack.enter_context(listen_on(f"ipc://{tmp_path}/s"))
@@ -273,7 +273,7 @@ def uid(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_users_without_a_tenant_push_out_no_tenant_however_many_they_are(
     start: Start, uid: list[int], first: int
 ) -> None:
-    tables = [Members("b", [2]), Members(NO_TENANT, [5])]
+    tables = [TenantCredentials("b", [2]), TenantCredentials(NO_TENANT, [5])]
     scene = start(max_connections=8, most=3, tenants=tables)
     uid[0] = 2
     own = [scene.met() for _ in range(2)]
@@ -291,10 +291,12 @@ def test_users_without_a_tenant_push_out_no_tenant_however_many_they_are(
 
 
 def test_tenants_that_a_reload_adds_count_from_then_on(start: Start, uid: list[int]) -> None:
-    scene = start(max_connections=4, tenants=[Members("a", [1])])
+    scene = start(max_connections=4, tenants=[TenantCredentials("a", [1])])
     uid[0] = 2
     early = scene.met()
-    scene.daemon.link.send([control.encode_allowed_peers(None, [Members("a", [1]), Members("b", [2])])])
+    scene.daemon.link.send(
+        [control.encode_allowed_peers(None, [TenantCredentials("a", [1]), TenantCredentials("b", [2])])]
+    )
     until(lambda: [*scene.gate._connection_limiter._accounts] == ["b"], "the gate knows the tenant")
     uid[0] = 1
     for _ in range(5):

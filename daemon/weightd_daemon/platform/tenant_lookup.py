@@ -9,8 +9,8 @@ from typing import NamedTuple
 _HIDDEN_UID = 65534
 
 
-class Members(NamedTuple):
-    """Who belongs to a tenant.
+class TenantCredentials(NamedTuple):
+    """The identities that belong to a tenant.
 
     Attributes:
         tenant: its name.
@@ -27,14 +27,14 @@ class Members(NamedTuple):
     is_default: bool = False
 
 
-class Membership:
+class TenantLookup:
     """Finds the tenant of a client.
 
     Args:
         members: of all tenants; none of their identities is in two tables.
     """
 
-    def __init__(self, members: Iterable[Members]) -> None:
+    def __init__(self, members: Iterable[TenantCredentials]) -> None:
         self._by_uid: dict[int, str] = {}
         self._by_gid: dict[int, str] = {}
         self._by_key: dict[str, str] = {}
