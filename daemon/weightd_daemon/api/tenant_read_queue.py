@@ -1,7 +1,7 @@
 """Whose messages the daemon reads next: where several users speak, its own time is shared among them, too.
 
 A message costs the daemon's one loop some tens of microseconds, and who sends enough of them, of whatever kind, would
-have all of its time. So connections wait for their turn in channels, one for each tenant, and the tenant is next that
+have all of its time. So connections wait in read queues, one for each tenant, and the tenant is next that
 has had least of that time, by its weight: a clock like that of a device. The users of one tenant take turns, and so do
 all users where there are no tenants. Plain decisions, fed with the clock.
 """

@@ -47,7 +47,7 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
 
 def _new_fd_closer() -> DescriptorCloser:
     """Return what closes descriptors that clients send, before Linux 6.16. It starts threads when some come."""
-    from weightd_daemon.platform.fd_closer import INTERRUPT, DescriptorCloser  # noqa: PLC0415 - a gate that needs none does without
+    from weightd_daemon.platform.fd_closer import INTERRUPT, DescriptorCloser  # noqa: PLC0415 - not every proxy needs it
 
     signal.signal(INTERRUPT, _ignore_signal)
     return DescriptorCloser(functools.partial(print, file=sys.stderr))

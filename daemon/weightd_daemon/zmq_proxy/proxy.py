@@ -713,7 +713,7 @@ class ZmqProxy:
 
 
 def _new_peers() -> Peers:
-    from weightd_common.peers import Peers  # noqa: PLC0415 - a gate on a Unix socket does without
+    from weightd_common.peers import Peers  # noqa: PLC0415 - a proxy on a Unix socket does without
 
     return Peers()
 
