@@ -164,7 +164,10 @@ def test_a_build_that_crashes_harms_no_other_model(tmp_path: Path) -> None:
     with cards.service(tables) as service, service.client() as client:
         ask_all(client, "good", questions(cards.model))
         until(lambda: status(service, "bad").state == "failed", "the other one fails")
-        [cause] = [line for line in service.log.splitlines() if "bad.1 failed: bad.1.holder: " in line]
+        [cause] = until(
+            lambda: [line for line in service.log.splitlines() if "bad.1 failed: bad.1.holder: " in line],
+            "the log says why",
+        )
         assert "killed by SIGSEGV" in cause
         assert "Ascend custom operator path not found" in cause, "the end of the native log"
         ask_all(client, "good", questions(cards.model))
