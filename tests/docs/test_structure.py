@@ -1,0 +1,51 @@
+"""The check of bounds: what it counts."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from tests import structure
+
+
+def _class(source: str) -> ast.ClassDef:
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef)
+    return node
+
+
+def test_properties_magic_methods_and_coroutines_are_methods() -> None:
+    source = "class C:\n @property\n def a(self): ...\n def __len__(self): ...\n async def b(self): ...\n x = 1"
+    assert len(structure.methods(_class(source))) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "counted"),
+    [
+        ("def f(self): self.a = self.b = 1", {"a", "b"}),
+        ("def f(self): self.a += 1; self.b: int = 1; other.c = 1", {"a", "b"}),
+        ("x: int\n def f(self): self.a = 1", {"a", "x"}),
+        ("x: int\n y: int", set[str]()),
+    ],
+)
+def test_attributes_of_anything_but_a_record_are_counted(body: str, counted: set[str]) -> None:
+    assert structure.attributes(_class(f"class C:\n {body}")) == counted
+
+
+def test_each_bound_is_exact() -> None:
+    def source(methods: int, attributes: int, lines: int) -> str:
+        text = "class C:\n" + " def f(self): ...\n" * (methods - 1)
+        text += " def g(self):\n  " + "; ".join(f"self.a{each} = 1" for each in range(attributes)) + "\n"
+        return text + "\n" * (lines - text.count("\n"))
+
+    bounds = (structure.CLASS_METHODS, structure.CLASS_ATTRIBUTES, structure.FILE_LINES)
+    assert list(structure.excesses("m.py", source(*bounds))) == []
+    for index in range(3):
+        larger = [bound + (index == each) for each, bound in enumerate(bounds)]
+        assert len(list(structure.excesses("m.py", source(*larger)))) == 1
+
+
+def test_the_public_clients_may_be_wide() -> None:
+    body = " def f(self): ...\n" * 40
+    assert list(structure.excesses("client/weightd/client.py", f"class Client:\n{body}")) == []
+    assert list(structure.excesses("client/weightd/client.py", f"class Other:\n{body}"))
