@@ -1,16 +1,20 @@
-"""Collects what the daemon told of late, and makes the picture of it. No clock is looked at but the daemon's own."""
+"""Recent metrics and status replies of one daemon, and the overview that is computed from them.
+
+Rates and quantiles are differences between two replies, by the daemon's own clock: no other clock is read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
-from typing import Deque, Dict, List
+from typing import Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from weightd_common.dashboard import build, memory
-from weightd_common.dashboard.rows import Overview, RatePoint, Throughput
-from weightd_common.dashboard.window import CounterSnapshot, CounterWindow
-from weightd_protocol.messages.metrics import MetricsResponse
-from weightd_protocol.messages.status import StatusResponse
+from weightd_common.dashboard import memory
+from weightd_common.dashboard.rows import ModelRow, Overview, ProcessRow, RatePoint, TenantRow, Throughput
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
+from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
 # Of a spark: a minute, where it is looked at each second.
 SPARKLINE_POINTS = 60
@@ -23,10 +27,14 @@ _MAX_SAMPLES = 50
 
 # A status reads the memory of each process, which costs the daemon a millisecond for each.
 _STATUS_INTERVAL_S = 10.0
+
 _CHANGED_STATUS_INTERVAL_S = 2.0
 
 # The name of all models together: no model has it.
 _ALL_MODELS = ""
+
+# Who answers requests; a spare does once one of these is lost.
+_SERVING_ROLES = ("worker", "rank")
 
 
 class History:
@@ -97,9 +105,9 @@ class History:
             memory=None if status is None else memory.service_memory(status),
             buffered_bytes=now.buffered_bytes,
             max_buffered_bytes=now.max_memory_bytes,
-            models=tuple(build.model_rows(now, status, windows, lambda name: self._throughput(name, windows))),
-            processes=tuple(build.process_rows(self._statuses)),
-            tenants=tuple(build.tenant_row(each, windows) for each in now.tenants),
+            models=tuple(model_rows(now, status, windows, lambda name: self._throughput(name, windows))),
+            processes=tuple(process_rows(self._statuses)),
+            tenants=tuple(tenant_row(each, windows) for each in now.tenants),
             note="" if status is None else status.note,
         )
 
@@ -142,3 +150,224 @@ class History:
             if rate is not None and not window.now.metrics.seconds_bounds:
                 return Throughput(rate)  # whoever sees its own alone is told of no times
         return Throughput()
+
+
+Counts = Tuple[int, ...]
+
+
+class CounterSnapshot:
+    """What the daemon had counted when it was looked at; found by name.
+
+    Attributes:
+        metrics: its answer.
+    """
+
+    def __init__(self, response: MetricsResponse) -> None:
+        self.metrics = response
+        self.models: Dict[str, ModelMetrics] = {each.name: each for each in response.models}
+
+    def served(self, tenant: str = "", model: str = "") -> Optional[int]:
+        """Return how many requests were answered, of all tenants and models or of one; None where there is no such."""
+        return self._sum(lambda account: account.served, tenant, model)
+
+    def refused(self, tenant: str = "", model: str = "") -> Optional[int]:
+        """Return how many were refused, or ended in an error, likewise."""
+        return self._sum(lambda account: sum(account.failed.values()), tenant, model)
+
+    def _sum(self, count: Callable[[AccountStatus], int], tenant: str, model: str) -> Optional[int]:
+        tenants = [each for each in self.metrics.tenants if tenant in ("", each.name)]
+        accounts = [account for each in tenants for account in each.accounts if model in ("", account.model)]
+        return sum(map(count, accounts)) if tenants else None
+
+
+class CounterWindow(NamedTuple):
+    """Two looks at the same daemon, one after the other."""
+
+    before: CounterSnapshot
+    now: CounterSnapshot
+
+    @property
+    def seconds(self) -> float:
+        """How long it is, by the daemon's clock."""
+        return self.now.metrics.uptime_s - self.before.metrics.uptime_s
+
+    def answered_counts(self, model: str) -> Optional[Counts]:
+        """Return how many requests of a model were answered, by the buckets of time; None where that is not known."""
+        before, now = self.before.models.get(model), self.now.models.get(model)
+        if before is None or now is None:
+            return None
+        return count_difference(before.request_seconds, now.request_seconds) or None
+
+    def all_answered_counts(self) -> Optional[Counts]:
+        """Return the same of all models of which it is known."""
+        counts = [each for each in map(self.answered_counts, self.now.models) if each]
+        return tuple(map(sum, zip(*counts))) if counts else None
+
+    def rate(self, before: Optional[float], now: Optional[float]) -> Optional[float]:
+        """Return how much a counter has grown in a second; None where it has begun anew, or was not there."""
+        return None if before is None or now is None else rate(before, now, self.seconds)
+
+    def quantile(self, fraction: float, counts: Counts) -> Optional[float]:
+        """Return the seconds that this share of those answered did not exceed."""
+        return quantile(fraction, self.now.metrics.seconds_bounds, counts)
+
+
+def model_rows(
+    now: MetricsResponse,
+    status: Optional[StatusResponse],
+    windows: Sequence[CounterWindow],
+    throughput_of: Callable[[str], Throughput],
+) -> Iterator[ModelRow]:
+    """Yield a row for each model; `throughput_of` tells that of one by its name."""
+    statuses = {} if status is None else {each.name: each for each in status.models}
+    groups: Set[str] = set()
+    for model in now.models:
+        row = _model_row(model, statuses.get(model.name), throughput_of(model.name), _refused_rate(windows, model.name))
+        # What a group has is told with the first of it.
+        yield dataclasses.replace(row, memory=None) if row.group in groups else row
+        groups |= {row.group} - {""}
+
+
+def _model_row(
+    model: ModelMetrics, status: Optional[ModelStatus], throughput: Throughput, refused_rate: Optional[float]
+) -> ModelRow:
+    generation = None if status is None else _find_generation(status, model.generation)
+    return ModelRow(
+        name=model.name,
+        engine=model.engine,
+        state=model.state,
+        progress="" if generation is None else generation.progress,
+        ready=model.ready,
+        generation=model.generation,
+        sha256=model.sha256,
+        device="" if generation is None else generation.device,
+        desired_workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES),
+        ready_workers=sum(
+            each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"
+        ),
+        queued=model.queued,
+        running=model.running,
+        refused_rate=refused_rate,
+        unexpected_exits=model.unexpected_exits,
+        throughput=throughput,
+        memory=None if status is None else memory.model_memory(status),
+        group="" if status is None else status.group,
+    )
+
+
+def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationStatus]:
+    return next((each for each in status.generations if each.number == number), None)
+
+
+def _refused_rate(windows: Sequence[CounterWindow], model: str) -> Optional[float]:
+    for window in windows:
+        found = window.rate(window.before.refused(model=model), window.now.refused(model=model))
+        if found is not None:
+            return found
+    return None
+
+
+def process_rows(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
+    """Yield a row for each process of the last status; the one before, if any, tells what it has done since."""
+    if not statuses:
+        return
+    *earlier, last = statuses
+    before = {process.name: process.served for status in earlier for _, _, process in _iterate_processes(status)}
+    seconds = last.uptime_s - earlier[-1].uptime_s if earlier else 0.0
+    for model, generation, process in _iterate_processes(last):
+        served = before.get(process.name)
+        pace = None if served is None else rate(served, process.served, seconds)
+        yield _process_row(model, generation, process, pace)
+
+
+def _iterate_processes(status: StatusResponse) -> Iterator[Tuple[str, GenerationStatus, ProcessStatus]]:
+    for model in status.models:
+        for generation in model.generations:
+            for process in generation.processes:
+                yield model.name, generation, process
+
+
+def _process_row(model: str, generation: GenerationStatus, process: ProcessStatus, rate: Optional[float]) -> ProcessRow:
+    return ProcessRow(
+        model=model,
+        name=process.name,
+        role=process.role,
+        state=process.state,
+        device=process.device or generation.device,
+        pid=process.pid,
+        served=process.served,
+        rate=rate,
+        in_flight=process.in_flight,
+        p50_s=_seconds(process.p50_us),
+        p99_s=_seconds(process.p99_us),
+        pss_bytes=process.pss_bytes,
+        private_bytes=process.private_bytes,
+        shared_bytes=process.shared_bytes,
+    )
+
+
+def _seconds(microseconds: Optional[float]) -> Optional[float]:
+    return None if microseconds is None else microseconds / 1e6
+
+
+def tenant_row(status: TenantStatus, windows: Sequence[CounterWindow]) -> TenantRow:
+    """Return the row of a tenant."""
+    served = sum(each.served for each in status.accounts)
+    served_rate, refused_rate = _find_tenant_rates(status.name, windows)
+    return TenantRow(
+        name=status.name,
+        weight=status.weight,
+        share=status.share,
+        rate=served_rate,
+        refused_rate=refused_rate,
+        in_flight=sum(each.in_flight for each in status.accounts),
+        queued=sum(each.queued for each in status.accounts),
+        wait_s=sum(each.queue_seconds for each in status.accounts) / served if served else None,
+        served=served,
+        refused=sum(sum(each.failed.values()) for each in status.accounts),
+        slot_seconds=sum(each.slot_seconds for each in status.accounts),
+    )
+
+
+def _find_tenant_rates(name: str, windows: Sequence[CounterWindow]) -> Tuple[Optional[float], Optional[float]]:
+    for window in windows:
+        served = window.rate(window.before.served(name), window.now.served(name))
+        refused = window.rate(window.before.refused(name), window.now.refused(name))
+        if served is not None and refused is not None:
+            return served, refused
+    return None, None
+
+
+def rate(before: float, after: float, seconds: float) -> Optional[float]:
+    """Return how much was counted in a second; None where the counter has begun anew, or no time has passed."""
+    return (after - before) / seconds if after >= before and seconds > 0 else None
+
+
+def count_difference(before: Histogram, after: Histogram) -> Optional[Tuple[int, ...]]:
+    """Return how often each size was counted since; None where it has begun anew, or has other buckets."""
+    if len(before.counts) != len(after.counts):
+        return None
+    counts = tuple(now - then for then, now in zip(before.counts, after.counts))
+    return None if any(each < 0 for each in counts) else counts
+
+
+def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) -> Optional[float]:
+    """Return what this share of all values does not exceed, as if those of a bucket were spread evenly in it.
+
+    Of what is beyond the last bound no more is known: then it is that bound. None where nothing was counted.
+
+    Args:
+        fraction: 0.99 for p99.
+        bounds: of the buckets, ascending; the first begins at 0.
+        counts: one for each bound, and one for what is beyond the last.
+    """
+    total = sum(counts)
+    if not total or len(counts) != len(bounds) + 1:
+        return None
+    target_count, below, low = fraction * total, 0, 0.0
+    for bound, count in zip(bounds, counts):
+        if count and below + count >= target_count:
+            return low + (bound - low) * (target_count - below) / count
+        below += count
+        low = bound
+    return low

@@ -1,11 +1,49 @@
-"""What is shown: the service, its models, processes and tenants, as values."""
+"""The overview that weightctl top and the status page show: service, models, processes, tenants; also as JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from weightd_common.dashboard.memory import MemoryUsage
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The service.
+
+    Attributes:
+        version: the daemon's.
+        state: what it is doing.
+        uptime_s: since when, in seconds.
+        is_complete: whether this client is told what concerns others; if not, it sees its own tenant alone.
+        queued: requests that wait.
+        running: requests under way at workers.
+        throughput: of all requests.
+        memory: of all processes; None until a status has come, and where not the whole is told.
+        buffered_bytes: what is kept for clients.
+        max_buffered_bytes: the bound for that.
+        models: in the order of the configuration.
+        processes: of all models, as the last status tells.
+        tenants: those there are; one where the configuration has none.
+        note: what is wrong with the configuration file.
+    """
+
+    version: str
+    state: str
+    uptime_s: float
+    is_complete: bool
+    queued: int
+    running: int
+    throughput: Throughput
+    memory: Optional[MemoryUsage]
+    buffered_bytes: int
+    max_buffered_bytes: int
+    models: Tuple[ModelRow, ...]
+    processes: Tuple[ProcessRow, ...]
+    tenants: Tuple[TenantRow, ...]
+    note: str
 
 
 class RatePoint(NamedTuple):
@@ -125,38 +163,46 @@ class TenantRow:
     slot_seconds: float
 
 
-@dataclass(frozen=True)
-class Overview:
-    """The service.
+def to_json_values(overview: Overview) -> Dict[str, Any]:
+    """Return what JSON can hold; seconds and bytes, as the rows have them."""
+    return {
+        **_field_values(overview),
+        "uptime_s": round(overview.uptime_s, 1),
+        "throughput": _throughput_values(overview.throughput),
+        "memory": _memory_values(overview.memory),
+        "models": [_model_values(each) for each in overview.models],
+        "processes": [_field_values(each) for each in overview.processes],
+        "tenants": [_field_values(each) for each in overview.tenants],
+    }
 
-    Attributes:
-        version: the daemon's.
-        state: what it is doing.
-        uptime_s: since when, in seconds.
-        is_complete: whether this client is told what concerns others; if not, it sees its own tenant alone.
-        queued: requests that wait.
-        running: requests under way at workers.
-        throughput: of all requests.
-        memory: of all processes; None until a status has come, and where not the whole is told.
-        buffered_bytes: what is kept for clients.
-        max_buffered_bytes: the bound for that.
-        models: in the order of the configuration.
-        processes: of all models, as the last status tells.
-        tenants: those there are; one where the configuration has none.
-        note: what is wrong with the configuration file.
-    """
 
-    version: str
-    state: str
-    uptime_s: float
-    is_complete: bool
-    queued: int
-    running: int
-    throughput: Throughput
-    memory: Optional[MemoryUsage]
-    buffered_bytes: int
-    max_buffered_bytes: int
-    models: Tuple[ModelRow, ...]
-    processes: Tuple[ProcessRow, ...]
-    tenants: Tuple[TenantRow, ...]
-    note: str
+def _model_values(row: ModelRow) -> Dict[str, Any]:
+    return {
+        **_field_values(row),
+        "throughput": _throughput_values(row.throughput),
+        "memory": _memory_values(row.memory),
+    }
+
+
+def _throughput_values(throughput: Throughput) -> Dict[str, Any]:
+    """Rates and times of moments are two lists: half as long as if each had its name."""
+    return {
+        "rate": _rounded(throughput.rate),
+        "p50_s": _rounded(throughput.p50_s),
+        "p99_s": _rounded(throughput.p99_s),
+        "rates": [_rounded(each.rate) for each in throughput.rate_points],
+        "p99s_s": [_rounded(each.p99_s) for each in throughput.rate_points],
+    }
+
+
+def _memory_values(memory: Optional[MemoryUsage]) -> Optional[Dict[str, int]]:
+    return None if memory is None else {**_field_values(memory), "total_bytes": memory.total_bytes}
+
+
+def _field_values(row: Any) -> Dict[str, Any]:
+    found = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _rounded(value: Optional[float]) -> Optional[float]:
+    return None if value is None else float(f"{value:.4g}")

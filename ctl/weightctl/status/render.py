@@ -1,17 +1,20 @@
-"""The service, its models, devices, ZeroMQ proxies, fork servers and tenants, for people and as JSON."""
+"""Renders a status reply as text and as JSON: service, models, generations, devices, tenants, proxies."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from weightctl.status import generation, tenants
-from weightctl.text import binary, clean, count, duration, milliseconds, paragraph, size
+from weightctl.text import binary, clean, count, duration, megabytes, milliseconds, paragraph, size, table
+from weightd_common.load_text import progress_text
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.status import (
     DeviceStatus,
     ForkServerStatus,
+    GenerationStatus,
     MemoryLimit,
     ModelStatus,
+    ProcessStatus,
     ProxyStatus,
     StatusResponse,
 )
@@ -39,7 +42,7 @@ def render(response: StatusResponse, total: int) -> str:
     for model in response.models:
         lines += [*_model_lines(model), ""]
     lines += [line for device in response.devices for line in _device_lines(device)]
-    lines += tenants.format_tenants(response.tenants, [model.name for model in response.models])
+    lines += format_tenants(response.tenants, [model.name for model in response.models])
     lines += map(_proxy_line, response.zmq_proxies)
     lines += map(_fork_server_line, response.fork_servers)
     if response.dropped_responses:
@@ -73,7 +76,7 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
     if model.group:
         yield f"  of the group {clean(model.group)}: one process serves all its models, and they come and go together"
     for each in model.generations:
-        yield from generation.format_generation(each, f"{model.name}.{each.number}.")
+        yield from format_generation(each, f"{model.name}.{each.number}.")
 
 
 def _execution_lines(model: ModelStatus) -> Iterator[str]:
@@ -98,6 +101,235 @@ def _execution_lines(model: ModelStatus) -> Iterator[str]:
 
 def _row_range(max_rows: int) -> str:
     return str(max_rows) if max_rows <= 2 else f"{max_rows // 2 + 1} to {max_rows}"
+
+
+def format_generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
+    state = generation.progress or generation.state
+    sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
+    progress = progress_text(generation.load_fraction, generation.remaining_s)
+    yield (
+        f"  generation {generation.number} on {clean(generation.device)}:"
+        f" {clean(state)}{progress and f', {progress}'}{sha256}"
+    )
+    if generation.reason:
+        yield from paragraph("cause", generation.reason, "    ")
+    if generation.selftest:
+        yield from paragraph("self-test", generation.selftest, "    ")
+    if generation.batching_note:
+        yield from paragraph("rows", generation.batching_note, "    ")
+    if generation.processes:
+        yield from table(
+            [_PROCESS_HEADING, *(_row(process, prefix) for process in generation.processes)],
+            _PROCESS_LEFT_COLUMNS,
+            "    ",
+        )
+    for process in generation.processes:
+        if process.note:
+            yield from paragraph(_short(process.name, prefix), process.note, "    ")
+    yield from _placement_lines(generation, prefix)
+    yield from _slice_lines(generation, prefix)
+    yield from _concurrency_lines(generation, prefix)
+    yield from _origin_lines(generation, prefix)
+    if generation.note:
+        yield from paragraph("note", generation.note, "    ")
+    yield from _savings_lines(generation)
+
+
+_PROCESS_HEADING = (
+    "PROCESS",
+    "ROLE",
+    "STATE",
+    "PID",
+    "SERVED",
+    "NOW",
+    "P50 ms",
+    "P99 ms",
+    "PSS MB",
+    "OWN MB",
+    "SHARED MB",
+)
+
+
+_PROCESS_LEFT_COLUMNS = 3
+
+
+# Who answers no request.
+_NON_SERVING_ROLES = ("holder", "broker")
+
+
+_ORIGIN_TEXTS = {"forked": "forked of the fork server", "template": "forked of the template"}
+
+
+_MAX_NAMES = 8
+
+
+def _placement_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Who runs on which device, where these are several: a paragraph for each."""
+    names_by_device: Dict[str, List[str]] = {}
+    for process in generation.processes:
+        if process.device not in ("", generation.device):
+            names_by_device.setdefault(process.device, []).append(_short(process.name, prefix))
+    for device, names in names_by_device.items():
+        yield from paragraph(f"on {clean(device)}", ", ".join(names), "    ")
+
+
+def _slice_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """What each rank has loaded, where there are ranks."""
+    slices = [f"{_short(each.name, prefix)} {clean(each.sha256)[:12]}" for each in generation.processes if each.sha256]
+    if slices:
+        yield from paragraph("sha256 of slices", ", ".join(slices), "    ")
+
+
+def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Who runs more than one predict at once: a paragraph for each number."""
+    names_by_concurrency: Dict[int, List[str]] = {}
+    for process in generation.processes:
+        if process.concurrency > 1 and process.role not in _NON_SERVING_ROLES:
+            names_by_concurrency.setdefault(process.concurrency, []).append(_short(process.name, prefix))
+    for number, names in names_by_concurrency.items():
+        yield from paragraph(f"{number} predicts at once", ", ".join(names), "    ")
+
+
+def _origin_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """How processes came to be, and why not otherwise: a paragraph for each way."""
+    names_by_origin: Dict[Tuple[Optional[str], str], List[str]] = {}
+    for process in generation.processes:
+        names_by_origin.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
+    for (origin, note), names in names_by_origin.items():
+        if origin is not None:
+            who = ", ".join(names) if len(names) <= _MAX_NAMES else f"{len(names):,} processes"
+            yield from paragraph(_ORIGIN_TEXTS.get(origin, clean(origin)), f"{who}{': ' if note else ''}{note}", "    ")
+
+
+def _row(process: ProcessStatus, prefix: str) -> List[str]:
+    is_serving = process.role not in _NON_SERVING_ROLES
+    return [
+        _short(process.name, prefix),
+        process.role,
+        clean(process.state),
+        str(process.pid),
+        f"{process.served:,}" if is_serving else "-",
+        str(process.in_flight) if is_serving else "-",
+        milliseconds(process.p50_us),
+        milliseconds(process.p99_us),
+        megabytes(process.pss_bytes),
+        megabytes(process.private_bytes),
+        megabytes(process.shared_bytes) if is_serving else "-",
+    ]
+
+
+def _short(name: str, prefix: str) -> str:
+    """A process's name without what stands above it: tiny.1.w2 is w2."""
+    return clean(name[len(prefix) :] if name.startswith(prefix) else name)
+
+
+def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
+    if any(process.role == "rank" for process in generation.processes):
+        return  # each has a slice that no other one has
+    sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
+    copy, saved = generation.copy_bytes, generation.saved_bytes
+    workers = count(sharing, "worker")
+    if not sharing:
+        if any(process.state == "ready" for process in generation.processes):
+            yield "    saves nothing: no worker shares its weights"
+    elif copy is None or saved is None:
+        yield f"    saves an unknown amount: {workers} on one copy, of which the kernel does not tell what is in memory"
+    elif saved:
+        own = size(saved + copy)
+        yield f"    saves {size(saved)}: {workers} on one copy of {size(copy)} instead of {own} of their own"
+    elif copy:
+        yield f"    saves nothing yet: {workers} on one copy of {size(copy)}"
+    else:
+        yield f"    saves nothing yet: {workers} on one copy that is on disk until it is used"
+
+
+_TENANT_HEADING = (
+    "TENANT",
+    "MODEL",
+    "REQUESTS",
+    "SERVED",
+    "REFUSED",
+    "NOW",
+    "QUEUED",
+    "ROWS",
+    "SLOT s",
+    "WAIT ms",
+    "IN MB",
+    "OUT MB",
+)
+
+
+_TENANT_LEFT_COLUMNS = 2
+
+
+# Of a column: names of models are up to 64 characters.
+_MAX_CHARACTERS = 24
+
+
+def format_tenants(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
+    """Yield what is shown of tenants; of `models` alone, and of what is no model's."""
+    found = [(tenant, _shown_accounts(tenant, models)) for tenant in tenants]
+    rows = [row for tenant, accounts in found for row in _rows(tenant, accounts)]
+    if rows:
+        yield from table([_TENANT_HEADING, *rows], _TENANT_LEFT_COLUMNS, "")
+    for tenant, accounts in found:
+        if accounts:
+            yield from paragraph(clean(tenant.name), "; ".join(_notes(tenant, accounts)), "")
+    idle = [clean(tenant.name) for tenant, accounts in found if not accounts]
+    if idle:
+        yield from paragraph("no requests of", ", ".join(idle), "")
+    if tenants:
+        yield ""
+
+
+def _shown_accounts(tenant: TenantStatus, models: Sequence[str]) -> List[AccountStatus]:
+    return [each for each in tenant.accounts if each.model in models or not each.model]
+
+
+def _rows(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[List[str]]:
+    name = _shorten(tenant.name)
+    for account in accounts:
+        yield [name, _shorten(account.model) or "(other)", *_account_cells(account)]
+        # It stands once.
+        name = ""
+
+
+def _account_cells(account: AccountStatus) -> List[str]:
+    return [
+        f"{account.requests:,}",
+        f"{account.served:,}",
+        f"{sum(account.failed.values()):,}",
+        f"{account.in_flight:,}",
+        f"{account.queued:,}",
+        f"{account.rows:,}",
+        f"{account.slot_seconds:,.1f}",
+        f"{1000 * account.queue_seconds / account.served:,.1f}" if account.served else "-",
+        megabytes(account.bytes_in),
+        megabytes(account.bytes_out),
+    ]
+
+
+def _notes(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[str]:
+    yield f"weight {tenant.weight:g}"
+    if tenant.share is not None:
+        yield f"{tenant.share:.0%} of the seconds of the last minute"
+    reasons: Dict[str, int] = {}
+    for account in accounts:
+        for reason, number in account.failed.items():
+            reasons[reason] = reasons.get(reason, 0) + number
+    if reasons:
+        yield "refused: " + ", ".join(f"{reason} {number:,}" for reason, number in sorted(reasons.items()))
+    deaths = sum(each.unexpected_exits for each in accounts)
+    if deaths:
+        yield f"{count(deaths, 'worker')} lost to its requests"
+    if tenant.merged_accounts:
+        yield f"(other) has {count(tenant.merged_accounts, 'model')} for which there is no room"
+
+
+def _shorten(name: str) -> str:
+    name = clean(name)
+    return name if len(name) <= _MAX_CHARACTERS else f"{name[: _MAX_CHARACTERS - 3]}..."
 
 
 def _device_lines(device: DeviceStatus) -> Iterator[str]:

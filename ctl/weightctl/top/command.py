@@ -13,9 +13,8 @@ from weightctl import exit_codes
 from weightctl.command import Command, Connect, DaemonUnreachable
 from weightctl.top.poller import Poller
 from weightctl.top.screen import HELP, render_text
-from weightctl.top.view import MAX_DELAY_S, MIN_DELAY_S
-from weightd_common.dashboard.json_values import to_json_values
-from weightd_common.dashboard.rows import Overview
+from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S
+from weightd_common.dashboard.rows import Overview, to_json_values
 from weightd_protocol.errors import DeadlineExceeded, Unavailable
 
 # Where there is no terminal, nothing is left out for want of room.

@@ -6,10 +6,20 @@ from dataclasses import replace
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 from weightctl.text import count, duration, size
-from weightctl.top.bars import ASCII, Glyphs, Segment, bar, spark
-from weightctl.top.styled_lines import Span, Style, StyledLine, narrow, text_line, truncate
-from weightctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable
-from weightctl.top.view import View
+from weightctl.top.drawing import (
+    ASCII,
+    Glyphs,
+    Segment,
+    Span,
+    Style,
+    StyledLine,
+    bar,
+    narrow,
+    spark,
+    text_line,
+    truncate,
+)
+from weightctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable, View
 from weightd_common.dashboard.memory import MemoryUsage
 from weightd_common.dashboard.rows import Overview
 

@@ -14,11 +14,10 @@ import sys
 import time
 from typing import Callable, Dict, Generator, Iterable, List, Optional, Tuple
 
-from weightctl.top.bars import BLOCKS, glyphs
+from weightctl.top.drawing import BLOCKS, Style, StyledLine, glyphs
 from weightctl.top.poller import Poller, PollResult, PollThread
 from weightctl.top.screen import PollStatus, ScreenSize, draw
-from weightctl.top.styled_lines import Style, StyledLine
-from weightctl.top.view import KeyAction, View, faster, slower
+from weightctl.top.tables import KeyAction, View, faster, slower
 from weightd_common.dashboard.rows import Overview
 
 # How long ago the last answer came is told in seconds.

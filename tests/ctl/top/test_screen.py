@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import looks
-from weightctl.top.bars import ASCII, BLOCKS
+from weightctl.top.drawing import ASCII, BLOCKS, Style, narrow, text_line, truncate
 from weightctl.top.screen import PollStatus, ScreenSize, draw, render_text
-from weightctl.top.styled_lines import Style, narrow, text_line, truncate
-from weightctl.top.view import View
+from weightctl.top.tables import View
 from weightd_common.dashboard.history import History
 
 from .pictures import picture

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightctl.top.bars import ASCII, BLOCKS, Segment, bar, glyphs, spark
-from weightctl.top.styled_lines import Style
+from weightctl.top.drawing import ASCII, BLOCKS, Segment, Style, bar, glyphs, spark
 
 
 def test_a_spark_is_as_high_as_the_share_of_the_most() -> None:

@@ -7,8 +7,7 @@ from typing import Any, List
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightctl.top.tables import MODELS, PROCESSES, TENANTS
-from weightctl.top.view import MAX_DELAY_S, MIN_DELAY_S, KeyAction, View, faster, slower
+from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S, MODELS, PROCESSES, TENANTS, KeyAction, View, faster, slower
 
 from .pictures import picture
 
