@@ -22,7 +22,7 @@ from weightd_daemon.config.load import ConfigError, check_config, parse
 from weightd_daemon.config.tenants import find_warnings
 from weightd_daemon.doctor import arguments as doctor
 from weightd_daemon.handover.config_file import ConfigFile
-from weightd_daemon.handover.systemd_manager import ServiceManager
+from weightd_daemon.handover.systemd import ServiceManager
 from weightd_daemon.platform import environment, log_setup
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.server import Server

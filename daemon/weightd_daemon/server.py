@@ -24,8 +24,7 @@ from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.listeners import NONE, allowed_keys
 from weightd_daemon.config.load import Config, ConfigError
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.counters.daemon_counters import DaemonCounterRecord, DaemonCounters
-from weightd_daemon.counters.registry import CounterRegistry, ModelCounterRecord
+from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.handover import state as handover
 from weightd_daemon.handover.config_file import ConfigFile
@@ -34,9 +33,7 @@ from weightd_daemon.handover.counter_store import CounterEntry, CounterStore
 from weightd_daemon.handover.instance_lock import lock_instance
 from weightd_daemon.handover.shim_launcher import ShimLauncher
 from weightd_daemon.handover.state import Handover
-from weightd_daemon.handover.systemd_manager import CLIENTS, SHIM, ServiceManager
-from weightd_daemon.handover.systemd_notifier import SystemdNotifier
-from weightd_daemon.handover.systemd_sockets import ListenSockets, listen
+from weightd_daemon.handover.systemd import CLIENTS, SHIM, ListenSockets, ServiceManager, SystemdNotifier, listen
 from weightd_daemon.metrics_endpoint.page import MetricsPage
 from weightd_daemon.metrics_endpoint.scrapes import MetricsEndpoint
 from weightd_daemon.models.load_limit import LoadLimiter
@@ -49,13 +46,18 @@ from weightd_daemon.models.shared_process import ModelFactory
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.observability.log_tail import LogTailReader
-from weightd_daemon.observability.memory import MemoryReport, MemorySampler, MemorySubject, memory_subjects
-from weightd_daemon.observability.memory_scan import MemoryScan, TtlCache
+from weightd_daemon.observability.memory import (
+    MemoryReport,
+    MemorySampler,
+    MemoryScan,
+    MemorySubject,
+    TtlCache,
+    memory_subjects,
+)
 from weightd_daemon.observability.metrics import MetricsInputs, MetricsTime, build_metrics
 from weightd_daemon.observability.report_budget import Reports
 from weightd_daemon.observability.status import StatusInputs, build_status
 from weightd_daemon.observability.tenant_view import build_tenant_status
-from weightd_daemon.observability.usage_log import UsageReporter
 from weightd_daemon.platform import audit, clock, process_spawner
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limit import raise_descriptor_limit
@@ -74,9 +76,9 @@ from weightd_daemon.scheduling.fair_share import FairClocks
 from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
 from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
-from weightd_daemon.tenants.resolver import TenantResolver, tenant_members
-from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Viewer
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, TenantResolver, Viewer, tenant_members
 from weightd_daemon.tenants.usage import UsageRecord, UsageTable
+from weightd_daemon.tenants.usage_log import UsageReporter
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_daemon.zmq_proxy.zygote import Zygote
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable

@@ -15,7 +15,7 @@ from weightd_daemon.config.load import Config
 from weightd_daemon.handover import state
 from weightd_daemon.handover.config_file import ConfigFile
 from weightd_daemon.handover.config_reader import read_file
-from weightd_daemon.handover.systemd_manager import ServiceManager
+from weightd_daemon.handover.systemd import ServiceManager
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff
 from weightd_daemon.observability.memory import MemorySampler

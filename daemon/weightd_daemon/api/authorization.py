@@ -9,8 +9,7 @@ from weightd_daemon.api.connection import ClientConnection, ClientIdentity
 from weightd_daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
 from weightd_daemon.platform.connection_limit import NO_TENANT
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.tenants.resolver import TenantResolver
-from weightd_daemon.tenants.tenant import Tenant, Viewer
+from weightd_daemon.tenants.tenant import Tenant, TenantResolver, Viewer
 from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
 from weightd_protocol.errors import PermissionDenied, RequestError, Unauthenticated
 

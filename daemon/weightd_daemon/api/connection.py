@@ -12,8 +12,7 @@ from weightd_common.stream import Stream
 from weightd_daemon.platform.connection_limit import NO_TENANT
 from weightd_daemon.platform.peercred import peer_credentials, peer_groups
 from weightd_daemon.scheduling.request import ClientOrigin
-from weightd_daemon.tenants.resolver import PeerCredential
-from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.tenant import PeerCredential, Tenant
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.errors import RequestError, Unauthenticated
 from weightd_protocol.framing import Message

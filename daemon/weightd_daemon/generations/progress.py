@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from weightd_common.devices import CPU
-from weightd_daemon.counters.model_counters import ProcessCounters
+from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.actions import Action
 from weightd_daemon.generations.attach_control import AttachControl
 from weightd_daemon.generations.backoff import RestartBackoff

@@ -15,7 +15,7 @@ from pathlib import Path
 from weightd_daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd_daemon.handover.config_reader import ReadConfig
 from weightd_daemon.handover.instance_lock import check_directories
-from weightd_daemon.handover.systemd_manager import CLIENTS, CONFIG, ServiceManager
+from weightd_daemon.handover.systemd import CLIENTS, CONFIG, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.listen import listen_addresses
 

@@ -12,7 +12,7 @@ from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.handover import state
 from weightd_daemon.handover.instance_lock import make_private_directory
 from weightd_daemon.handover.state import Handover, HandoverError
-from weightd_daemon.handover.systemd_manager import SHIM, ServiceManager
+from weightd_daemon.handover.systemd import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.resource_limits import with_limit_hint

@@ -15,7 +15,7 @@ from weightd_common.safe_open import Grant
 from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
-from weightd_daemon.counters.model_counters import ProcessCounters
+from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec

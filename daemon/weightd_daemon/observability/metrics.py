@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd_daemon.counters.daemon_counters import DaemonCounters
-from weightd_daemon.counters.histogram import ROWS_BOUNDS, SECONDS_BOUNDS
-from weightd_daemon.counters.registry import CounterRegistry
+from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.process import WorkerProcess

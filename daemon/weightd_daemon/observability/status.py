@@ -20,7 +20,7 @@ from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.observability.load_progress import NO_PROGRESS
-from weightd_daemon.observability.memory_scan import MemoryScan
+from weightd_daemon.observability.memory import MemoryScan
 from weightd_daemon.observability.metrics import role_of
 from weightd_daemon.observability.tenant_status import queued_counts, tenant_statuses
 from weightd_daemon.platform import cgroup, clock

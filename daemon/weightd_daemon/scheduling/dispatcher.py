@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.counters.model_counters import ModelCounters
+from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.batch_item import BatchItem

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from weightd_daemon.counters.model_counters import ModelCounters
+from weightd_daemon.counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.batch_item import BatchItem
 from weightd_daemon.scheduling.batching import former

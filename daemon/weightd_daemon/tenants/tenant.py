@@ -1,12 +1,20 @@
-"""A tenant: on whose account requests go."""
+"""Tenants: what each may do, what it currently holds of its quotas, and which tenant a connected peer is.
+
+A peer's tenant follows from what the kernel or a key proves of it; a message proves nothing.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from weightd_common.tokenbuckets import TokenBucket
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, STATUS, TenantConfig
-from weightd_daemon.tenants.quota import Quota
+from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup
+from weightd_daemon.tenants.usage import QuotaExceeded
+from weightd_protocol.messages.inference import RequestDescription
 
 
 class Tenant:
@@ -67,5 +75,192 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
+# A guess: how long it takes until some of what there is has been computed.
+_RETRY_AFTER_S = 0.1
+
+
+class Quota:
+    """The counts of one tenant. They are kept where nothing is bounded, too: a reload may bound it.
+
+    Attributes:
+        in_flight: requests that were accepted and have not ended.
+        waiting: those of them that no slot has been given yet.
+        waiting_bytes: of their tensors.
+        connections: that it has.
+    """
+
+    __slots__ = ("_messages", "connections", "in_flight", "waiting", "waiting_bytes")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.waiting = 0
+        self.waiting_bytes = 0
+        self.connections = 0
+        self._messages = TokenBucket()
+
+    def count_message(self, config: TenantConfig, now: float) -> None:
+        """A message of any kind has come, or is sent on its account by another one.
+
+        Raises:
+            QuotaExceeded: there are too many.
+        """
+        rate = config.max_rate
+        if not rate:
+            return
+        # Less than one a second are one now and then.
+        burst = max(1.0, rate)
+        if not self._messages.take(rate, burst, now):
+            missing = 1.0 - self._messages.tokens(rate, burst, now)
+            text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
+            raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
+
+    def check_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
+        """See whether one more request may be accepted, whose tensors come with so many bytes.
+
+        Its rows are the largest first dimension of its inputs.
+
+        Raises:
+            QuotaExceeded: it may not.
+        """
+        if config.max_rows:
+            rows = max((each.shape[0] for each in description.inputs if each.shape), default=0)
+            if rows > config.max_rows:
+                text = f"max_rows of this tenant is {config.max_rows}, the first dimension of an input is {rows}"
+                raise QuotaExceeded("max_rows", text)
+        if config.max_in_flight and self.in_flight >= config.max_in_flight:
+            raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
+        if config.max_queue and self.waiting >= config.max_queue:
+            raise _quota_error("max_queue", config.max_queue, self.waiting)
+        # One that is alone may be larger.
+        if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
+            raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
+
+    def add_connection(self, config: TenantConfig) -> None:
+        """One more connection has come, and counts from now on, whatever becomes of it.
+
+        Raises:
+            QuotaExceeded: it is to be hung up.
+        """
+        self.connections += 1
+        if config.max_connections and self.connections > config.max_connections:
+            text = f"max_connections of this tenant is {config.max_connections}: this connection ends"
+            raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
+
+    def add_request(self, nbytes: int) -> None:
+        """A request waits from now on."""
+        self.in_flight += 1
+        self.waiting += 1
+        self.waiting_bytes += nbytes
+
+    def start_request(self, nbytes: int) -> None:
+        """A slot is given it for the first time, or some of it."""
+        self.waiting -= 1
+        self.waiting_bytes -= nbytes
+
+    def end_request(self, nbytes: int, *, has_started: bool) -> None:
+        """It has ended; `has_started`: a slot had been given it."""
+        self.in_flight -= 1
+        if not has_started:
+            self.start_request(nbytes)
+
+
+def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S
+    )
+
+
 # Where there are no tables: whoever may connect may do what nobody has to be an operator for.
 DEFAULT_TENANT = Tenant(DEFAULT_TENANT_NAME, TenantConfig(may=(RIGHTS[0], STATUS)))
+
+_OPERATORS_CONFIG = TenantConfig(may=RIGHTS)
+
+
+class PeerCredential(NamedTuple):
+    """What is proven of a peer.
+
+    Attributes:
+        uid: of a unix socket's peer; None over TCP.
+        gids: its groups, likewise.
+        key: its public key in Z85; "" where it has shown none.
+        is_operator: it is root, or the user that the daemon runs as, and has connected to the daemon itself.
+    """
+
+    uid: int | None = None
+    gids: tuple[int, ...] = ()
+    key: str = ""
+    is_operator: bool = False
+
+
+class TenantResolver:
+    """All tenants. Where there are no tables, everyone is one.
+
+    Args:
+        tenants: the tables, by name.
+
+    Attributes:
+        operators: who operates by its user and is in no table.
+    """
+
+    def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        # Its name cannot be that of a table.
+        self.operators = Tenant("(operators)", _OPERATORS_CONFIG)
+        self.configure(tenants)
+
+    def configure(self, tenants: Mapping[str, TenantConfig]) -> None:
+        """Other tables are in force; a tenant that stays is the same object."""
+        previous, self._tenants = self._tenants, {}
+        for name, config in tenants.items():
+            tenant = self._tenants[name] = previous.get(name) or Tenant(name, config)
+            tenant.set_config(config)
+        self._tenant_lookup = TenantLookup(tenant_members(tenants))
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values() or (DEFAULT_TENANT,))
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether there are tables."""
+        return bool(self._tenants)
+
+    @property
+    def all_tenants(self) -> list[Tenant]:
+        """All of them, and the operators."""
+        return [*self, self.operators]
+
+    def get(self, name: str) -> Tenant | None:
+        """Return the tenant of a table, or None."""
+        return self._tenants.get(name)
+
+    def tenant_of(self, credential: PeerCredential) -> Tenant | None:
+        """Return who a peer is; None where it is nobody.
+
+        Its key comes before its uid, and that before its groups: of these the first that the kernel names.
+        """
+        if not self._tenants:
+            return DEFAULT_TENANT
+        operator_name = self.operators.name if credential.is_operator else None
+        name = self._tenant_lookup.tenant_of(credential.uid, credential.gids, credential.key, operator_name)
+        if name is None:
+            return None
+        return self.operators if name == operator_name else self._tenants[name]
+
+
+def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[TenantCredentials]:
+    """Return who belongs to the tenants of these tables.
+
+    Args:
+        tenants: the tables, by name.
+        admitted: the tenants that a listener is for; none: all. The others are `NO_TENANT` there.
+    """
+    return [
+        TenantCredentials(
+            name if not admitted or name in admitted else NO_TENANT,
+            each.user_ids,
+            each.group_ids,
+            each.public_keys,
+            name == DEFAULT_TENANT_NAME,
+        )
+        for name, each in tenants.items()
+    ]

@@ -12,7 +12,7 @@ from weightd_daemon.api.connection import ClientConnection, ClientIdentity
 from weightd_daemon.config.tenants import RIGHTS, TenantConfig
 from weightd_daemon.platform.connection_limit import NO_TENANT
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.tenants.resolver import PeerCredential, TenantResolver
+from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
 from weightd_protocol.errors import PermissionDenied, RequestError
 

@@ -23,7 +23,7 @@ from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.tenants.resolver import TenantResolver
+from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import Cancelled, InvalidArgument

@@ -23,7 +23,7 @@ from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.metadata import MetadataRequest, Signature
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.tenants.resolver import PeerCredential, TenantResolver
+from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, decode, encode, max_request_items

@@ -26,8 +26,7 @@ from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.request import ClientOrigin
-from weightd_daemon.tenants.resolver import PeerCredential
-from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.tenant import PeerCredential, Tenant
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.framing import Message, message_prefix

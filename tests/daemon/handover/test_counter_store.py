@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.counters.daemon_counters import DaemonCounterRecord, DaemonCounters
-from weightd_daemon.counters.registry import CounterRegistry, ModelCounterRecord
+from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
 from weightd_daemon.handover import counter_store
 from weightd_daemon.handover.counter_store import (
     INTERVAL_S,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.counters.model_counters import ModelCounters
+from weightd_daemon.counters import ModelCounters
 from weightd_daemon.models.batching import describe_batching
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol import limits

@@ -13,8 +13,11 @@ import pytest
 from weightd_daemon.observability import memory
 from weightd_daemon.observability.memory import (
     INTERVAL_S,
+    MAX_AGE_S,
     MemorySampler,
+    MemoryScan,
     MemorySubject,
+    TtlCache,
     measure_footprint,
     memory_subjects,
 )
@@ -153,3 +156,54 @@ def test_which_processes_and_which_copies_there_are() -> None:
     assert memory_subjects([card.model], processes, files) == {
         "digits": [MemorySubject((10, 11), shared, BUILT.shared_bytes, None)]
     }
+
+
+class CountingKernel:
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: list[int] = []
+
+    def read_process_memory(self, pid: int) -> ProcessMemory | None:
+        self.asked.append(pid)
+        return None if pid == 7 else ProcessMemory(1000 * pid + len(self.asked), pid, 0)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
+    made = CountingKernel()
+    monkeypatch.setattr(memory, "read_process_memory", made.read_process_memory)
+    return made
+
+
+def steps(one: MemoryScan) -> int:
+    """Run the survey to its end; return how many steps it took."""
+    count = 1
+    while not one.step():
+        count += 1
+    return count
+
+
+def test_a_process_is_measured_once_a_second_however_often_is_asked(counting: CountingKernel) -> None:
+    measured = TtlCache(lambda: counting.now)
+    surveys = [MemoryScan("", [1, 2, 7], measured) for _ in range(16)]
+    # The first takes a step for each process: the loop does its other work between.
+    assert [steps(each) for each in surveys] == [3] + [1] * 15
+    assert counting.asked == [7, 2, 1]
+    assert [each.memory_by_pid for each in surveys] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
+    # One that has come since is measured alone.
+    counting.now = MAX_AGE_S / 2
+    late = MemoryScan("", [1, 3, 2], measured)
+    assert (steps(late), late.memory_by_pid) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
+    counting.now = MAX_AGE_S
+    assert steps(MemoryScan("", [1, 2], measured)) == 2
+    assert counting.asked == [7, 2, 1, 3, 2, 1]
+
+
+def test_no_value_is_kept_that_is_of_no_use(counting: CountingKernel) -> None:
+    measured = TtlCache(lambda: counting.now)
+    for pid in range(1000):
+        counting.now += MAX_AGE_S / 4
+        steps(MemoryScan("", [pid], measured))
+    assert len(vars(measured)["_values"]) <= 4

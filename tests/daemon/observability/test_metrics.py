@@ -4,9 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.counters.daemon_counters import DaemonCounters
-from weightd_daemon.counters.histogram import ROWS_BOUNDS, SECONDS_BOUNDS
-from weightd_daemon.counters.registry import CounterRegistry
+from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.observability.metrics import MemoryFootprint, MetricsInputs, MetricsTime, build_metrics
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer

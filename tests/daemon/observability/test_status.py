@@ -10,7 +10,7 @@ from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
-from weightd_daemon.observability.memory_scan import MemoryScan, TtlCache
+from weightd_daemon.observability.memory import MemoryScan, TtlCache
 from weightd_daemon.observability.status import StatusInputs, build_status
 from weightd_daemon.platform.memory import MIB, ProcessMemory
 from weightd_daemon.processes.events import Snapshot

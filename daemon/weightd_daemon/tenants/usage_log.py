@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from weightd_daemon.platform.timers import Timer
-from weightd_daemon.tenants.resolver import TenantResolver
+from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
 from weightd_protocol.schema import label
 
