@@ -18,7 +18,7 @@ from weightd_common.terminal import Terminal, ends_on_hangup
 from weightd_daemon import exit_codes
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.connection import proxied_identity
-from weightd_daemon.api.handlers import RequestRouter
+from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.listeners import NONE, allowed_keys
@@ -36,6 +36,7 @@ from weightd_daemon.handover.state import Handover
 from weightd_daemon.handover.systemd import CLIENTS, SHIM, ListenSockets, ServiceManager, SystemdNotifier, listen
 from weightd_daemon.metrics_endpoint.page import MetricsPage
 from weightd_daemon.metrics_endpoint.scrapes import MetricsEndpoint
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.load_progress import LoadSpeedRecord
 from weightd_daemon.models.model import ServedModel
@@ -163,7 +164,8 @@ class Server:
         }
         self._counter_store = CounterStore(config.daemon.counters_file, counter_entries, self._loop.call_soon)
         self._reports = Reports(
-            self._loop, lambda sink, error: self._request_router.reply_error(sink.client, sink.request_id, error)
+            self._loop,
+            lambda sink, error: self._request_router.responses.reply_error(sink.client, sink.request_id, error),
         )
         self._memory_cache = TtlCache()
         self._memory_sampler = MemorySampler()
@@ -327,9 +329,8 @@ class Server:
         self._systemd_notifier.on_resumed(previous_configs)
 
     def _make_model(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
-        model = self._model_factory.make(
-            name, config, self._devices, self._process_supervisor, self._request_router, numbers
-        )
+        notifier = ClientNotifier(self._request_router.responses, self._request_router.admin)
+        model = self._model_factory.make(name, config, self._devices, self._process_supervisor, notifier, numbers)
         model.load_limiter = self._load_limiter
         model.dispatcher.set_counters(self._counter_registry.counters_of(name))
         model.dispatcher.scheduler.clocks = self._fair_clocks
@@ -402,7 +403,7 @@ class Server:
             self._write_handover()
             self._notify_manager(now)
         # The next daemon knows of it now, too.
-        self._request_router.send_saved_responses()
+        self._request_router.admin.send_saved_responses()
         if self._one_shot:
             self._reconcile_one_shot(now)
         if self._shutdown.is_draining and self._is_idle():
@@ -461,11 +462,6 @@ class Server:
         self._process_supervisor.unmap(numbers)
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether no new request is taken."""
-        return self._shutdown.has_begun
-
-    @property
     def _config_note(self) -> str:
         return "" if self._file is None else self._file.note
 
@@ -502,6 +498,7 @@ class Server:
             drain_timeout_s = self._config.daemon.drain_timeout
             _log.info("stopping: finishing what was accepted, for at most %g s", drain_timeout_s)
             self._shutdown.handle(ShutdownEvent.STOP)
+            self._model_registry.close()
             self._schedule_reconcile()
             self._drain_timer.set(now + drain_timeout_s)
             self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * (drain_timeout_s + _STOP_MARGIN_S))}")
@@ -555,9 +552,9 @@ class Server:
 
     def _reply_reload(self, client: bytes, request_id: str, outcome: ConfigDiff | RequestError) -> None:
         if isinstance(outcome, RequestError):
-            self._request_router.reply_failed(client, request_id, outcome)
+            self._request_router.admin.reply_failed(client, request_id, outcome)
         else:
-            self._request_router.reply_reloaded(client, ReloadResponse(request_id, *outcome))
+            self._request_router.admin.reply_reloaded(client, ReloadResponse(request_id, *outcome))
 
     def _request_reload(self, on_done: Callable[[ConfigDiff | RequestError], object]) -> None:
         """Have the configuration file read again; call `on_done` once it is in force, or refused.
@@ -667,7 +664,7 @@ class Server:
         """A client wants to know what was counted."""
 
         def answer() -> bool:
-            self._request_router.reply_metrics(requester.client, self.metrics(requester.request_id, viewer))
+            self._request_router.responses.reply(requester.client, self.metrics(requester.request_id, viewer))
             return True
 
         self._reports.add(requester, answer)
@@ -676,7 +673,7 @@ class Server:
         """A client wants to know what has happened."""
 
         def answer() -> bool:
-            self._request_router.reply_events(requester.client, self._event_log.query(request))
+            self._request_router.responses.reply(requester.client, self._event_log.query(request))
             return True
 
         self._reports.add(requester, answer)
@@ -718,7 +715,7 @@ class Server:
         response = build_tenant_status(
             requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table
         )
-        self._request_router.reply_status(requester.client, response)
+        self._request_router.responses.reply(requester.client, response)
         return True
 
     def report_logs(self, client: bytes, request: Logs) -> None:
@@ -735,7 +732,7 @@ class Server:
         """Read one file more."""
         if self._log_readers[0].step():
             reader = self._log_readers.pop(0)
-            self._request_router.reply_logs(reader.client, reader.response)
+            self._request_router.responses.reply(reader.client, reader.response)
         if self._log_readers:
             self._loop.call_soon(self._read_next_log)
 
@@ -765,7 +762,7 @@ class Server:
             self._usage_table,
             functools.partial(self._load_monitor.progress, now=now),
         )
-        self._request_router.reply_status(client, build_status(memory_scan, *self._state_and_uptime(), inputs))
+        self._request_router.responses.reply(client, build_status(memory_scan, *self._state_and_uptime(), inputs))
 
 
 def _fixed_values(config: Config) -> dict[str, object]:

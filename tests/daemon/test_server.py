@@ -133,7 +133,7 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
         done.append("recorded")
 
     managed._process_supervisor = SimpleNamespace(take_changed=lambda: True)
-    managed._request_router = SimpleNamespace(send_saved_responses=lambda: done.append("told"))
+    managed._request_router = SimpleNamespace(admin=SimpleNamespace(send_saved_responses=lambda: done.append("told")))
     managed._shim_launcher = SimpleNamespace(handover_path=None)
     monkeypatch.setattr(state, "write", write)
     managed._reconcile()
@@ -162,7 +162,7 @@ def test_who_asks_for_what_is_costly_too_often_is_refused(tmp_path: Path) -> Non
         refused.append((client, request_id, error.code))
 
     server._process_supervisor, server._zmq_proxies = SimpleNamespace(processes={}), SimpleNamespace(pids=[])
-    server._request_router = SimpleNamespace(reply_error=reply_error)
+    server._request_router = SimpleNamespace(responses=SimpleNamespace(reply_error=reply_error))
     viewer = Viewer(DEFAULT_TENANT, can_see_all=True)
     for number in range(6):
         server.report_status(MetadataRequest(b"greedy", str(number), "a"), viewer)
@@ -194,7 +194,7 @@ def test_logs_are_read_a_file_a_turn_and_few_are_asked_for_at_once(tmp_path: Pat
     def reply_logs(client: bytes, response: LogsResponse) -> None:
         told.append((client, response))
 
-    server._request_router = SimpleNamespace(reply_logs=reply_logs)
+    server._request_router = SimpleNamespace(responses=SimpleNamespace(reply=reply_logs))
     server._process_supervisor = SimpleNamespace(files={"m.1": GenerationFiles(tmp_path / "m.1")})
     generations = [SimpleNamespace(label=f"m.{number}", number=number) for number in (1, 2)]
     server._model_registry.models["m"] = SimpleNamespace(generations=generations)
@@ -219,7 +219,7 @@ def test_for_who_may_not_see_others_nothing_is_measured(tmp_path: Path) -> None:
     def reply_status(client: bytes, response: StatusResponse) -> None:
         told.append((client, response))
 
-    server._request_router = SimpleNamespace(reply_status=reply_status)
+    server._request_router = SimpleNamespace(responses=SimpleNamespace(reply=reply_status))
     ann = server._tenant_resolver.get("ann")
     server.report_status(MetadataRequest(b"c", "7", "tenant ann"), Viewer(ann, can_see_all=False))
     assert told == []
@@ -303,19 +303,19 @@ def test_a_file_is_read_once_for_all_reloads_that_wait_and_again_for_those_that_
     server._start_config_read()
     [((_, _, tell), _)] = server._config_reader.start.call_args_list
     tell(read_file(path))
-    told = server._request_router.reply_reloaded
+    told = server._request_router.admin.reply_reloaded
     assert [call.args[1].id for call in told.call_args_list] == ["1", "2"]
     assert server._config_reader.start.call_count == 2
     path.write_text("[models")
     tell(read_file(path))
-    assert [call.args[1] for call in server._request_router.reply_failed.call_args_list] == ["3"]
+    assert [call.args[1] for call in server._request_router.admin.reply_failed.call_args_list] == ["3"]
     server._start_config_read()
     assert server._config_reader.start.call_count == 2
     # A process that cannot be started is an answer, too.
     server._config_reader.start.side_effect = OSError(11, "Resource temporarily unavailable")
     server.reload(b"client", "4")
     server._start_config_read()
-    assert "cannot start the process" in str(server._request_router.reply_failed.call_args.args[2])
+    assert "cannot start the process" in str(server._request_router.admin.reply_failed.call_args.args[2])
     for each in range(16):
         server.reload(b"client", f"more {each}")
     with pytest.raises(ResourceExhausted):

@@ -78,12 +78,37 @@ class Authorizer:
         if connection.tenant is not None:
             connection.tenant.quota.connections -= 1
 
-    def request_origin(self, connection: ClientConnection, tenant: Tenant) -> ClientOrigin:
-        """Return on whose account a request of a client for a tenant goes."""
-        if tenant is connection.tenant:
-            return connection.origin
-        near = f"{connection.identity.origin.peer} for tenant {tenant.name}"
-        return ClientOrigin(near, f"tenant {tenant.name}", is_tenant=True)
+    def authorize_infer(
+        self, connection: ClientConnection, name: str | None, now: float
+    ) -> tuple[Tenant, ClientOrigin]:
+        """Return on whose account an inference request goes: the client's own tenant, or the one that it names.
+
+        A message for another tenant counts in that one's rate, too.
+
+        Raises:
+            RequestError: the client may not name that tenant, or the tenant may not send requests now.
+        """
+        tenant, origin = connection.tenant, connection.origin
+        if tenant is None or name is not None:
+            tenant = self.resolve_tenant(connection, name)
+        if tenant is not connection.tenant:
+            tenant.quota.count_message(tenant.config, now)
+            peer = f"{connection.identity.origin.peer} for tenant {tenant.name}"
+            origin = ClientOrigin(peer, f"tenant {tenant.name}", is_tenant=True)
+        if INFER not in tenant.config.may:
+            raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
+        return tenant, origin
+
+    def charge_viewer(self, connection: ClientConnection, name: str | None, now: float) -> Viewer:
+        """Return for whom a client asks a question; one for another tenant counts in that one's rate, too.
+
+        Raises:
+            RequestError: the client may not name that tenant, or has asked too often.
+        """
+        viewer = self.resolve_viewer(connection, name)
+        if name is not None and viewer.tenant is not connection.tenant:
+            viewer.tenant.quota.count_message(viewer.tenant.config, now)
+        return viewer
 
     def resolve_tenant(self, connection: ClientConnection, name: str | None) -> Tenant:
         """Return whose a request is that names a tenant, or none.
@@ -192,16 +217,6 @@ class Authorizer:
             return not (account.has_right(INFER) and account.can_see(request.description.model_name))
 
         return may_not
-
-
-def check_infer(tenant: Tenant) -> None:
-    """See to it that requests for answers may go on this account.
-
-    Raises:
-        PermissionDenied: they may not.
-    """
-    if not tenant.has_right(INFER):
-        raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
 
 
 def _unknown_client_text(identity: ClientIdentity) -> str:

@@ -35,6 +35,17 @@ class MemoryBudget:
         """Whether so much more may be taken."""
         return not self.used_bytes or self.used_bytes + nbytes <= self.max_bytes
 
+    def try_reserve(self, client: bytes, nbytes: int) -> bool:
+        """Keep so much more for a client if there is room; return whether there is."""
+        used_bytes = self.used_bytes
+        if used_bytes and used_bytes + nbytes > self.max_bytes:
+            return False
+        self._bytes_by_client[client] = self._bytes_by_client.get(client, 0) + nbytes
+        self.used_bytes = used_bytes + nbytes
+        if nbytes >= LARGE_BYTES:
+            self._on_large_reservation()
+        return True
+
     def used_by(self, client: bytes) -> int:
         """Return what is kept for a client."""
         return self._bytes_by_client.get(client, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
@@ -87,5 +87,13 @@ class ProcessManager(Protocol):
         """Remove the files of a generation of which nothing is left."""
 
 
-class ClientNotifier(ResponseSink, UpdateSink, Protocol):
-    """What a model has to tell clients."""
+class ClientNotifier(NamedTuple):
+    """What sends a model's replies to clients.
+
+    Attributes:
+        response_sink: those to requests.
+        update_sink: those to updates.
+    """
+
+    response_sink: ResponseSink
+    update_sink: UpdateSink

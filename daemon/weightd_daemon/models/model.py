@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from weightd_common.devices import is_cpu
 from weightd_common.safe_open import Grant
@@ -34,9 +34,7 @@ from weightd_daemon.models.versions import IdSequence, ModelVersions
 from weightd_daemon.platform.timers import Timer
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.metadata import MetadataRequest
-from weightd_daemon.scheduling.request import Request
-from weightd_protocol.errors import RequestError, Unavailable
+from weightd_protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")
 
@@ -71,7 +69,7 @@ class ServedModel:
         self.config = config
         self.timer = Timer(self.tick)
         self.dispatcher = Dispatcher(
-            name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than
+            name, config, client_notifier.response_sink, process_manager.send_order, self.timer.set_no_later_than
         )
         self.deployments = [
             Deployment(placement, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
@@ -91,7 +89,9 @@ class ServedModel:
         # What its children say, and their ends, are the crew's business.
         self.on_message = self._process_events.on_message
         self.on_exit = self._process_events.on_exit
-        self._rollouts = Rollouts(name, config, self.deployments, self._versions, self.dispatcher, client_notifier)
+        self._rollouts = Rollouts(
+            name, config, self.deployments, self._versions, self.dispatcher, client_notifier.update_sink
+        )
         self._phase = ModelPhase.OPEN
         self._unavailable: ModelUnavailable | None = None
         # Of what its devices and snapshots wait for.
@@ -99,42 +99,6 @@ class ServedModel:
         self._load_backoff = LoadBackoff()
 
     # --- from clients -------------------------------------------------------------------------------------------
-
-    def infer(self, request: Request, now: float) -> None:
-        """Accept a request. While the model loads it waits, and is checked once it is known what the model takes.
-
-        Raises:
-            RequestError: it is refused.
-        """
-        if self._unavailable is not None:
-            raise self._unavailable.to_error()
-        self.dispatcher.infer(request, now)
-
-    def cancel(self, client: bytes, request_id: str, now: float) -> None:
-        """The client takes its request back."""
-        self.dispatcher.cancel(client, request_id, now)
-
-    def on_disconnect(self, client: bytes, now: float) -> None:
-        """The client is gone: nobody waits for what it asked."""
-        self.dispatcher.on_disconnect(client, now)
-
-    def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse what waits and is `should_reject`; what runs goes on."""
-        self.dispatcher.shed(should_reject, error, now)
-
-    def reject_metadata_requests(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
-        """Refuse who waits for the metadata and is `should_reject`."""
-        self.dispatcher.reject_metadata_requests(should_reject, error)
-
-    def request_metadata(self, request: MetadataRequest) -> None:
-        """Tell somebody what the model takes and gives, at once or when it is known.
-
-        Raises:
-            RequestError: it is refused.
-        """
-        if self._unavailable is not None:
-            raise self._unavailable.to_error()
-        self.dispatcher.request_metadata(request)
 
     def update(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
@@ -298,21 +262,13 @@ class ServedModel:
             deployment.reinstate(now)
         self._reconcile(now)
 
-    def hand_over(self, now: float) -> None:
-        """The daemon ends before its workers: answer what has not been answered."""
-        self.dispatcher.hand_over(now)
-
     def remove_snapshots(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
         self._versions.snapshots.drop_all()
 
     def adopt_requests(self, old: ServedModel, now: float) -> None:
         """Take over what waits at the model that this one replaces."""
-        for request in self.dispatcher.adopt_requests(old.dispatcher):
-            try:
-                self.infer(request, now)
-            except RequestError as error:
-                self.dispatcher.fail_request(request, error)
+        self.dispatcher.adopt_requests(old.dispatcher, now)
         self._reconcile(now)
 
     # --- what it tells ------------------------------------------------------------------------------------------
@@ -466,11 +422,16 @@ class ServedModel:
         if self.dispatcher.signature.built is None and (built := readiness.find_built(self.deployments)) is not None:
             self.dispatcher.on_built(built)
         self._plan_retry(now)
-        self._unavailable = readiness.find_unavailable(self.name, self.deployments)
-        if self._unavailable is not None and self._phase is not ModelPhase.REPLACED:
-            self.dispatcher.close(self._unavailable.to_error())
+        self._update_availability()
         self.dispatcher.dispatch(now)
         self._update_next_tick()
+
+    def _update_availability(self) -> None:
+        """Have requests refused if nobody serves the model or loads it, those that wait included."""
+        unavailable = self._unavailable = readiness.find_unavailable(self.name, self.deployments)
+        self.dispatcher.set_unavailable(None if unavailable is None else unavailable.to_error)
+        if unavailable is not None and self._phase is not ModelPhase.REPLACED:
+            self.dispatcher.close(unavailable.to_error())
 
     def _plan_retry(self, now: float) -> None:
         """Plan the next attempt to load what has failed of a cause that may go away by itself."""

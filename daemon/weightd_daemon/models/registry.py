@@ -17,7 +17,8 @@ from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.log_setup import subject_extra
-from weightd_protocol.errors import Unavailable
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol.errors import NotFound, Unavailable
 
 _log = logging.getLogger("weightd")
 
@@ -49,16 +50,45 @@ class ModelRegistry:
 
     Attributes:
         models: those that take requests, by name.
+        is_closed: whether no request is accepted any more, as the daemon stops.
         changing: those that are to be replaced by their successor once it has loaded, and those that leave: while
             there are none, `reconcile` has nothing to see.
     """
 
     def __init__(self, make_model: MakeModel) -> None:
         self.models: dict[str, ServedModel] = {}
+        self.is_closed = False
         self.changing: list[ServedModel] = []
         self._make_model = make_model
         self._id_sequences: dict[str, IdSequence] = {}
         self._past_deaths = 0
+
+    # --- for clients --------------------------------------------------------------------------------------------
+
+    def find(self, name: str, viewer: Tenant) -> ServedModel:
+        """Return a model that exists for this tenant.
+
+        Raises:
+            NotFound: there is none; the text is the same as for a name that exists for nobody.
+        """
+        model = self.models.get(name)
+        if model is None or not viewer.can_see(name):
+            raise NotFound(f"no model {name!r}; there are: {', '.join(self.visible_models(viewer)) or 'none'}")
+        return model
+
+    def is_visible(self, name: str, viewer: Tenant) -> bool:
+        """Return whether there is such a model for this tenant."""
+        return name in self.models and viewer.can_see(name)
+
+    def visible_models(self, viewer: Tenant) -> Mapping[str, ServedModel]:
+        """Return the models that exist for this tenant."""
+        return {name: model for name, model in self.models.items() if viewer.can_see(name)}
+
+    # --- for the daemon -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Accept no request any more."""
+        self.is_closed = True
 
     def start(self, configs: Mapping[str, ModelConfig], now: float) -> None:
         """Load the first models."""
@@ -131,7 +161,7 @@ class ModelRegistry:
     def hand_over(self, now: float) -> None:
         """This daemon ends, and its children go on: nobody waits for an answer any more."""
         for model in self.all_models():
-            model.hand_over(now)
+            model.dispatcher.hand_over(now)
 
     def all_models(self) -> list[ServedModel]:
         """Return every model of which something is left."""

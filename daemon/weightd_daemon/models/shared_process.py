@@ -20,14 +20,13 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec
 from weightd_daemon.generations.states import ACTIVE, advance
-from weightd_daemon.models import readiness
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.deployment_state import RolloutPolicy
 from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget, Placement
-from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent
+from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhaseEvent
 from weightd_daemon.models.shared_process_events import SharedProcessEvents
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.memory import MIB
@@ -317,9 +316,7 @@ class GroupedModel(ServedModel):
         if self.dispatcher.signature.built is None and built is not None:
             self.dispatcher.on_built(built)
         self._plan_retry(now)
-        self._unavailable = readiness.find_unavailable(self.name, self.deployments)
-        if self._unavailable is not None and self._phase is not ModelPhase.REPLACED:
-            self.dispatcher.close(self._unavailable.to_error())
+        self._update_availability()
         self.dispatcher.dispatch(now)
         self._update_next_tick()
 

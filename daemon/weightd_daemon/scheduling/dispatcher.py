@@ -64,7 +64,7 @@ class ResponseSink(Protocol):
     def notify_released(self, request: Request) -> None:
         """Tell the client of a request that was still running at its end that nobody writes for it any more."""
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
         """Send a model's metadata to the client."""
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
@@ -120,6 +120,7 @@ class Dispatcher:
         # Requests that have been taken from the queue and from the slots, and still have to be refused.
         self._pending_failures: deque[tuple[Request, RequestError]] = deque()
         self._schedule_by = schedule_by
+        self._make_unavailable: Callable[[], RequestError] | None = None
         self._name = name
         self._config = config
         self._response_sink = response_sink
@@ -137,6 +138,8 @@ class Dispatcher:
         Raises:
             RequestError: it is refused.
         """
+        if self._make_unavailable is not None:
+            raise self._make_unavailable()
         request.description = self.signature.check_request(request.description)
         self.scheduler.on_request(request, now)
         needs_check = False
@@ -158,8 +161,10 @@ class Dispatcher:
         """Tell somebody what the model takes and gives, at once or when it is known.
 
         Raises:
-            ResourceExhausted: too many wait, and most of them are this one's.
+            RequestError: nobody will answer, or too many wait and most of them are this one's.
         """
+        if self._make_unavailable is not None:
+            raise self._make_unavailable()
         rejected = self.signature.add_request(request, self._config.max_queue)
         if rejected is not None:
             error = ResourceExhausted(
@@ -440,12 +445,19 @@ class Dispatcher:
         if built is not None:
             self.signature.on_built(built)
 
-    def adopt_requests(self, old: Dispatcher) -> Iterator[Request]:
-        """Take over who waits at another dispatcher for metadata; yield what waits there for an answer."""
+    def set_unavailable(self, make_error: Callable[[], RequestError] | None) -> None:
+        """From now on refuse each request with an error that this function makes; None: accept requests."""
+        self._make_unavailable = make_error
+
+    def adopt_requests(self, old: Dispatcher, now: float) -> None:
+        """Take over the requests that wait at another dispatcher."""
         old.fault_isolator.fail_pending()
         for request in old.scheduler.take_all_waiting():
             old.scheduler.deadlines.remove(request)
-            yield request
+            try:
+                self.infer(request, now)
+            except RequestError as error:
+                self.fail_request(request, error)
         self.signature.adopt_requests(old.signature)
         self.principal_names = old.principal_names
         self._reply_metadata()
@@ -478,6 +490,11 @@ class Dispatcher:
             self._fail_some()
 
     # --- what it tells ------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> Built | None:
+        """What a holder has told of the model; None while the first one loads."""
+        return self.signature.built
 
     @property
     def is_idle(self) -> bool:
@@ -670,7 +687,7 @@ class Dispatcher:
         if built is None:
             return
         for client, request_id, _ in self.signature.take_requests():
-            self._response_sink.reply_metadata(
+            self._response_sink.reply(
                 client,
                 ModelMetadataResponse(
                     request_id,

@@ -13,7 +13,7 @@ from weightd_daemon.tenants.usage import Usage
 from weightd_protocol.messages.inference import RequestDescription
 
 # What a request takes beside its tensors, about: the header's objects.
-_OVERHEAD_BYTES = 2048
+OVERHEAD_BYTES = 2048
 
 
 class ClientOrigin(NamedTuple):
@@ -63,7 +63,7 @@ class Request:
         is_ended: while a slot ran it: what that gives later is dropped.
         pending_writes: the rows whose outputs a process may still write to memory of the client, of each process.
         may_still_write: it has ended while there were any.
-        partial_result_bytes: bytes of the answers to its parts that wait for those to others.
+        buffered_bytes: what the daemon keeps of it in memory until it has ended; the answers to its parts, too.
     """
 
     number: int
@@ -89,7 +89,7 @@ class Request:
     is_ended: bool = False
     pending_writes: tuple[range, ...] = ()
     may_still_write: bool = False
-    partial_result_bytes: int = 0
+    buffered_bytes: int = 0
 
     def require_isolation(self, isolation: Isolation) -> None:
         """From now on it bears no other company than this, or less."""
@@ -104,8 +104,3 @@ class Request:
     def is_mutable(self) -> bool:
         """Whether its client can change the content at any time: an input is in memory of the client."""
         return bool(self.locations.inputs)
-
-    @property
-    def buffered_bytes(self) -> int:
-        """What the daemon keeps of it in memory until it has ended."""
-        return self.nbytes + self.partial_result_bytes + _OVERHEAD_BYTES

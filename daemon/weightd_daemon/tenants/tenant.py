@@ -114,13 +114,13 @@ class Quota:
             text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
             raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
 
-    def check_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """See whether one more request may be accepted, whose tensors come with so many bytes.
+    def add_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
+        """Count one more request, whose tensors come with so many bytes; it waits from now on.
 
         Its rows are the largest first dimension of its inputs.
 
         Raises:
-            QuotaExceeded: it may not.
+            QuotaExceeded: the tenant may not have one more; it is not counted.
         """
         if config.max_rows:
             rows = max((each.shape[0] for each in description.inputs if each.shape), default=0)
@@ -134,6 +134,9 @@ class Quota:
         # One that is alone may be larger.
         if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
             raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
+        self.in_flight += 1
+        self.waiting += 1
+        self.waiting_bytes += nbytes
 
     def add_connection(self, config: TenantConfig) -> None:
         """One more connection has come, and counts from now on, whatever becomes of it.
@@ -145,12 +148,6 @@ class Quota:
         if config.max_connections and self.connections > config.max_connections:
             text = f"max_connections of this tenant is {config.max_connections}: this connection ends"
             raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
-
-    def add_request(self, nbytes: int) -> None:
-        """A request waits from now on."""
-        self.in_flight += 1
-        self.waiting += 1
-        self.waiting_bytes += nbytes
 
     def start_request(self, nbytes: int) -> None:
         """A slot is given it for the first time, or some of it."""

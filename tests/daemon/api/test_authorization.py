@@ -82,7 +82,7 @@ def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> Non
     assert of_ann is ann.tenant
     assert there.resolve_tenant(gateway, "gateway") is there.resolve_tenant(gateway, None) is gateway.tenant
     # What ann's requests do through a gateway is ann's; what one of them does is told apart from her own.
-    assert there.request_origin(gateway, of_ann).principal == ann.origin.principal == "tenant ann"
+    assert there.authorize_infer(gateway, "ann", 0.0)[1].principal == ann.origin.principal == "tenant ann"
     for asks, name in ((gateway, "staff"), (gateway, "none"), (ann, "gateway")):
         with pytest.raises(PermissionDenied, match=rf"does not act for '{name}' \(acts_for\)$"):
             there.resolve_tenant(asks, name)

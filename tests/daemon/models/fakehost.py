@@ -13,6 +13,7 @@ from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -172,8 +173,8 @@ class FakeHost:
     def notify_released(self, request: Request) -> None:
         self.releases.append(request.number)
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
-        self.metadata.append((client, metadata))
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
+        self.metadata.append((client, message))
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         self.updated.append(response)
@@ -218,7 +219,11 @@ class ModelHarness:
         config.setdefault("start", "spawn")
         there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
         self.model = ServedModel(
-            "digits", there, {name: DeviceBudget(name) for name in there.devices_by_weight_copy}, self.host, self.host
+            "digits",
+            there,
+            {name: DeviceBudget(name) for name in there.devices_by_weight_copy},
+            self.host,
+            ClientNotifier(self.host, self.host),
         )
         self.model.start(self.now)
 
@@ -282,7 +287,7 @@ class ModelHarness:
     def submit(self, *requests: Request) -> list[int]:
         for each in requests:
             each.arrived_at = self.now
-            self.model.infer(each, self.now)
+            self.model.dispatcher.infer(each, self.now)
         return [each.number for each in requests]
 
     def some(self, count: int) -> list[int]:

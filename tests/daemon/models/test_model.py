@@ -208,16 +208,16 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
 
 def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wait() -> None:
     stage = ModelHarness(max_queue=2)
-    stage.model.request_metadata(MetadataRequest(b"a", "1"))
-    stage.model.request_metadata(MetadataRequest(b"b", "2"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"a", "1"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"b", "2"))
     with pytest.raises(ResourceExhausted, match="2 metadata requests are waiting already"):
-        stage.model.request_metadata(MetadataRequest(b"c", "3"))
+        stage.model.dispatcher.request_metadata(MetadataRequest(b"c", "3"))
     stage.some(2)
     with pytest.raises(ResourceExhausted):
         stage.some(1)
     assert stage.host.metadata == []
     stage.pinned().builds()
-    stage.model.request_metadata(MetadataRequest(b"c", "3"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"c", "3"))
     assert [client for client, _ in stage.host.metadata] == [b"a", b"b", b"c"]
     told = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
     assert stage.host.metadata[0][1] == told
@@ -237,7 +237,7 @@ def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
 ) -> None:
     rows = None if equal is None else RowSupport(("x",), ("y",), is_equal=equal)
     stage = ModelHarness(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, row_support=rows))
-    stage.model.request_metadata(MetadataRequest(b"a", "1"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
 
 
@@ -462,8 +462,8 @@ def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
 def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way() -> None:
     stage = ModelHarness(max_queue=2)
     for client, user in (("a", "ann"), ("b", "ann"), ("c", "ben")):
-        stage.model.request_metadata(MetadataRequest(client.encode(), client, user))
-    stage.model.reject_metadata_requests(lambda client: client == b"a", PermissionDenied("not any more"))
+        stage.model.dispatcher.request_metadata(MetadataRequest(client.encode(), client, user))
+    stage.model.dispatcher.reject_metadata_requests(lambda client: client == b"a", PermissionDenied("not any more"))
     assert [told[:2] for told in stage.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"c"]
@@ -471,7 +471,7 @@ def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way(
 
 def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     stage = ModelHarness()
-    stage.model.request_metadata(MetadataRequest(b"curious", "7"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"curious", "7"))
     [number] = stage.some(1)
     stage.model.on_snapshot_failed(stage.host.pinned[0], "no such file", stage.now)
     text = "digits failed: no such file"
@@ -480,7 +480,7 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     with pytest.raises(FailedPrecondition, match=text):
         stage.some(1)
     with pytest.raises(FailedPrecondition, match=text):
-        stage.model.request_metadata(MetadataRequest(b"curious", "8"))
+        stage.model.dispatcher.request_metadata(MetadataRequest(b"curious", "8"))
     assert stage.model.retry_delay_s(stage.now) is None
     assert (stage.model.has_failed, stage.model.unready_reason(stage.now)) == (True, text)
     # It is gone only when it was told to go.
@@ -650,7 +650,7 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
 def test_draining_while_it_loads_answers_everyone() -> None:
     stage = ModelHarness(workers=1)
     [number] = stage.some(1)
-    stage.model.request_metadata(MetadataRequest(b"curious", "7"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"curious", "7"))
     stage.model.drain(stage.now)
     # The snapshot that is being taken is given up.
     assert stage.host.unpinned == stage.host.pinned
@@ -662,7 +662,7 @@ def test_what_waits_is_the_successors() -> None:
     old, new = ModelHarness(workers=1), ModelHarness(workers=1).serving()
     numbers = old.some(2)
     unfit = old.submit(request(BAD))
-    old.model.request_metadata(MetadataRequest(b"curious", "7"))
+    old.model.dispatcher.request_metadata(MetadataRequest(b"curious", "7"))
     new.model.adopt_requests(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]

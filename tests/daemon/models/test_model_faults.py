@@ -358,7 +358,7 @@ def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_reques
     stage = ModelHarness(workers=MAX_PEER_DEATHS).serving()
     stage.submit(*poisons(MAX_PEER_DEATHS))
     if taken_back:
-        stage.model.on_disconnect(HOSTILE.peer.encode(), stage.now)
+        stage.model.dispatcher.on_disconnect(HOSTILE.peer.encode(), stage.now)
     for worker, number in stage.host.predicts():
         lost(stage, worker, number)
     assert suspects(stage) == [HOSTILE.peer]
@@ -386,7 +386,7 @@ def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     assert [number for _, number in stage.host.predicts()] == [unlike]
     # Of what is taken back no more is looked at.
     stage.model.tick(stage.now)
-    stage.model.cancel(b"client", f"id{gone}", stage.now)
+    stage.model.dispatcher.cancel(b"client", f"id{gone}", stage.now)
     assert looks(stage) == 2 * (MEGABYTE // SLICE_BYTES + 1)
     assert stage.host.refused() == [(gone, "CANCELLED"), (poisoned, "INTERNAL")]
     assert [number for _, number in stage.host.predicts()] == [good]
@@ -423,7 +423,7 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
     running, ready, waiting, other, hangs = stage.some(5)
     stage.host.predicts()
     for number in (waiting, ready, running) * 2:
-        stage.model.cancel(b"client", f"id{number}", stage.now)
+        stage.model.dispatcher.cancel(b"client", f"id{number}", stage.now)
     text = "cancelled by the client"
     assert stage.host.refusals == [(number, "CANCELLED", text) for number in (waiting, ready, running)]
     assert stage.host.told(CancelPredict) == [(W1, CancelPredict(ready))]
@@ -432,7 +432,7 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
     stage.answers(W1, running, other)
     assert stage.host.answers == [other]
     # What hangs though nobody waits for it is refused once, and its worker ended all the same.
-    stage.model.cancel(b"client", f"id{hangs}", stage.now)
+    stage.model.dispatcher.cancel(b"client", f"id{hangs}", stage.now)
     stage.passes(60.0)
     assert (stage.host.refused()[3:], stage.host.aborted) == ([(hangs, "CANCELLED")], [W1])
 
@@ -440,12 +440,14 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
 def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage = ModelHarness(workers=1)
     [shed] = stage.some(1)
-    stage.model.shed(lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), stage.now)
+    stage.model.dispatcher.shed(
+        lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), stage.now
+    )
     assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
-    stage.model.request_metadata(MetadataRequest(b"client", "q"))
-    stage.model.request_metadata(MetadataRequest(b"another", "r"))
-    stage.model.on_disconnect(b"client", stage.now)
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"client", "q"))
+    stage.model.dispatcher.request_metadata(MetadataRequest(b"another", "r"))
+    stage.model.dispatcher.on_disconnect(b"client", stage.now)
     assert stage.model.dispatcher.is_idle
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"another"]

@@ -55,7 +55,7 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     stage = ModelHarness().serving()
     asked, other = offering(), offering()
     number, _ = stage.submit(asked, other)
-    stage.model.cancel(asked.client, asked.id, stage.now)
+    stage.model.dispatcher.cancel(asked.client, asked.id, stage.now)
     assert (asked.may_still_write, stage.host.refused(), stage.host.releases) == (True, [(number, "CANCELLED")], [])
     ENDS[end](stage, number)
     assert stage.host.releases == [number]
@@ -73,7 +73,7 @@ def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
     waits = offering()
     stage.submit(waits)
     assert len(stage.host.predicts()) == 2
-    stage.model.cancel(waits.client, waits.id, stage.now)
+    stage.model.dispatcher.cancel(waits.client, waits.id, stage.now)
     assert not waits.may_still_write
 
 
@@ -82,7 +82,7 @@ def test_what_is_taken_back_may_be_written_until_the_worker_says_what_came_of_it
     stage = ModelHarness(workers=1).serving()
     ahead = offering()
     stage.submit(offering(), ahead)
-    stage.model.cancel(ahead.client, ahead.id, stage.now)
+    stage.model.dispatcher.cancel(ahead.client, ahead.id, stage.now)
     assert (stage.host.told(CancelPredict), ahead.may_still_write, stage.host.releases) == (
         [(W1, CancelPredict(ahead.number))],
         True,

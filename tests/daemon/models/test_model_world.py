@@ -24,6 +24,7 @@ from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import ACTIVE, USABLE, ChildState
 from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget
@@ -165,7 +166,7 @@ class ModelWorld(RuleBasedStateMachine):
             max_queue=8,
         )
         self.devices = {name: DeviceBudget(name, capacity, processes) for name in self.config.devices_by_weight_copy}
-        self.model = ServedModel("m", self.config, self.devices, self, self)
+        self.model = ServedModel("m", self.config, self.devices, self, ClientNotifier(self, self))
         self.model.start(self.now)
         # Most of what is worth seeing happens later.
         if draw(st.sampled_from([True, True, True, False])):
@@ -291,9 +292,9 @@ class ModelWorld(RuleBasedStateMachine):
         elif "workers: they are rejected for" in error:
             assert max(self.killers[name] for name in request.origin) > MAX_PEER_DEATHS
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
-        assert metadata.inputs == (X,)
-        self.replies[metadata.id] += 1
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
+        assert message.inputs == (X,)
+        self.replies[message.id] += 1
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         serving = [each.serving for each in self.model.deployments]
@@ -566,7 +567,7 @@ class ModelWorld(RuleBasedStateMachine):
                 origin,
             )
             try:
-                self.model.infer(request, self.now)
+                self.model.dispatcher.infer(request, self.now)
             except RequestError as error:
                 assert not self.ended[number]
                 self.is_deserved(request, str(error))
@@ -578,7 +579,7 @@ class ModelWorld(RuleBasedStateMachine):
         name = f"q{next(self.numbers)}"
         self.questions[name] += 1
         try:
-            self.model.request_metadata(MetadataRequest(b"c", name))
+            self.model.dispatcher.request_metadata(MetadataRequest(b"c", name))
         except RequestError:
             assert not self.replies[name]
             del self.questions[name]
@@ -615,7 +616,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.devices = {
             name: DeviceBudget(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()
         }
-        self.model = ServedModel("m", self.config, self.devices, self, self, IdSequence(record.last_ids))
+        self.model = ServedModel(
+            "m", self.config, self.devices, self, ClientNotifier(self, self), IdSequence(record.last_ids)
+        )
         self.model.resume(record, self.now)
 
     @precondition(lambda self: len(self.names) > 12)

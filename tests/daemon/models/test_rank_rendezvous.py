@@ -12,6 +12,7 @@ import pytest
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget
@@ -77,7 +78,9 @@ class Cut:
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ranks.all_devices, ranks=ranks, **config)
         self.devices = {name: DeviceBudget(name) for name in ("cpu", *ranks.all_devices)}
-        self.model = ServedModel("big", self.config, self.devices, self.host, self.host, numbers)
+        self.model = ServedModel(
+            "big", self.config, self.devices, self.host, ClientNotifier(self.host, self.host), numbers
+        )
 
     def started(self) -> Cut:
         self.model.start(self.now)
@@ -125,7 +128,7 @@ class Cut:
 
     def asks(self) -> int:
         asked = request()
-        self.model.infer(asked, self.now)
+        self.model.dispatcher.infer(asked, self.now)
         return asked.number
 
     def answers(self, number: int, generation: int = 1) -> Cut:
@@ -332,7 +335,9 @@ class Reloaded(Cut):
         self.old = self.serving().model
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", "max_queue": 7, **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.all_devices, ranks=ON_CARDS, **config)
-        self.model = ServedModel("big", self.config, self.devices, self.host, self.host, numbers)
+        self.model = ServedModel(
+            "big", self.config, self.devices, self.host, ClientNotifier(self.host, self.host), numbers
+        )
         self.model.set_predecessor(self.old)
         self.started()
 
@@ -347,7 +352,7 @@ def test_a_changed_configuration_takes_the_place_of_the_old_where_there_is_no_ro
     assert ([name for name, _ in stage.host.told(Stop)], stage.of(2)) == ([R0, R1], [])
     # Requests wait at the old one, which would serve again if the new one could not be loaded.
     asked = request()
-    stage.old.infer(asked, stage.now)
+    stage.old.dispatcher.infer(asked, stage.now)
     assert (stage.old.is_serving, stage.old.may_serve_soon) == (False, True)
     stage.old_is_gone().model.tick(stage.now)
     assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]

@@ -14,6 +14,7 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import GenerationState
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget
@@ -43,7 +44,7 @@ class Daemon:
         self.fleet = ModelRegistry(self.make)
 
     def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
-        return ServedModel(name, config, self.devices, self.host, self.host, numbers)
+        return ServedModel(name, config, self.devices, self.host, ClientNotifier(self.host, self.host), numbers)
 
     def started(self, **configs: ModelConfig) -> Daemon:
         self.fleet.start(configs, self.now)
@@ -112,11 +113,11 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     assert not model.is_serving
     # What it takes is known before anybody is back.
     with pytest.raises(InvalidArgument, match="x is missing"):
-        model.infer(request(BAD), daemon.now)
+        model.dispatcher.infer(request(BAD), daemon.now)
     with pytest.raises(Unavailable, match="m is loading on cpu"):
         daemon.update()
     asked = request()
-    model.infer(asked, daemon.now)
+    model.dispatcher.infer(asked, daemon.now)
     daemon.backs()
     assert (model.is_serving, model.is_complete, model.unready_reason(daemon.now)) == (True, True, "")
     assert host.told(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
@@ -207,7 +208,7 @@ def test_devices_of_which_nothing_was_left_are_loaded() -> None:
 def test_a_daemon_that_ends_answers_everybody() -> None:
     daemon = Daemon().started(m=ONE)
     asked = request()
-    daemon.fleet.models["m"].infer(asked, daemon.now)
+    daemon.fleet.models["m"].dispatcher.infer(asked, daemon.now)
     daemon.fleet.hand_over(daemon.now)
     assert daemon.host.refusals == [(asked.number, "UNAVAILABLE", "weightd is restarting")]
     assert [each.name for each in daemon.records()] == ["m"]

@@ -13,6 +13,7 @@ from weightd_common.model_group import joint_digest
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.shared_process import ModelFactory
@@ -54,7 +55,9 @@ class Home:
             )
             devices = {"ascend:0": self.device}
             # As the registry does: one is started before the next one is made.
-            self.models[name] = households.make(name, there, devices, self.host, self.host, IdSequence())
+            self.models[name] = households.make(
+                name, there, devices, self.host, ClientNotifier(self.host, self.host), IdSequence()
+            )
             self.models[name].start(self.now)
 
     def pinned(self, *names: str) -> Home:
@@ -84,7 +87,7 @@ class Home:
     def asks(self, name: str) -> int:
         spec = TensorSpec(TENSORS[name].name, "FP32", (5, 2))
         asked = dataclasses.replace(request(), description=RequestDescription(name, (spec,)))
-        self.models[name].infer(asked, self.now)
+        self.models[name].dispatcher.infer(asked, self.now)
         return asked.number
 
     def answers(self, number: int, child: str = P1) -> Home:

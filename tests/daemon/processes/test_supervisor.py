@@ -26,6 +26,7 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.platform import processes
@@ -122,7 +123,11 @@ class Scene:
     def model_of(self, table: ModelConfig) -> ServedModel:
         clients: Any = SimpleNamespace(reply_result=self._answer)
         return ServedModel(
-            "m", table, {device: DeviceBudget(device) for device in table.devices}, self.backend, clients
+            "m",
+            table,
+            {device: DeviceBudget(device) for device in table.devices},
+            self.backend,
+            ClientNotifier(clients, clients),
         )
 
     def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
@@ -142,7 +147,9 @@ class Scene:
 
     def answer(self, *, by_lane: bool = True, is_dead: bool = False) -> None:
         """Have the model asked, and the worker answer; if it is dead, its exit is the first that can be noticed."""
-        self.model.infer(Request(1, b"c", "1", RequestDescription("m", (SPEC,)), (bytes(16),), 0.0, 1e9, 16), 0.0)
+        self.model.dispatcher.infer(
+            Request(1, b"c", "1", RequestDescription("m", (SPEC,)), (bytes(16),), 0.0, 1e9, 16), 0.0
+        )
         (predict,) = self.asked(1)
         assert isinstance(predict, Predict)
         message = [*encode(PredictResult(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)]

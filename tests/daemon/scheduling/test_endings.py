@@ -136,7 +136,7 @@ class Clients:
     def notify_released(self, request: Request) -> None:
         raise AssertionError(request)
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
         pass
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:

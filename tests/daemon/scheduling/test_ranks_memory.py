@@ -53,7 +53,7 @@ class Bench:
     def notify_released(self, request: Request) -> None:
         self.told.append(("released", bool(request.pending_writes)))
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
         pass
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:

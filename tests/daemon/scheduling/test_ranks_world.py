@@ -144,7 +144,7 @@ class World(RuleBasedStateMachine):
     def notify_released(self, request: Request) -> None:
         self.written.remove(request.number)
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
         """Nobody asks."""
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:

@@ -70,7 +70,7 @@ class Member:
     def notify_released(self, request: Request) -> None:
         pass
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
         pass
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:

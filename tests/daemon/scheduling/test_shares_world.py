@@ -86,7 +86,7 @@ class Model:
     def notify_released(self, request: Request) -> None:
         """Nobody has room in its memory."""
 
-    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
         """Nobody asks."""
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
@@ -202,7 +202,7 @@ class World:
         self.asked[number], self.seconds[number], self.whose[number] = request, seconds, model
         if then is not None:
             self.again[number] = then
-        who.quota.add_request(request.nbytes)
+        who.quota.add_request(who.config, request.description, request.nbytes)
         try:
             model.desk.infer(request, self.now)
         except RequestError as error:

@@ -26,7 +26,7 @@ def busy() -> Quota:
     """One runs, one waits."""
     quota = Quota()
     for _ in range(2):
-        quota.add_request(100)
+        quota.add_request(TenantConfig(), asked(()), 100)
     quota.start_request(100)
     return quota
 
@@ -37,16 +37,16 @@ def busy() -> Quota:
 )
 def test_what_is_at_its_bound_gets_no_more_and_is_told_which(bound: str, most: int, enough: int) -> None:
     with pytest.raises(QuotaExceeded, match=rf"{bound} of this tenant is {most}\b") as told:
-        busy().check_request(bounded(bound, most), asked((3,), (8, 2)), 51)
+        busy().add_request(bounded(bound, most), asked((3,), (8, 2)), 51)
     assert told.value.quota == bound
     # Fewer rows are a matter of the request, not of time.
     assert (told.value.retry_after is None) == (bound == "max_rows")
-    busy().check_request(bounded(bound, enough), asked((3,), (8, 2)), 51)
-    busy().check_request(TenantConfig(), asked((3,), (8, 2)), 51)
+    busy().add_request(bounded(bound, enough), asked((3,), (8, 2)), 51)
+    busy().add_request(TenantConfig(), asked((3,), (8, 2)), 51)
 
 
 def test_one_that_waits_alone_may_have_more_bytes() -> None:
-    Quota().check_request(TenantConfig(max_queue_bytes=1), asked(()), 2**40)
+    Quota().add_request(TenantConfig(max_queue_bytes=1), asked(()), 2**40)
 
 
 def test_what_has_ended_counts_no_more_begun_or_not() -> None:

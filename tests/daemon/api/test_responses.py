@@ -18,7 +18,7 @@ from weightd_common import memfd
 from weightd_common.stream import Stream
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.connection import ClientIdentity
-from weightd_daemon.api.handlers import DaemonControl, RequestRouter
+from weightd_daemon.api.router import DaemonControl, RequestRouter
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
@@ -61,13 +61,15 @@ class World:
     def __init__(self) -> None:
         self.loop = EventLoop()
         self.waiting: list[Request] = []
-        fleet = SimpleNamespace(models={"m": self}, all_models=lambda: [self])
+        self.dispatcher = self
+        registry = ModelRegistry(cast(Any, None))
+        registry.models = cast(Any, {"m": self})
         self.unmapped: list[int] = []
-        daemon = SimpleNamespace(is_stopping=False, unmap=self.unmapped.extend)
+        daemon = SimpleNamespace(unmap=self.unmapped.extend)
         access = Authorizer(TenantResolver({}), UsageTable(), {})
         self.frontend = RequestRouter(
             self.loop,
-            cast(ModelRegistry, fleet),
+            registry,
             10**9,
             cast(DaemonControl, daemon),
             max_shm_bytes=10_000,
@@ -82,7 +84,7 @@ class World:
     def on_disconnect(self, client: bytes, now: float) -> None:
         for request in [each for each in self.waiting if each.client == client]:
             self.waiting.remove(request)
-            self.frontend.reply_request_error(request, Cancelled("gone"))
+            self.frontend.responses.reply_request_error(request, Cancelled("gone"))
 
     def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
         ours, theirs = socket.socketpair()
@@ -157,9 +159,9 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
     assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
     request.may_still_write = True
     described = ResponseDescription("m", (X,))
-    world.frontend.reply_result(request, PredictResult(1, described, (0,)), ())
+    world.frontend.responses.reply_result(request, PredictResult(1, described, (0,)), ())
     assert world.hear(client) == InferResponse("1", described, (0,), may_still_write=True)
-    world.frontend.notify_released(request)
+    world.frontend.responses.notify_released(request)
     assert world.hear(client) == Released("1")
 
 
@@ -170,7 +172,7 @@ def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
     [request] = world.waiting
     for running in (True, None):
         request.may_still_write = bool(running)
-        world.frontend.reply_request_error(request, InvalidArgument("x"))
+        world.frontend.responses.reply_request_error(request, InvalidArgument("x"))
         assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", may_still_write=running)
 
 

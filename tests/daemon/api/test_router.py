@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import msgpack
 import pytest
@@ -16,13 +16,13 @@ from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.stream import Stream
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.connection import ClientIdentity
-from weightd_daemon.api.handlers import DaemonControl, RequestRouter
+from weightd_daemon.api.router import DaemonControl, RequestRouter
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.scheduling.metadata import MetadataRequest, Signature
-from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.request import OVERHEAD_BYTES, ClientOrigin, Request
 from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits
@@ -54,9 +54,10 @@ class FakeModel:
 
     name = "m"
     config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
-    dispatcher = SimpleNamespace(signature=Signature())
+    built: Built | None = None
 
     def __init__(self) -> None:
+        self.dispatcher = self
         self.frontend: RequestRouter
         self.waiting: list[Request] = []
         self.waiters: list[MetadataRequest] = []
@@ -74,7 +75,7 @@ class FakeModel:
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
         for request in [each for each in self.waiting if should_reject(each)]:
             self.waiting.remove(request)
-            self.frontend.reply_request_error(request, error)
+            self.frontend.responses.reply_request_error(request, error)
 
     def request_metadata(self, waiter: MetadataRequest) -> None:
         self.waiters.append(waiter)
@@ -115,14 +116,15 @@ class World:
         self.loop = EventLoop()
         self._peers: list[Peer] = []
         self.models = {"m": self.model}
-        fleet = SimpleNamespace(models=self.models, all_models=lambda: [self.model])
-        kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).buffered_bytes
-        self.daemon = SimpleNamespace(is_stopping=False)
+        self.registry = ModelRegistry(cast(Any, None))
+        self.registry.models = cast(Any, self.models)
+        kept = NBYTES + OVERHEAD_BYTES
+        self.daemon = SimpleNamespace()
         self.accounts = UsageTable()
         self.tenants = TenantResolver(tenants)
         self.frontend = RequestRouter(
             self.loop,
-            cast(ModelRegistry, fleet),
+            self.registry,
             3 * kept,
             cast(DaemonControl, self.daemon),
             max_shm_bytes=0,
@@ -208,11 +210,11 @@ def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world
     world.ask(world.client(), "in parts")
     world.until(lambda: world.model.waiting)
     [request] = world.model.waiting
-    world.frontend.reserve_partial_result(request, NBYTES)
+    world.frontend.responses.reserve_partial_result(request, NBYTES)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        world.frontend.reserve_partial_result(request, world.frontend.memory_budget.max_bytes)
+        world.frontend.responses.reserve_partial_result(request, world.frontend.memory_budget.max_bytes)
     assert world.frontend.memory_budget.used_bytes == request.buffered_bytes > 2 * NBYTES
-    world.frontend.reply_request_error(request, InvalidArgument("it is wrong"))
+    world.frontend.responses.reply_request_error(request, InvalidArgument("it is wrong"))
     assert world.frontend.memory_budget.used_bytes == 0
 
 
@@ -223,9 +225,9 @@ def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -
         world.ask(client, name)
         world.until(lambda: len(world.model.waiting) == count + 1 or client.waits())  # noqa: B023
     counts = [connection.pending_requests]
-    world.frontend.reply_result(world.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
+    world.frontend.responses.reply_result(world.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
     counts.append(connection.pending_requests)
-    world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
+    world.frontend.responses.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     counts.append(connection.pending_requests)
     assert counts == [2, 1, 0]
     assert not connection.is_busy
@@ -236,8 +238,8 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.ask(client, "answered")
     world.ask(client, "refused")
     world.until(lambda: len(world.model.waiting) == 2)
-    world.frontend.reply_result(world.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
-    world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
+    world.frontend.responses.reply_result(world.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
+    world.frontend.responses.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(client.waits)
     assert world.frontend.memory_budget.used_bytes == 0
@@ -295,12 +297,12 @@ def test_an_update_is_in_the_audit_log_when_it_has_ended(caplog: pytest.LogCaptu
     # An id that is in use cannot hide what is done under it.
     assert world.refusals(client, 1) == [("two", "INVALID_ARGUMENT")]
     assert begun == ["one", "two"]
-    [key] = {key for key, _ in world.frontend._pending_operations}
-    world.frontend.reply_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
-    world.frontend.reply_failed(key, "two", Unavailable("not updated: no room"))
+    [key] = {key for key, _ in world.frontend.admin._pending_operations}
+    world.frontend.admin.reply_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
+    world.frontend.admin.reply_failed(key, "two", Unavailable("not updated: no room"))
     assert re.findall(r'result="(\w+)"', "".join(audited(caplog))) == ["refused", "ok", "failed"]
     assert audited(caplog)[2].endswith('path="/m.onnx" detail="not updated: no room"')
-    assert not world.frontend._pending_operations
+    assert not world.frontend.admin._pending_operations
     world.close()
 
 
@@ -412,9 +414,7 @@ def test_a_message_that_costs_too_much_to_decode_counts_for_the_rate() -> None:
     world.close()
 
 
-def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows() -> None:
     world = World({"default": TenantConfig(models=("m",))})
     world.frontend.memory_budget.max_bytes = 2**20
     client = world.client()
@@ -428,8 +428,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
     world.models["hidden"] = world.model
     input_, output = TensorSignature("x", "UINT8", (-1,)), TensorSignature("y", "UINT8", (-1,))
     built = Built("", (input_,), (output,), (), "", 0)
-    monkeypatch.setattr(FakeModel.dispatcher, "signature", Signature())
-    FakeModel.dispatcher.signature.on_built(built)
+    world.model.built = built
     error = refusal("m")
     assert (error.id, error.code) == ("m", "INVALID_ARGUMENT")
     expected = f"infer: description: expected at most {max_request_items(1, 1)} items, got at least "
@@ -440,7 +439,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
         assert (error.id, error.code) == (name, "NOT_FOUND")
         assert error.error == f"no model '{name}'; there are: m"
     assert world.accounts.usage_of("default", "").refused["NOT_FOUND"] == 2
-    FakeModel.dispatcher.signature = Signature()
+    world.model.built = None
     asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
     client.stream.send([*encode(Infer("while it loads", asked)), b"x"])
     world.until(lambda: world.model.ids == ["while it loads"])
@@ -516,8 +515,8 @@ def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) ->
     client.stream.send(encode(ModelMetadata("elsewhere", "n")))
     world.refusals(client, 3)
     answered, refused = world.model.waiting[:2]
-    world.frontend.reply_result(answered, PredictResult(1, ResponseDescription("m", ())), [bytes(7)])
-    world.frontend.reply_request_error(refused, InvalidArgument("as a test"))
+    world.frontend.responses.reply_result(answered, PredictResult(1, ResponseDescription("m", ())), [bytes(7)])
+    world.frontend.responses.reply_request_error(refused, InvalidArgument("as a test"))
     account = world.accounts.usage_of("default", "m")
     assert account is answered.usage
     assert (account.requests, account.served, account.in_flight) == (4, 1, 1)

@@ -1,0 +1,168 @@
+"""Changes that operators make over a connection: updates of models and reloads, and the logs of processes.
+
+Each change is written to the audit log when it has ended, or was refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.connection import ClientConnection
+from weightd_daemon.api.responses import ClientResponses
+from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.platform import audit, clock
+from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated, Unavailable
+from weightd_protocol.messages.control import Reload, ReloadResponse, Update, UpdateResponse
+from weightd_protocol.messages.events import Logs
+from weightd_protocol.messages.inference import Infer
+from weightd_protocol.messages.types import FROM_CLIENT
+
+_MESSAGE_TYPES = {kind: name for name, kind in FROM_CLIENT.items()}
+
+
+class DaemonAdmin(Protocol):
+    """What an operator may ask of the daemon as a whole."""
+
+    def report_logs(self, client: bytes, request: Logs) -> None:
+        """Send the client what the processes of a model have written to their logs, when that has been read.
+
+        Raises:
+            RequestError: the daemon refuses this.
+        """
+
+    def reload(self, client: bytes, request_id: str) -> None:
+        """Read the configuration again, and call `AdminApi.reply_reloaded` or `AdminApi.reply_failed` at the end.
+
+        Raises:
+            RequestError: nothing has changed.
+        """
+
+
+class AdminApi:
+    """Handles the messages of operators; each handler raises a `RequestError` where it refuses the message.
+
+    Args:
+        registry: the models.
+        authorizer: says who is an operator.
+        daemon: does what concerns all models.
+        responses: sends replies.
+    """
+
+    def __init__(
+        self, registry: ModelRegistry, authorizer: Authorizer, daemon: DaemonAdmin, responses: ClientResponses
+    ) -> None:
+        self._registry = registry
+        self._authorizer = authorizer
+        self._daemon = daemon
+        self._responses = responses
+        self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
+        self._audit_refusals = audit.RefusalLog()
+        # What was begun for a client, by the client and the id of its message.
+        self._pending_operations: dict[tuple[bytes, str], audit.AuditEntry] = {}
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def on_update(self, connection: ClientConnection, message: Update, frames: Sequence[Any], now: float) -> None:
+        """Begin to update a model, or to go back to what it served before."""
+        self._authorizer.check_operator(connection, "update a model")
+        if message.rollback == bool(message.path or message.weights):
+            raise InvalidArgument("expected a path, weights, or rollback alone")
+        for path in (message.path, message.weights):
+            if path and (not Path(path).is_absolute() or "\0" in path):
+                raise InvalidArgument(f"expected an absolute path on the daemon's host, got {path!r}")
+        model = self._registry.find(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
+        if self._registry.is_closed:
+            raise Unavailable("weightd is stopping")
+        grant = self._authorizer.file_grant(connection)
+        paths = {"path": message.path, "weights": message.weights}
+        with self._audit_operation(connection, message):
+            model.update(connection.key, message.id, now, **paths, rollback=message.rollback, grant=grant)
+
+    def on_reload(self, connection: ClientConnection, message: Reload, frames: Sequence[Any], now: float) -> None:
+        """Have the configuration read again."""
+        self._authorizer.check_reload(connection)
+        with self._audit_operation(connection, message):
+            self._daemon.reload(connection.key, message.id)
+
+    def on_logs(self, connection: ClientConnection, message: Logs, frames: Sequence[Any], now: float) -> None:
+        """Have the logs of a model's processes read."""
+        self._authorizer.check_operator(connection, "read logs")
+        self._registry.find(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
+        self._daemon.report_logs(connection.key, message)
+
+    def audit_refusal(self, connection: ClientConnection, message: Any, error: RequestError, now: float) -> None:
+        """Write to the audit log that a message was refused, if the log is about such messages."""
+        if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(message, (Update, Reload)):
+            self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
+
+    def audit_unknown_client(self, connection: ClientConnection, message_type: str, now: float) -> None:
+        """Write to the audit log that a message of a client was refused that is no tenant's."""
+        kind = message_type if message_type in FROM_CLIENT else "unknown"
+        entry = audit.AuditEntry(kind, connection.identity.audit_name)
+        self._audit_refusals.write(entry, audit.REFUSED, str(connection.rejection), now)
+
+    # --- replies ------------------------------------------------------------------------------------------------
+
+    def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
+        """Tell the client that an update has taken over, as soon as that is recorded."""
+        self._on_operation_end(client, response.id)
+        self._unsaved_responses.append((client, response))
+
+    def send_saved_responses(self) -> None:
+        """Send the replies that had to wait until the update was recorded."""
+        while self._unsaved_responses:
+            self._responses.reply(*self._unsaved_responses.pop(0))
+
+    def reply_reloaded(self, client: bytes, response: ReloadResponse) -> None:
+        """Tell the client that the configuration is in force."""
+        self._on_operation_end(client, response.id)
+        self._responses.reply(client, response)
+
+    def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Tell the client that an update or a reload has failed."""
+        self._on_operation_end(client, request_id, error)
+        self._responses.reply_error(client, request_id, error)
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _audit_operation(self, connection: ClientConnection, message: Update | Reload) -> Generator[None, None, None]:
+        """Note for the audit log what is begun in the block, unless it is refused there.
+
+        Raises:
+            InvalidArgument: the client has begun something under this id already, which has not ended.
+        """
+        key = connection.key, message.id
+        if key in self._pending_operations:
+            raise InvalidArgument(f"id: expected one that no update or reload under way has, got {message.id!r}")
+        self._pending_operations[key] = _audit_entry(connection, message)
+        try:
+            yield
+        except RequestError:
+            self._pending_operations.pop(key, None)
+            raise
+
+    def _on_operation_end(self, client: bytes, request_id: str, error: RequestError | None = None) -> None:
+        entry = self._pending_operations.pop((client, request_id), None)
+        if entry is None:
+            return
+        if error is None:
+            audit.write(entry, audit.OK)
+        else:
+            self._audit_refusals.write(entry, audit.FAILED, str(error), clock.now())
+
+
+def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry:
+    """Return what the audit log says of a message."""
+    tenant = "" if connection.tenant is None else connection.tenant.name
+    if isinstance(message, Update):
+        action = "rollback" if message.rollback else "update"
+        return audit.AuditEntry(
+            action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights
+        )
+    name = message.description.model_name if isinstance(message, Infer) else getattr(message, "model_name", "")
+    return audit.AuditEntry(_MESSAGE_TYPES[message.__class__], connection.identity.audit_name, tenant, name)

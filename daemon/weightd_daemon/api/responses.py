@@ -1,0 +1,152 @@
+"""Replies to clients: encodes and sends each, and settles the accounts of a request that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightd_daemon.api.connection import ClientConnection
+from weightd_daemon.api.memory_budget import MemoryBudget
+from weightd_daemon.api.server import ClientConnections
+from weightd_daemon.scheduling.request import Request
+from weightd_protocol import limits
+from weightd_protocol.codec import clip, encode
+from weightd_protocol.errors import Internal, LocalProtocolError, RequestError, ResourceExhausted
+from weightd_protocol.messages.events import LogsResponse
+from weightd_protocol.messages.inference import Error, InferResponse
+from weightd_protocol.messages.metrics import MetricsResponse
+from weightd_protocol.messages.regions import Released
+from weightd_protocol.messages.status import StatusResponse
+from weightd_protocol.messages.types import DaemonMessage
+from weightd_protocol.messages.worker import PredictResult
+
+# A guess: how long it takes until some of what is kept has been computed, or read.
+_RETRY_AFTER_S = 0.1
+
+_MEMORY_FULL = (
+    "the daemon's memory budget for clients is used up (max_memory_bytes), and this one, or its user, has most of it"
+)
+
+# Replies that may be longer than others.
+_MAX_BYTES: Mapping[type[Any], int] = dict.fromkeys(
+    (StatusResponse, MetricsResponse, LogsResponse), limits.MAX_STATUS_BYTES
+)
+
+ShedRequests = Callable[[bytes, RequestError], object]
+
+
+class ClientResponses:
+    """Sends replies, and keeps account of what requests take of the daemon's memory until they have ended.
+
+    Args:
+        connections: of the clients.
+        memory_budget: what is kept for clients.
+        shed_requests: called with a client and an error: has each of the client's requests that waits end in that.
+    """
+
+    def __init__(
+        self, connections: ClientConnections, memory_budget: MemoryBudget, shed_requests: ShedRequests
+    ) -> None:
+        self._connections = connections
+        self._memory_budget = memory_budget
+        self._shed_requests = shed_requests
+
+    # --- replies ------------------------------------------------------------------------------------------------
+
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
+        """Send the model's answer."""
+        request.usage.count_served(sum(map(len, frames)))
+        self.release(request)
+        response = InferResponse(request.id, result.description, result.shared_outputs, request.may_still_write or None)
+        self.reply(request.client, response, frames)
+
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
+        """Send an error in the place of an answer."""
+        request.usage.count_failed(error)
+        self.release(request)
+        self.reply_error(request.client, request.id, error, may_still_write=request.may_still_write)
+
+    def notify_released(self, request: Request) -> None:
+        """Tell a client that nobody writes any more where the outputs of its request were to be."""
+        self.reply(request.client, Released(request.id))
+
+    def reply_error(
+        self, client: bytes, request_id: str, error: RequestError, *, may_still_write: bool = False
+    ) -> None:
+        """Send an error."""
+        retry_after_us = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
+        self.reply(client, Error(request_id, error.code, clip(str(error)), retry_after_us, may_still_write or None))
+
+    def reply(self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = ()) -> None:
+        """Send a message."""
+        try:
+            header = encode(message, max_bytes=_MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))
+        except LocalProtocolError as error:
+            # What an engine or a path says may not fit into a header: that is an answer too.
+            header, frames = encode(Error(message.id, Internal.code, clip(f"the response cannot be sent: {error}"))), ()
+        if not self._connections.send(client, [*header, *frames]):
+            dropped_error = ResourceExhausted("the response is dropped: the client has not read earlier ones")
+            self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
+
+    def reject_descriptors(self, connection: ClientConnection) -> None:
+        """Close the descriptors that a client has sent, and nobody wants."""
+        self._connections.reject_descriptors(connection)
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def reserve_memory(self, connection: ClientConnection, request: Request) -> None:
+        """Keep room for a request, which its tenant's quota counts already.
+
+        Raises:
+            ResourceExhausted: there is no room; the quota does not count the request any more.
+        """
+        nbytes = request.buffered_bytes
+        if not self._memory_budget.try_reserve(request.client, nbytes) and not self._reserve_freed(request, nbytes):
+            request.tenant.quota.end_request(request.nbytes, has_started=False)
+            raise memory_full()
+        connection.pending_requests += 1
+
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
+        """Keep so much more of a request.
+
+        Raises:
+            ResourceExhausted: there is no room for it.
+        """
+        if not self._memory_budget.try_reserve(request.client, nbytes) and not self._reserve_freed(request, nbytes):
+            raise memory_full()
+        request.buffered_bytes += nbytes
+
+    def release(self, request: Request) -> None:
+        """Give back what a request took: it has ended."""
+        request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
+        self._memory_budget.release(request.client, request.buffered_bytes)
+        connection = self._connections.get(request.client)
+        if connection is not None:
+            connection.pending_requests -= 1
+
+    def free_memory(self, client: bytes, nbytes: int) -> bool:
+        """Return whether there is room for so much more of a client, after those that have more have given theirs."""
+        budget = self._memory_budget
+        while not budget.can_reserve(nbytes):
+            largest = budget.largest_client(client, nbytes)
+            if largest == client:
+                return False
+            held = budget.used_by(largest)
+            connection = self._connections.get(largest)
+            unread = 0 if connection is None else connection.unread_bytes
+            if 2 * unread < held:
+                self._shed_requests(largest, memory_full())
+            if budget.used_by(largest) == held:
+                if connection is not None:
+                    why = f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read"
+                    self._connections.disconnect(connection, why)
+                budget.release_all(largest)
+        return True
+
+    def _reserve_freed(self, request: Request, nbytes: int) -> bool:
+        return self.free_memory(request.client, nbytes) and self._memory_budget.try_reserve(request.client, nbytes)
+
+
+def memory_full() -> ResourceExhausted:
+    """Return the error of a message for which there is no room."""
+    return ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)

@@ -1,0 +1,116 @@
+"""Questions about the daemon and its models: metadata, readiness, status, metrics and events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.connection import ClientConnection
+from weightd_daemon.api.responses import ClientResponses
+from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.tenants.tenant import Viewer
+from weightd_protocol.codec import clip
+from weightd_protocol.messages.control import (
+    ModelMetadata,
+    ModelReady,
+    ReadyResponse,
+    ServerMetadata,
+    ServerMetadataResponse,
+    ServerReady,
+)
+from weightd_protocol.messages.events import Events
+from weightd_protocol.messages.metrics import Metrics
+from weightd_protocol.messages.status import Status
+from weightd_protocol.version import EXTENSIONS, VERSION
+
+
+class StatusReporter(Protocol):
+    """Assembles the state of the daemon for a client; each call sends the reply later, when it has been gathered.
+
+    Each raises a `RequestError` where it refuses.
+    """
+
+    def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
+        """Send the state of the models and processes."""
+
+    def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
+        """Send the counters."""
+
+    def report_events(self, requester: MetadataRequest, request: Events) -> None:
+        """Send the latest events."""
+
+
+class StatusApi:
+    """Handles questions; each handler raises a `RequestError` where it refuses the message.
+
+    Args:
+        registry: the models.
+        authorizer: says what a client may see.
+        reporter: assembles what takes longer.
+        responses: sends replies.
+    """
+
+    def __init__(
+        self, registry: ModelRegistry, authorizer: Authorizer, reporter: StatusReporter, responses: ClientResponses
+    ) -> None:
+        self._registry = registry
+        self._authorizer = authorizer
+        self._reporter = reporter
+        self._responses = responses
+
+    def on_model_metadata(
+        self, connection: ClientConnection, message: ModelMetadata, frames: Sequence[Any], now: float
+    ) -> None:
+        """Send a model's signature, as soon as it is known."""
+        viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
+        model = self._registry.find(message.model_name, viewer.tenant)
+        model.dispatcher.request_metadata(MetadataRequest(connection.key, message.id, connection.user))
+
+    def on_server_metadata(
+        self, connection: ClientConnection, message: ServerMetadata, frames: Sequence[Any], now: float
+    ) -> None:
+        """Send the daemon's version and the names of the models."""
+        viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
+        models = tuple(self._registry.visible_models(viewer.tenant))
+        self._responses.reply(
+            connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS)
+        )
+
+    def on_ready(
+        self, connection: ClientConnection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
+    ) -> None:
+        """Send whether a model, or each, is ready, and if not, why."""
+        viewer = self._authorizer.charge_viewer(connection, message.tenant, now).tenant
+        if isinstance(message, ModelReady):
+            models = [self._registry.find(message.model_name, viewer)]
+        else:
+            models = list(self._registry.visible_models(viewer).values())
+        reasons = (
+            ["weightd is stopping"]
+            if self._registry.is_closed
+            else [reason for each in models if (reason := each.unready_reason(now))]
+        )
+        self._responses.reply(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
+
+    def on_status(self, connection: ClientConnection, message: Status, frames: Sequence[Any], now: float) -> None:
+        """Have the state of the models and processes gathered."""
+        viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
+        self._reporter.report_status(_requester(connection, message), viewer)
+
+    def on_metrics(self, connection: ClientConnection, message: Metrics, frames: Sequence[Any], now: float) -> None:
+        """Have the counters gathered."""
+        viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
+        self._reporter.report_metrics(_requester(connection, message), viewer)
+
+    def on_events(self, connection: ClientConnection, message: Events, frames: Sequence[Any], now: float) -> None:
+        """Have the latest events gathered."""
+        self._authorizer.check_status(connection, "events")
+        self._reporter.report_events(MetadataRequest(connection.key, message.id, connection.user), message)
+
+
+def _requester(connection: ClientConnection, message: Status | Metrics) -> MetadataRequest:
+    """Return who asks, on the account of the tenant that the message names, if it names one."""
+    user = connection.user if message.tenant is None else f"tenant {message.tenant}"
+    return MetadataRequest(connection.key, message.id, user)
