@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import List, NamedTuple, Sequence
 
-from weightd_common import paths, tcp_addresses
+from weightd_common import endpoints
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
 
@@ -17,9 +17,9 @@ _START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
 
 
 _UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
-_UNIX_SUFFIX = paths.unix_path(_IPC_SCHEME)
+_UNIX_SUFFIX = endpoints.unix_path(_IPC_SCHEME)
 
-EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp_addresses.EXPECTED_FORM}"
+EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {endpoints.TCP_ADDRESS_FORM}"
 """For people: what `parse` takes."""
 
 
@@ -73,8 +73,8 @@ def parse_address(address: str) -> Address:
             return Address(address, "", address)
         plain = path[: -len(_UNIX_SUFFIX)] if path.endswith(_UNIX_SUFFIX) else path
         zeromq = f"{_IPC_SCHEME}{plain}"
-        return Address(address, paths.unix_path(zeromq), "" if address.startswith(_UNIX_SCHEME) else zeromq)
-    if not tcp_addresses.is_address(address):
+        return Address(address, endpoints.unix_path(zeromq), "" if address.startswith(_UNIX_SCHEME) else zeromq)
+    if not endpoints.is_tcp_address(address):
         raise InvalidArgument(f"expected an address {EXPECTED_FORMS}, got {address!r}")
     return Address(address, "", address)
 
@@ -88,11 +88,11 @@ def default_addresses() -> List[str]:
     configured = os.environ.get("WEIGHTD_SOCKET")
     if configured:
         return [configured]
-    user_dir, system_dir = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
+    user_dir, system_dir = endpoints.runtime_dir(), endpoints.SYSTEM_RUNTIME_DIR
     directories = (
         [system_dir] if user_dir == system_dir or _is_owned_by_other_user(user_dir) else [user_dir, system_dir]
     )
-    return [ipc_path(paths.socket_address(each)) for each in directories]
+    return [ipc_path(endpoints.socket_address(each)) for each in directories]
 
 
 def _is_owned_by_other_user(directory: str) -> bool:

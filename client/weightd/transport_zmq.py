@@ -18,7 +18,7 @@ from weightd import address as addresses
 from weightd.connection import ConnectSteps, DaemonConnection
 from weightd.curve import CurveKeys
 from weightd.polling import SelectPoller, new_poller
-from weightd_common import zmq_monitor, zmq_multipart
+from weightd_common import zmq_io
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 from weightd_protocol.framing import Message
@@ -109,9 +109,7 @@ class ZeroMqConnection(DaemonConnection):
         monitor_descriptor = self._monitor.FD
         self._monitor_poller = new_poller((monitor_descriptor,))
         # Of frames that are not copied pyzmq keeps account in a thread, which as a green thread would stop all others.
-        self._copy_below_bytes = (
-            math.inf if isinstance(self._monitor_poller, SelectPoller) else zmq_multipart.ZERO_COPY_BYTES
-        )
+        self._copy_below_bytes = math.inf if isinstance(self._monitor_poller, SelectPoller) else zmq_io.ZERO_COPY_BYTES
         self.descriptors = (self._socket.FD, monitor_descriptor)
 
     def handshake_steps(self) -> ConnectSteps[None]:
@@ -130,7 +128,7 @@ class ZeroMqConnection(DaemonConnection):
         while True:
             while not self._has_monitor_event():
                 yield self.descriptors[1]
-            event = zmq_monitor.receive(self._monitor).number
+            event = zmq_io.receive_event(self._monitor).number
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_monitor_event():
                 return
             if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) or (
@@ -207,7 +205,7 @@ class ZeroMqConnection(DaemonConnection):
 
     def _try_send(self, frames: List[Any]) -> bool:
         try:
-            zmq_multipart.send(self._socket, frames, zmq_multipart.NOBLOCK, self._copy_below_bytes)
+            zmq_io.send(self._socket, frames, zmq_io.NOBLOCK, self._copy_below_bytes)
         except zmq.Again:
             return False
         return True
@@ -216,7 +214,7 @@ class ZeroMqConnection(DaemonConnection):
         messages: List[Message] = []
         try:
             while True:
-                frames = [frame.bytes for frame in zmq_multipart.receive(self._socket, zmq_multipart.NOBLOCK)]
+                frames = [frame.bytes for frame in zmq_io.receive(self._socket, zmq_io.NOBLOCK)]
                 messages.append(Message(frames, (*map(len, frames),)))
                 # To ask is cheaper than the exception of a read that finds nothing.
                 if not cast(int, self._socket.getsockopt(_EVENTS)) & _POLLIN:

@@ -6,9 +6,8 @@ import argparse
 import sys
 
 import weightd_ray as cluster
-from weightd_common import signals
+from weightd_common import process_start
 from weightd_common.commandline import Parser
-from weightd_common.init import serve_as_init
 from weightd_protocol.errors import WeightdError
 
 OK = 0
@@ -41,6 +40,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signals.reset()
-    serve_as_init()
+    process_start.reset_signals()
+    process_start.serve_as_init()
     sys.exit(main())

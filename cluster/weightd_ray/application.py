@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from weightd_common.modelfile import ModelFileError, digest
+from weightd_common.modelfiles.files import ModelFileError, digest
 from weightd_ray import options as arguments
 from weightd_ray.asgi import Receive, Scope, Send
 from weightd_ray.options import Arguments

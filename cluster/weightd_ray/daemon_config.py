@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_common import paths
+from weightd_common import endpoints
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 
@@ -24,7 +24,7 @@ _DRAIN_TIMEOUT_S = 2.0
 
 def client_address(directory: Path) -> str:
     """Return where clients reach the daemon that has this directory."""
-    return f"unix://{paths.unix_path(_socket_address(directory))}"
+    return f"unix://{endpoints.unix_path(_socket_address(directory))}"
 
 
 def config_text(directory: Path, models: Mapping[str, Table]) -> str:

@@ -22,8 +22,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_parent
+from weightd_common import process_start
+from weightd_common.process_start import die_with_parent
 from weightd_daemon.platform import exit_watch
 from weightd_protocol.errors import InvalidArgument, WeightdError
 from weightd_ray import daemon_config
@@ -192,7 +192,7 @@ def _stop_signal_fd() -> Generator[int, None, None]:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _ignore_signal)
     # A thread of the replica may have blocked some, and a new process inherits that.
-    signals.reset(signal.SIGINT, signal.SIGHUP)
+    process_start.reset_signals(signal.SIGINT, signal.SIGHUP)
     yield reading
 
 

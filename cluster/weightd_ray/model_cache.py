@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
-from weightd_common.modelfile import ModelFileError, digest
+from weightd_common.modelfiles.files import ModelFileError, digest
 from weightd_daemon.platform.directories import make_directory
 from weightd_protocol import limits
 from weightd_protocol.errors import FailedPrecondition

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from weightd_common.modelfile import ModelFile, OpenModel, digest
+from weightd_common.modelfiles.files import ModelFile, OpenModel, digest
 from weightd_protocol.errors import NotFound, Unavailable
 from weightd_ray.model_cache import CachedModel, ModelCache, PublishedFile
 from weightd_ray.options import PUBLISHED_PREFIX

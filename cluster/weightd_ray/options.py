@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_common import toml_schema
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_common.user_paths import user_path
+from weightd_common.toml_schema import ErrorCollector, derived, user_path
 from weightd_daemon.config.defaults import default_cache_dir
 from weightd_daemon.config.load import ConfigError, parse
 from weightd_daemon.config.model import ModelConfig

@@ -12,6 +12,9 @@ What authors may do follows from owner, group, mode and the POSIX access control
 
 A `Grant` says who has named the path itself. A client that asks the daemon to read a file is an author of the path from
 its first name on: the client learns nothing about a directory that its user may not search.
+
+For a path that only the operator names, `open_regular` is enough: it refuses pipes and devices, on which opening a file
+could wait for ever.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ import os
 import pwd
 import stat
 import struct
-from pathlib import PurePosixPath
-from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+MAX_CONFIG_BYTES = 4 * 1024 * 1024
+"""The most bytes of a configuration file: thousands of tables fit into far less."""
 
 # As the kernel; and no path is deeper.
 _MAX_LINKS = 40
@@ -232,6 +238,40 @@ class SafePathWalker:
                 text = f"uid {uid}, who names it by a path, by a link or in a model, may not {what} {name} ({whose})"
                 more = "; expected a file that this user may read, or one below model_dirs of its tenant"
                 raise AccessDenied(text + more * (uid == self._grant.uid))
+
+
+def open_regular(path: Union[str, Path]) -> BinaryIO:
+    """Open a regular file for reading, without waiting.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+        ValueError: the path holds a NUL.
+    """
+    descriptor = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "expected a regular file, got a pipe, a socket or a device", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Union[str, Path], max_bytes: int) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than `max_bytes`.
+        ValueError: the path holds a NUL.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"expected a file of at most {max_bytes:,} bytes", str(path))
+    return content
 
 
 def _open_entry(directory: int, name: str) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from weightd_protocol.schema import FieldError, FieldType, Metadata, describe_value, label
+from weightd_protocol.schema import FieldError, FieldType, Metadata, describe_value, label, short_repr, text
 
 T = TypeVar("T")
 
@@ -60,6 +60,21 @@ class ErrorCollector:
 def derived(metadata: Metadata) -> Mapping[str, Any]:
     """Not a key of the file: what `complete` makes of other tables, and what is written down with the keys."""
     return {**metadata, "derived": True}
+
+
+def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
+    """A path, as text of at most `max_bytes` bytes; nobody expands a ~, which would mean another home to a service."""
+    kind = text(max_bytes, empty=empty)["field_type"]
+
+    def check(value: Any) -> str:
+        checked: str = kind.check(value)
+        if "\0" in checked:
+            raise FieldError(f"expected text without a NUL character, got {short_repr(checked)}")
+        if checked == "~" or (checked.startswith("~") and "/" in checked):
+            raise FieldError(f"expected a path without ~, which is not expanded, got {short_repr(checked)}")
+        return checked
+
+    return {"field_type": FieldType(check, check, check, kind.description)}
 
 
 def table_keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:

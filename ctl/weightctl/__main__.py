@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from weightd_common import signals
-from weightd_common.gc_control import gc_disabled
-from weightd_common.sigint import silent_while_importing
+from weightd_common import process_start
 
 
 def main() -> int:
     """Run the command; return its exit status."""
-    with silent_while_importing(), gc_disabled():
-        signals.reset()
-        from weightd_common.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
-
-        serve_as_init()
+    with process_start.silent_while_importing(), process_start.gc_disabled():
+        process_start.reset_signals()
+        process_start.serve_as_init()
         from weightctl import cli  # noqa: PLC0415 - it imports zmq
     return cli.main()
 

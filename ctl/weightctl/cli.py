@@ -21,8 +21,8 @@ from weightctl.top import command as top
 from weightd.client import Client
 from weightd.session import DEFAULT_TIMEOUT_S
 from weightd_common.commandline import Parser
-from weightd_common.journal_fields import add_priority, is_connected_to_journal
-from weightd_common.sigint import redelivering_interrupts
+from weightd_common.log_text import add_priority, is_connected_to_journal
+from weightd_common.terminal import redelivering_interrupts
 from weightd_protocol import limits
 from weightd_protocol.errors import RequestError, WeightdError
 from weightd_protocol.version import VERSION

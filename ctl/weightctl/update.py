@@ -12,7 +12,7 @@ from weightctl.arrays import NPZ
 from weightctl.command import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
 from weightctl.text import clean
 from weightd.client import Client
-from weightd_common.regular_file import open_regular
+from weightd_common.safe_open import open_regular
 from weightd_protocol.errors import DeadlineExceeded, RequestError
 from weightd_protocol.messages.control import UpdateResponse
 

@@ -9,10 +9,7 @@ import contextlib
 import sys
 from typing import Sequence
 
-from weightd_common import signals
-from weightd_common.coredump import disable_core_dumps
-from weightd_common.gc_control import gc_disabled
-from weightd_common.sigint import silent_while_importing
+from weightd_common import process_start
 from weightd_daemon import exit_codes
 
 
@@ -26,13 +23,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return exit_codes.CONFIG
-    with silent_while_importing():
-        signals.reset()
+    with process_start.silent_while_importing():
+        process_start.reset_signals()
         # Before the first process is started, which has it from this one.
-        disable_core_dumps()
-        from weightd_common.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
-
-        serve_as_init()
+        process_start.disable_core_dumps()
+        process_start.serve_as_init()
         zygote_process = None
         if _is_serve_command(sys.argv[1:]):
             from weightd_daemon.zmq_proxy import zygote  # noqa: PLC0415 - only these modules are there when it is forked
@@ -40,7 +35,7 @@ def main() -> int:
             # Where the kernel refuses, the daemon says why, and tries again later.
             with contextlib.suppress(OSError):
                 zygote_process = zygote.fork()
-        with gc_disabled():
+        with process_start.gc_disabled():
             from weightd_daemon import cli  # noqa: PLC0415 - it takes a few tenths of a second
     return cli.main(zygote=zygote_process)
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from weightd_common import gateway_command, paths
+from weightd_common import commandline, endpoints
 from weightd_common.commandline import Parser
 from weightd_common.devices import CPU
 from weightd_common.terminal import ends_on_hangup
@@ -70,7 +70,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     name = options.name or Path(options.model).stem
     # Where weightctl will look.
-    socket = paths.daemon_socket(options.socket or os.environ.get("WEIGHTD_SOCKET", ""))
+    socket = endpoints.daemon_socket(options.socket or os.environ.get("WEIGHTD_SOCKET", ""))
     model = {
         "path": options.model,
         "python": options.python,
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
 def _example_command(socket: str, model: str) -> str:
     """Return what asks a model, for who copies it into another terminal."""
     address_options = (
-        [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _client_address(socket)]
+        [] if socket == endpoints.socket_address(endpoints.runtime_dir()) else ["--socket", _client_address(socket)]
     )
     return shlex.join(["weightctl", *address_options, "predict", model, "--random"])
 
@@ -152,7 +152,7 @@ def _check(options: argparse.Namespace) -> int:
 def _gateway(options: argparse.Namespace) -> NoReturn:
     """Become the gateway: nothing of the daemon is in that process."""
     program = [sys.executable, "-m", "weightd_gateway"]
-    os.execv(sys.executable, [*program, *gateway_command.to_arguments(options)])  # noqa: S606 - no shell is wanted
+    os.execv(sys.executable, [*program, *commandline.to_gateway_arguments(options)])  # noqa: S606 - no shell is wanted
 
 
 def _exit_on_signal(number: int, _: object) -> None:
@@ -241,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
 
     doctor.add_arguments(commands.add_parser("doctor", help=doctor.HELP))
 
-    gateway = commands.add_parser("gateway", help=gateway_command.HELP)
-    gateway_command.add_arguments(gateway)
+    gateway = commands.add_parser("gateway", help=commandline.GATEWAY_HELP)
+    commandline.add_gateway_arguments(gateway)
     gateway.set_defaults(run=_gateway)
     return parser

@@ -8,9 +8,9 @@ import logging
 import os
 from pathlib import Path
 
-from weightd_common import gateway_command
+from weightd_common import commandline
 from weightd_common.commandline import Parser
-from weightd_common.coredump import disable_core_dumps
+from weightd_common.process_start import disable_core_dumps
 from weightd_gateway import heap_watch, logs
 from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.config import addresses
@@ -91,5 +91,5 @@ def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     parser = Parser(prog="weightd gateway")
     parser.add_argument("-v", "--verbose", action="store_true", help="log each request")
-    gateway_command.add_arguments(parser)
+    commandline.add_gateway_arguments(parser)
     return parser

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weightd_common.peers import Peer, Peers
-from weightd_common.rate_limited_log import RateLimitedLog
-from weightd_common.regular_file import open_regular
+from weightd_common.rate_limits import RateLimitedLog
+from weightd_common.safe_open import open_regular
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.connection_limiter import GatewayConnectionLimiter

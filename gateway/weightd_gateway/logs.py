@@ -7,8 +7,8 @@ import os
 import sys
 import time
 
-from weightd_common.journal_fields import add_priority, is_connected_to_journal, priority_of, to_one_line
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.log_text import add_priority, is_connected_to_journal, priority_of, to_one_line
+from weightd_common.rate_limits import RateLimitedLog
 
 _STDERR = 2
 

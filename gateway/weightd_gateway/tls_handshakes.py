@@ -16,7 +16,7 @@ from functools import partial
 from typing import cast
 
 from weightd_common.peers import Peer
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 from weightd_gateway.fair_limit import FairLimit
 from weightd_gateway.fair_share_queue import FairShareQueue
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightd_common.regular_file import read_regular
+from weightd_common.safe_open import read_regular
 from weightd_gateway.auth import Caller
 from weightd_protocol import limits
 from weightd_protocol.schema import label

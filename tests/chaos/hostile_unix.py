@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from weightd_common import paths
+from weightd_common import endpoints
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.framing import MAX_FRAMES
@@ -34,7 +34,7 @@ def connected(address: str) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(_LIMIT_S)
     try:
-        peer.connect(paths.unix_path(f"ipc://{address.removeprefix('unix://')}"))
+        peer.connect(endpoints.unix_path(f"ipc://{address.removeprefix('unix://')}"))
     except OSError:
         peer.close()
         raise

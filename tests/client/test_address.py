@@ -20,7 +20,7 @@ import pytest
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
 from weightd import AsyncClient, Client, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
 from weightd.address import Address, check_reachable, connect_unix, default_addresses, parse_address
-from weightd_common import paths
+from weightd_common import endpoints
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.
 _AS_NOBODY = """
@@ -214,8 +214,8 @@ def test_a_permission_that_is_missing_is_told_although_there_is_no_other_way(mon
 def nowhere(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
     """A machine without a daemon; an empty variable is no address."""
     monkeypatch.setenv("WEIGHTD_SOCKET", "")
-    monkeypatch.setattr(paths, "SYSTEM_RUNTIME_DIR", str(directory / "system"))
-    monkeypatch.setattr(paths, "runtime_dir", lambda: str(directory / "own"))
+    monkeypatch.setattr(endpoints, "SYSTEM_RUNTIME_DIR", str(directory / "system"))
+    monkeypatch.setattr(endpoints, "runtime_dir", lambda: str(directory / "own"))
     return directory
 
 
@@ -245,7 +245,7 @@ def system(nowhere: Path) -> Iterator[FakeDaemon]:
 def test_the_default_addresses(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, system = f"{nowhere}/own/weightd.sock", f"{nowhere}/system/weightd.sock"
     assert default_addresses() == [own, system]
-    monkeypatch.setattr(paths, "runtime_dir", lambda: str(nowhere / "system"))
+    monkeypatch.setattr(endpoints, "runtime_dir", lambda: str(nowhere / "system"))
     assert default_addresses() == [system]
     monkeypatch.setenv("WEIGHTD_SOCKET", "tcp://there:1")
     assert default_addresses() == ["tcp://there:1"]
@@ -336,4 +336,4 @@ def test_where_a_users_daemon_has_its_sockets(
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-    assert paths.runtime_dir() == expected
+    assert endpoints.runtime_dir() == expected

@@ -53,7 +53,7 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["weightd", *arguments])
     # Whoever runs the tests as PID 1 has them run on in this process.
-    monkeypatch.setattr("weightd_common.init.serve_as_init", lambda: None)
+    monkeypatch.setattr("weightd_common.process_start.serve_as_init", lambda: None)
     with mock.patch("weightd_daemon.zmq_proxy.zygote.fork") as fork, mock.patch("weightd_daemon.cli.main") as main:
         __main__.main()
     assert fork.called == forks

@@ -14,7 +14,7 @@ import pytest
 from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
-from weightd_common.cpulist import format_cpulist
+from weightd_common.devices import format_cpulist
 from weightd_protocol.messages.status import ProcessStatus
 
 from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Load, SampleRequest, model_status, ready_workers

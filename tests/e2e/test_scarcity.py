@@ -20,7 +20,7 @@ import pytest
 from testkit import census, fuse, loads
 from testkit.waiting import until
 from weightd import Client
-from weightd_common.paths import unix_path
+from weightd_common.endpoints import unix_path
 from weightd_protocol.messages.status import ModelStatus
 
 from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, DaemonPaths, SampleRequest, Weightd, ask_all, assert_same

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from testkit.ranks import EXAMPLE, REPOSITORY, Slices
-from weightd_common import mindir
+from weightd_common.modelfiles import mindir
 
 PAGE = (REPOSITORY / "docs" / "ranks.md").read_text("utf-8")
 SCRIPTS = [each.read_text("utf-8") for each in sorted(EXAMPLE.iterdir()) if each.is_file()]

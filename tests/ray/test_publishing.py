@@ -18,7 +18,7 @@ from ray import serve
 
 from testkit import models
 from testkit.raynodes import Nodes
-from weightd_common.modelfile import ModelFileError, digest
+from weightd_common.modelfiles.files import ModelFileError, digest
 from weightd_protocol.errors import NotFound, Unavailable
 from weightd_ray import model_store, publish, unpublish
 

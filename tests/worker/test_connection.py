@@ -14,7 +14,7 @@ from typing import Any, Generator, List, Optional, Union
 import pytest
 import zmq
 
-from weightd_common import zmq_monitor
+from weightd_common import zmq_io
 from weightd_common.stream import Stream
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.messages.worker import FROM_CHILD, ChildMessage, Forked, Reconnected
@@ -51,7 +51,7 @@ class Ends:
         self._connected = self._daemon.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._daemon.bind(self._address)
         assert self._connected.poll(LIMIT_MS)
-        zmq_monitor.receive(self._connected)
+        zmq_io.receive_event(self._connected)
 
     def accept(self) -> Stream:
         """Hear that the worker is back; return the channel that it has connected before: the last one."""

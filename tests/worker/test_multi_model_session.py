@@ -13,7 +13,7 @@ import pytest
 from ascendsim import Host, driver_state, environment, models
 from testkit.fakeengine import FakeEngine, sequence
 from testkit.script import Script
-from weightd_common.model_group import GroupMember, GroupMembers, joint_digest
+from weightd_common.launch_arguments import GroupMember, GroupMembers, joint_digest
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RunSelfTest, SelfTestDone

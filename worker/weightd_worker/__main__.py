@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_named_parent
+from weightd_common import process_start
+from weightd_common.process_start import die_with_named_parent
 
 if __name__ == "__main__":
     # Ctrl-C is the daemon's to act on.
-    signals.reset(signal.SIGINT)
+    process_start.reset_signals(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
 from weightd_worker import arguments, exit_codes, main_loop

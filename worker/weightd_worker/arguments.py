@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, Dict, List, Sequence, Tuple, cast
 
-from weightd_common.oom_score import SCORES_ABOVE_DAEMON
+from weightd_common.process_attributes import SCORES_ABOVE_DAEMON
 from weightd_worker.engines import ENGINES, RANK_ENGINES
 from weightd_worker.engines.errors import BuildError
 

@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any, List, Optional, Sequence
 
-from weightd_common import paths
+from weightd_common import endpoints
 from weightd_common.stream import Stream, enlarge_send_buffer
 from weightd_protocol import limits
 from weightd_protocol.errors import RemoteProtocolError
@@ -91,7 +91,7 @@ class ChannelConnection:
     """
 
     def __init__(self, address: str) -> None:
-        self._path = paths.channel_path(address)
+        self._path = endpoints.channel_path(address)
         self._poll = select.poll()
         self._channel: Optional[Stream] = None
         self._watched_fd = -1

@@ -7,7 +7,7 @@ from typing import List, Optional
 
 import zmq
 
-from weightd_common import paths, zmq_monitor, zmq_multipart
+from weightd_common import endpoints, zmq_io
 from weightd_common.stream import Stream
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_worker import channel as channels
@@ -33,7 +33,7 @@ class WorkerConnection:
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
         self._socket = socket
-        self._path = paths.channel_path(address)
+        self._path = endpoints.channel_path(address)
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connection_count = 0
         self._channel: Optional[Stream] = None
@@ -84,7 +84,7 @@ class WorkerConnection:
         """Send a message: if no daemon is there, the next one gets it, so this is always True."""
         # What comes meanwhile is told to who sends.
         self._has_zmq_event = True
-        zmq_multipart.send(self._socket, frames)
+        zmq_io.send(self._socket, frames)
         return True
 
     def take_descriptor(self) -> int:
@@ -112,12 +112,12 @@ class WorkerConnection:
 
     def _read_socket(self, messages: List[Frames]) -> None:
         while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            messages.append(list(map(zmq_multipart.frame_content, zmq_multipart.receive(self._socket))))
+            messages.append(list(map(zmq_io.frame_content, zmq_io.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
         """Look at the monitor; return whether another daemon has followed the one before. Else all was looked at."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
-            zmq_monitor.receive(self._monitor)
+            zmq_io.receive_event(self._monitor)
             self._connection_count += 1
             self._connect_channel()
             if self._connection_count > 1:

@@ -15,8 +15,8 @@ import signal
 import sys
 from typing import Any, Dict
 
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_parent
+from weightd_common import process_start
+from weightd_common.process_start import die_with_parent
 from weightd_worker import exit_codes
 from weightd_worker.engines.engine import BuildSettings
 from weightd_worker.engines.errors import BuildError
@@ -36,7 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     device: str = options.device
     # Ctrl-C is the daemon's to act on, if there is one.
-    signals.reset(*([signal.SIGINT] if options.parent else []))
+    process_start.reset_signals(*([signal.SIGINT] if options.parent else []))
     if options.parent:
         die_with_parent(options.parent)
     # A driver that hangs: the kernel ends this process, whatever it is in.

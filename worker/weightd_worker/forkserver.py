@@ -12,18 +12,18 @@ import signal
 import sys
 from typing import Any, List
 
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_named_parent
+from weightd_common import process_start
+from weightd_common.process_start import die_with_named_parent
 
 if __name__ == "__main__":
     # Ctrl-C is the daemon's to act on.
-    signals.reset(signal.SIGINT)
+    process_start.reset_signals(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
 # What a self-test needs, and numpy may not import before.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-from weightd_common import paths
+from weightd_common import endpoints
 from weightd_common.stream import Stream
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, encode, type_name
@@ -56,9 +56,9 @@ def main() -> int:
         return exit_codes.NO_ENGINE
     child_arguments.parser()
     forker.freeze_memory()
-    channel = channels.connect(paths.channel_path(arguments.address))
+    channel = channels.connect(endpoints.channel_path(arguments.address))
     if channel is None:
-        _log.error("%s: no process listens", paths.channel_path(arguments.address))
+        _log.error("%s: no process listens", endpoints.channel_path(arguments.address))
         return exit_codes.FAILED
     return _serve(channel, forker)
 

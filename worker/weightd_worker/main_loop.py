@@ -13,14 +13,11 @@ from typing import Callable, Optional, Sequence, Union
 
 import zmq
 
-from weightd_common.coredump import disable_core_dumps
-from weightd_common.cpulist import parse_cpulist
-from weightd_common.model_group import GroupMembers, joint_digest
-from weightd_common.modelfile import ModelFileError, snapshot_digest
-from weightd_common.oom_score import raise_score
-from weightd_common.pdeathsig import die_with_parent
-from weightd_common.proctitle import ProcessTitle
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.devices import parse_cpulist
+from weightd_common.launch_arguments import GroupMembers, RendezvousInfo, joint_digest
+from weightd_common.modelfiles.files import ModelFileError, snapshot_digest
+from weightd_common.process_attributes import ProcessTitle, raise_score
+from weightd_common.process_start import die_with_parent, disable_core_dumps
 from weightd_common.transient import is_transient
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
-from weightd_common import model_group
+from weightd_common import launch_arguments
 from weightd_protocol.codec import type_name
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.ranks import (
@@ -50,7 +50,7 @@ class MultiModelSession(SessionBase):
         self,
         connection: Union[WorkerConnection, ChannelConnection],
         group: ModelGroup,
-        members: Sequence[model_group.GroupMember],
+        members: Sequence[launch_arguments.GroupMember],
     ) -> None:
         super().__init__(connection)
         self._group = group
@@ -136,7 +136,7 @@ class _ModelPredictors:
         return self.predictors[members.pop()]
 
 
-def _selftest_inputs_of(engine: Engine, member: model_group.GroupMember) -> _SelfTestInputs:
+def _selftest_inputs_of(engine: Engine, member: launch_arguments.GroupMember) -> _SelfTestInputs:
     """What a model is asked: its sample, or what is made up where only one shape can be."""
     signature = engine.signature
     if member.sample:

@@ -15,8 +15,8 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO
 
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_parent
+from weightd_common import process_start
+from weightd_common.process_start import die_with_parent
 from weightd_protocol.version import VERSION
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signals.reset()
+    process_start.reset_signals()
     main()
     # Native libraries have been seen to crash in their exit handlers.
     os._exit(0)

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightctl.command import BadInput
 from weightctl.text import clean, count
-from weightd_common.regular_file import read_regular
+from weightd_common.safe_open import read_regular
 
 # Nobody reads more of them; the others are told by their number.
 _MAX_ROWS = 16

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from weightctl.text import binary, clean, count, duration, megabytes, milliseconds, paragraph, size, table
-from weightd_common.load_text import progress_text
+from weightd_common.log_text import progress_text
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.status import (
     DeviceStatus,

@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from weightd_common import paths, tcp_addresses
+from weightd_common import endpoints
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError
 
-EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}"
+EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {endpoints.TCP_ADDRESS_FORM}"
 
 _IPC = "ipc://"
 _UNIX = "unix://"
@@ -29,10 +29,10 @@ def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
         address: as given.
         suffix: of the longest path that lies beside that of an ipc:// one.
     """
-    if not _IPC_PATTERN.fullmatch(address) and not tcp_addresses.is_address(address):
+    if not _IPC_PATTERN.fullmatch(address) and not endpoints.is_tcp_address(address):
         yield FieldError(f"expected {EXPECTED_FORM}, got {address!r}")
-    elif address.startswith(_IPC) and address.endswith(paths.UNIX_SUFFIX):
-        yield FieldError(f"expected a path without {paths.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
+    elif address.startswith(_IPC) and address.endswith(endpoints.UNIX_SUFFIX):
+        yield FieldError(f"expected a path without {endpoints.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
     elif address.startswith(_IPC):
         yield from check_socket_path(address.removeprefix(_IPC) + suffix)
 
@@ -42,7 +42,7 @@ def check_metrics_address(address: str) -> Iterator[FieldError]:
     path = address.removeprefix(_UNIX_PREFIX)
     if path != address and path.startswith("/") and not path.endswith("/"):
         yield from check_socket_path(path)
-    elif path != address or not tcp_addresses.is_address(f"tcp://{address}"):
+    elif path != address or not endpoints.is_tcp_address(f"tcp://{address}"):
         yield FieldError(f"expected HOST:PORT or unix:/ABSOLUTE/PATH, got {address!r}")
 
 
@@ -72,7 +72,7 @@ def zmq_addresses(listen_addresses: Sequence[str]) -> list[str]:
 def daemon_socket_addresses(listen_addresses: Sequence[str]) -> list[str]:
     """Return what `daemon.socket` may be where these are open: a unix socket lies beside it."""
     from_unix_sockets = [
-        _IPC + each.removeprefix(_UNIX).removesuffix(paths.UNIX_SUFFIX)
+        _IPC + each.removeprefix(_UNIX).removesuffix(endpoints.UNIX_SUFFIX)
         for each in listen_addresses
         if each.startswith(_UNIX)
     ]

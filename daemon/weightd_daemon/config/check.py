@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from weightd_common.modelfile import ModelFileError, OpenModel
+from weightd_common.modelfiles.files import ModelFileError, OpenModel
 from weightd_daemon.config import check_ranks
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.load import Config

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd_common import mindir
 from weightd_common.devices import card_of
-from weightd_common.mindir import MindIr, MindIrTensor
-from weightd_common.modelfile import ModelFileError, OpenModel
-from weightd_common.protobuf_reader import Malformed
-from weightd_common.regular_file import open_regular, read_regular
+from weightd_common.modelfiles import mindir
+from weightd_common.modelfiles.files import ModelFileError, OpenModel
+from weightd_common.modelfiles.mindir import MindIr, MindIrTensor
+from weightd_common.modelfiles.protobuf import Malformed
+from weightd_common.safe_open import open_regular, read_regular
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig

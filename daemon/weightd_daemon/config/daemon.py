@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightd_common import paths
-from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector
-from weightd_common.user_paths import user_path
+from weightd_common import endpoints
+from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, user_path
 from weightd_daemon.config import addresses
 from weightd_daemon.config.defaults import UnitDefaults, default_cache_dir, default_runtime_dir
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
@@ -83,7 +82,7 @@ class DaemonConfig:
     @property
     def daemon_key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
-        return paths.daemon_key(self.socket)
+        return endpoints.daemon_key(self.socket)
 
     @property
     def private_dir(self) -> Path:
@@ -108,12 +107,12 @@ class DaemonConfig:
     @property
     def channel_socket(self) -> Path:
         """The socket beside it, for their requests."""
-        return Path(paths.channel_path(self.children_address))
+        return Path(endpoints.channel_path(self.children_address))
 
     @property
     def unix_socket(self) -> Path:
         """The socket of clients of this host."""
-        return Path(paths.unix_path(self.socket, self.runtime_dir))
+        return Path(endpoints.unix_path(self.socket, self.runtime_dir))
 
 
 def complete_daemon(
@@ -135,7 +134,7 @@ def complete_daemon(
     cache_dir = str((base / cache_dir).absolute())
     allowed_sockets = addresses.daemon_socket_addresses(listen_addresses)
     default_socket = (
-        allowed_sockets[0] if allowed_sockets else unit.socket if unit else paths.socket_address(runtime_dir)
+        allowed_sockets[0] if allowed_sockets else unit.socket if unit else endpoints.socket_address(runtime_dir)
     )
     socket = config.socket or default_socket
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
@@ -151,7 +150,7 @@ def complete_daemon(
 
 def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[FieldError]:
     if not allowed_sockets:
-        yield from (each.at(".socket") for each in addresses.check_address(socket, paths.UNIX_SUFFIX))
+        yield from (each.at(".socket") for each in addresses.check_address(socket, endpoints.UNIX_SUFFIX))
     elif socket not in allowed_sockets:
         text = (
             f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd_common import paths
+from weightd_common import endpoints
 
 _SYSTEM_CACHE_DIR = "/var/cache/weightd"
 
@@ -32,7 +32,7 @@ def unit_of(path: Path) -> UnitDefaults | None:
     if path.resolve().parent != default_path().parent.resolve():
         return None
     name = path.stem
-    runtime_dir = _systemd_dir("RUNTIME_DIRECTORY") or paths.SYSTEM_RUNTIME_DIR
+    runtime_dir = _systemd_dir("RUNTIME_DIRECTORY") or endpoints.SYSTEM_RUNTIME_DIR
     return UnitDefaults(
         "weightd.service" if name == "weightd" else f"weightd@{name}.service",
         runtime_dir,
@@ -48,7 +48,7 @@ def default_path() -> Path:
 
 def default_runtime_dir() -> str:
     """Return the directory for sockets where the configuration names none: what systemd gives, else the user's."""
-    return _systemd_dir("RUNTIME_DIRECTORY") or paths.runtime_dir()
+    return _systemd_dir("RUNTIME_DIRECTORY") or endpoints.runtime_dir()
 
 
 def default_cache_dir() -> str:
@@ -56,7 +56,7 @@ def default_cache_dir() -> str:
     systemd_dir = _systemd_dir("CACHE_DIRECTORY")
     if systemd_dir or os.getuid() == 0:
         return systemd_dir or _SYSTEM_CACHE_DIR
-    return paths.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
+    return endpoints.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
 
 
 def _home_cache_dir() -> str:

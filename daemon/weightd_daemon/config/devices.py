@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from weightd_common import cpulist, toml_schema
+from weightd_common import devices, toml_schema
 from weightd_common.devices import card_of, has_cores
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.engines import ascend
@@ -37,7 +37,7 @@ class DeviceConfig:
     def cores(self) -> frozenset[int]:
         """The cores; none where `cpus` is no list of them."""
         try:
-            return cpulist.parse_cpulist(self.cpus)
+            return devices.parse_cpulist(self.cpus)
         except ValueError:
             return frozenset()
 
@@ -75,5 +75,5 @@ def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
         yield FieldError(f'expected cores such as "0-3,8", got {short_repr(device.cpus)}').at(".cpus")
     missing = device.cores - allowed_cores()
     if missing:
-        expected = f"expected cores of those that weightd may use, {cpulist.format_cpulist(allowed_cores())}"
-        yield FieldError(f"{expected}, got {cpulist.format_cpulist(missing)}").at(".cpus")
+        expected = f"expected cores of those that weightd may use, {devices.format_cpulist(allowed_cores())}"
+        yield FieldError(f"{expected}, got {devices.format_cpulist(missing)}").at(".cpus")

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_common import tcp_addresses, toml_schema
+from weightd_common import endpoints, toml_schema
 from weightd_common.curve_keys import KEY_CHARACTERS, KeyFileError, read_secret
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_common.user_paths import user_path
+from weightd_common.toml_schema import ErrorCollector, derived, user_path
 from weightd_daemon.config import addresses
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.names import check_name
@@ -188,7 +187,7 @@ def _default_listeners(
     if not listen_addresses:
         passed_addresses = [daemon.socket]
     for address in passed_addresses:
-        if tcp_addresses.is_address(address):
+        if endpoints.is_tcp_address(address):
             table = (
                 f'a table [listeners.NAME] with address = "{address}" that has security = "curve", or insecure = true'
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from weightd_common import toml_schema
-from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import rank_rules
 from weightd_daemon.config.daemon import DaemonConfig, complete_daemon

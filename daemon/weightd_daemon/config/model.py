@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightd_common import cpulist as cores
+from weightd_common import devices as cores
 from weightd_common.devices import CPU, card_of, has_cores, is_cpu
-from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, derived
-from weightd_common.user_paths import user_path
+from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, derived, user_path
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.config.devices import DeviceConfig

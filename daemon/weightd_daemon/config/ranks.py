@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_common.devices import CPU, is_cpu
-from weightd_common.toml_schema import derived
-from weightd_common.user_paths import user_path
+from weightd_common.toml_schema import derived, user_path
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits

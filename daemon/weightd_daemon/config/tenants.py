@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_common import toml_schema
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_common.user_paths import user_path
+from weightd_common.toml_schema import ErrorCollector, derived, user_path
 from weightd_daemon.config import identities
 from weightd_daemon.config.identities import Identities
 from weightd_daemon.config.names import check_name

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd_common.modelfile import ModelFileError, model_files
+from weightd_common.modelfiles.files import ModelFileError, model_files
 from weightd_common.terminal import ends_on_hangup
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.check_ranks import read_rank_table

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weightd_common.devices import has_cores, is_cpu
-from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
-from weightd_common.user_paths import user_path
+from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
+from weightd_common.toml_schema import user_path
 from weightd_daemon.engines.spec import EngineOptions, EngineSpec
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, integer, list_of, mapping, one_of

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
-from weightd_common.protobuf_reader import Malformed, Span, fields
+from weightd_common.modelfiles.protobuf import Malformed, Span, fields
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.schema import label

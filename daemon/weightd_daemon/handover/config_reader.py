@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd_common import signals
-from weightd_common.oom_score import raise_score
-from weightd_common.pdeathsig import die_with_parent
+from weightd_common import process_start
+from weightd_common.process_attributes import raise_score
+from weightd_common.process_start import die_with_parent
 from weightd_daemon.config.check import find_problems
 from weightd_daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd_daemon.platform import processes
@@ -123,7 +123,7 @@ class ConfigReader:
 
 def main() -> None:
     """Be the process."""
-    signals.reset(signal.SIGINT)
+    process_start.reset_signals(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
     result = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))

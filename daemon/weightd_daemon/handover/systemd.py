@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from weightd_common import service_manager
 from weightd_common.devices import CPU
-from weightd_common.journal_fields import to_one_line
+from weightd_common.log_text import to_one_line
 from weightd_common.service_manager import SEND_TIMEOUT_S
 from weightd_daemon.config import addresses as forms
 from weightd_daemon.config.load import Config

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightd_common.model_group import GroupMember as SpecMember
-from weightd_common.model_group import GroupMembers, joint_digest
+from weightd_common.launch_arguments import GroupMember as SpecMember
+from weightd_common.launch_arguments import GroupMembers, joint_digest
 from weightd_common.safe_open import Grant
 from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig

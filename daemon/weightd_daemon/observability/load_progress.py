@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from weightd_common import load_text
+from weightd_common import log_text
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import LOADING, GenerationState
@@ -69,8 +69,8 @@ class LoadMonitor:
         """Return the same for people, "" where nothing is known."""
         progress = self.progress(label, now)
         if progress.fraction_done is None and progress.fraction_copied is not None:
-            return f"{load_text.percent(progress.fraction_copied)} % copied"
-        return load_text.progress_text(progress.fraction_done, progress.remaining_s)
+            return f"{log_text.percent(progress.fraction_copied)} % copied"
+        return log_text.progress_text(progress.fraction_done, progress.remaining_s)
 
     def _update_load(self, label: str, model: ServedModel, generation: GenerationBase, now: float) -> None:
         load, nbytes = self._loads.get(label), model.snapshot_bytes(generation)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from weightd_common import load_text
+from weightd_common import log_text
 from weightd_common.devices import is_cpu
 from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.generations.actions import Role
@@ -210,7 +210,7 @@ def _progress_text(generation: GenerationBase, progress: LoadProgress) -> str:
     """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
     if progress.fraction_done is not None or progress.fraction_copied is None:
         return generation.progress
-    return f"{generation.progress}, {load_text.percent(progress.fraction_copied)} % copied"
+    return f"{generation.progress}, {log_text.percent(progress.fraction_copied)} % copied"
 
 
 def _find_built(model: ServedModel, generation: GenerationBase) -> Built | None:

@@ -6,7 +6,7 @@ import errno
 import socket
 from collections.abc import Callable
 
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.timers import Timer

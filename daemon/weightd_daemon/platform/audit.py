@@ -10,7 +10,7 @@ import json
 import logging
 from typing import NamedTuple
 
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 from weightd_daemon.platform.log_setup import fields_extra
 from weightd_protocol.codec import clip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from weightd_common.tokenbuckets import TokenBuckets
+from weightd_common.rate_limits import TokenBuckets
 
 
 class UserConnectionLimits(NamedTuple):

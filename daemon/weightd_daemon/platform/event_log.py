@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 
-from weightd_common.journal_fields import to_one_line
+from weightd_common.log_text import to_one_line
 from weightd_daemon.platform.log_setup import client_of, subject_of
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.events import Event, Events, EventsResponse

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 
 # Descriptors of one user that may wait. Beyond that the connections of this user end.
 MAX_PENDING = 64

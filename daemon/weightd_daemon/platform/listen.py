@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightd_common import paths, tcp_addresses
+from weightd_common import endpoints
 from weightd_daemon.platform.directories import PathInUse, make_directory
 
 # Owner and group may connect: who is in the group is the operator's decision.
@@ -41,7 +41,7 @@ def _listen_address(descriptor: int) -> str:
         name: Any = listener.getsockname()
         is_stream = listener.type == socket.SOCK_STREAM
         if is_stream and listener.family == socket.AF_UNIX and isinstance(name, str) and name:
-            return f"{'unix' if name.endswith(paths.UNIX_SUFFIX) else 'ipc'}://{name}"
+            return f"{'unix' if name.endswith(endpoints.UNIX_SUFFIX) else 'ipc'}://{name}"
         if is_stream and listener.family == socket.AF_INET:
             return f"tcp://{name[0]}:{name[1]}"
         if is_stream and listener.family == socket.AF_INET6:
@@ -121,7 +121,7 @@ def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.so
 
 
 def _bind_tcp(address: str) -> socket.socket:
-    host, port = tcp_addresses.split_address(address)
+    host, port = endpoints.split_tcp_address(address)
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

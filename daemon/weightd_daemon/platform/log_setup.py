@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
-from weightd_common.journal_fields import add_priority, is_connected_to_journal, priority_of, to_one_line
+from weightd_common.log_text import add_priority, is_connected_to_journal, priority_of, to_one_line
 from weightd_daemon.platform import journal
 from weightd_daemon.platform.resource_limits import with_limit_hint
 

@@ -126,7 +126,7 @@ def spawn(
     *,
     start_new_session: bool = True,
 ) -> int:
-    """Start a process with SIGINT blocked, see `pdeathsig.sigint_blocked`; return its pid.
+    """Start a process with SIGINT blocked, see `process_start.sigint_blocked`; return its pid.
 
     Args:
         argv: the command.

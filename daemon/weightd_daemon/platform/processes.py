@@ -51,7 +51,7 @@ def start(
 ) -> ChildProcess:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
-    It is born with SIGINT blocked: see `pdeathsig.sigint_blocked`.
+    It is born with SIGINT blocked: see `process_start.sigint_blocked`.
 
     Args:
         argv: the command, which every user of the host may read.

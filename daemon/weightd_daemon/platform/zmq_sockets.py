@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from weightd_common import zmq_multipart
+from weightd_common import zmq_io
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.zmq_routing import seed_routing_ids
@@ -87,10 +87,10 @@ def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[ReceivedMessage]:
     """Yield the messages that wait, at most a batch. Large tensor frames are not copied."""
     for _ in range(RECEIVE_BATCH_SIZE):
         try:
-            identity, *frames = zmq_multipart.receive(socket, zmq_multipart.NOBLOCK)
+            identity, *frames = zmq_io.receive(socket, zmq_io.NOBLOCK)
         except zmq.Again:
             return
-        yield ReceivedMessage(identity.bytes, [zmq_multipart.frame_content(frame) for frame in frames], identity)
+        yield ReceivedMessage(identity.bytes, [zmq_io.frame_content(frame) for frame in frames], identity)
         # Cheaper than the exception of a read that finds nothing.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
@@ -99,7 +99,7 @@ def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[ReceivedMessage]:
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
     """Send without waiting; return whether the peer could be reached. Large frames pass on uncopied."""
     try:
-        zmq_multipart.send(socket, [peer, *frames], zmq_multipart.NOBLOCK)
+        zmq_io.send(socket, [peer, *frames], zmq_io.NOBLOCK)
     except zmq.ZMQError as error:
         # There is no such peer, or a thousand messages wait for it.
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

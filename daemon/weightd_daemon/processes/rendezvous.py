@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightd_common.cpulist import format_cpulist
-from weightd_common.devices import card_of
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.devices import card_of, format_cpulist
+from weightd_common.launch_arguments import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.engines import ranktable

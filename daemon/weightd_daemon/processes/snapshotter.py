@@ -24,8 +24,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
-from weightd_common import signals
-from weightd_common.modelfile import (
+from weightd_common import process_start
+from weightd_common.modelfiles.files import (
     ModelFileError,
     OpenModel,
     check_locations,
@@ -34,8 +34,8 @@ from weightd_common.modelfile import (
     model_files,
     open_file,
 )
-from weightd_common.oom_score import raise_score
-from weightd_common.pdeathsig import die_with_parent
+from weightd_common.process_attributes import raise_score
+from weightd_common.process_start import die_with_parent
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.transient import is_transient
 from weightd_daemon.processes.copy_progress import CopyProgressFile
@@ -329,7 +329,7 @@ def _grant(fields: Sequence[Any]) -> Grant:
 def main() -> None:
     """Be the process."""
     # Ctrl-C is the daemon's to act on.
-    signals.reset(signal.SIGINT)
+    process_start.reset_signals(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
     order = SnapshotOrder.from_json(sys.stdin.buffer.read())

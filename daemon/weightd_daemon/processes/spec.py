@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.launch_arguments import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase

@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd_common.tokenbuckets import TokenBucket
+from weightd_common.rate_limits import TokenBucket
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, STATUS, TenantConfig
 from weightd_daemon.platform.connection_limit import NO_TENANT
 from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup

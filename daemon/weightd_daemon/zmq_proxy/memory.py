@@ -9,7 +9,7 @@ import resource
 # Only glibc has it.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-# Less than a holder's (`weightd_common.oom_score`, which is not imported, to stay small): it is there again at once.
+# Less than a holder's (`weightd_common.process_attributes`, not imported, to stay small): it is there again at once.
 _OOM_SCORE_INCREMENT = 100
 _OOM_SCORE_PATH = "/proc/self/oom_score_adj"
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 from weightd_common.stream import Stream
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.acceptor import Acceptor

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from weightd_common import signals
-from weightd_common.pdeathsig import die_with_parent, sigint_blocked
+from weightd_common import process_start
+from weightd_common.process_start import die_with_parent, sigint_blocked
 from weightd_common.stream import Stream
 from weightd_daemon.platform import clock, environment
 from weightd_daemon.zmq_proxy import control, process
@@ -159,7 +159,7 @@ def _run_zygote(parent: int, connection: socket.socket) -> None:
     # A terminal's keys reach the daemon alone, and no directory is in use.
     os.setsid()
     os.chdir("/")
-    signals.reset(*_IGNORED_SIGNALS)
+    process_start.reset_signals(*_IGNORED_SIGNALS)
     _Proxies(control.new_control_stream(connection, accepts_descriptors=True)).run()
 
 

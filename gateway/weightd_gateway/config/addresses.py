@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from weightd_common.tcp_addresses import MAX_PORT
+from weightd_common.endpoints import MAX_PORT
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError
 

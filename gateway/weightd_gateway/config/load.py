@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_common import toml_schema
-from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
 from weightd_common.toml_schema import ErrorCollector
 from weightd_gateway import tokens
 from weightd_gateway.auth import Authenticator

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weightd_common.toml_schema import derived
-from weightd_common.user_paths import user_path
+from weightd_common.toml_schema import derived, user_path
 from weightd_gateway.config.addresses import ListenAddress
 from weightd_protocol import limits
 from weightd_protocol.schema import boolean, integer, list_of, number, text

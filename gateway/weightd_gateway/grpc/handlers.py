@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from weightd_common.peers import Peer
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 from weightd_gateway.admission_control import AdmissionControl, Permit
 from weightd_gateway.auth import Authenticator, Caller, parse_bearer
 from weightd_gateway.error_codes import TooLarge, status_of, to_request_error

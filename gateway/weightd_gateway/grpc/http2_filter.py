@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_common.peers import UNKNOWN, Peer
-from weightd_common.rate_limited_log import RateLimitedLog
-from weightd_common.tokenbuckets import TokenBuckets
+from weightd_common.rate_limits import RateLimitedLog, TokenBuckets
 from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.grpc.http2_frames import DATA, FrameCounter, FrameHeads, LimitExceeded, goaway_frame
 from weightd_gateway.listening import common_name

@@ -10,7 +10,7 @@ from typing import Any, cast
 from aiohttp import hdrs
 
 from weightd_common.exposition import CONTENT_TYPE, exposition
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 from weightd_gateway import oip_view
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway

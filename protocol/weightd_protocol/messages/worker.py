@@ -72,7 +72,7 @@ class Hello:
     """child → daemon: I am up, and this is what I am.
 
     `engine_pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
-    `sha256` names the content of the model that this process would load (`weightd_common.modelfile`).
+    `sha256` names the content of the model that this process would load (`weightd_common.modelfiles.files`).
     `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
     `concurrency`: so many predicts run at once here, if they are there. `slice`: which rank it is, and of what; None
     where it is none. Then `sha256` is that of its slice.

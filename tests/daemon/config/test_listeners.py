@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from weightd_common import curve_keys as keys_module
-from weightd_common import tcp_addresses
+from weightd_common import endpoints
 from weightd_common.curve_keys import format_key_file
 from weightd_daemon.config.listeners import allowed_keys
 from weightd_daemon.config.load import Config, ConfigError, parse
@@ -77,8 +77,8 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
             (
                 at(address),
                 (
-                    f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}, got"
-                    f" {address!r}"
+                    f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {endpoints.TCP_ADDRESS_FORM}, "
+                    f"got {address!r}"
                 ),
             )
             for address in ("/run/a", "ipc://a", "unix:///run/a", "tcp://127.0.0.1:0", "ipc:///run/")

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from weightd_common import tcp_addresses
+from weightd_common import endpoints
 from weightd_common import toml_schema as tables
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import defaults
@@ -292,7 +292,7 @@ REFUSED_OF_A_MODEL = [
 REFUSED_SOCKETS = [
     (
         f'[daemon]\nsocket = "{socket}"\n{MODEL}',
-        f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp_addresses.EXPECTED_FORM}, got '{socket}'",
+        f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {endpoints.TCP_ADDRESS_FORM}, got '{socket}'",
     )
     for socket in (
         *("ipc://relative/a.sock", "ipc://@abstract", "ipc:///", "ipc:///run/", "/run/a.sock", "inproc://a"),

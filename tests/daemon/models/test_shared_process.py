@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightd_common.model_group import joint_digest
+from weightd_common.launch_arguments import joint_digest
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.model import ModelConfig

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from weightd_common.journal_fields import add_priority, is_connected_to_journal, to_one_line
+from weightd_common.log_text import add_priority, is_connected_to_journal, to_one_line
 from weightd_daemon.platform import log_setup
 from weightd_daemon.platform.journal import Journal
 from weightd_daemon.platform.log_setup import JournalHandler, LineFormatter, print_error, subject_extra

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.launch_arguments import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.actions import Role

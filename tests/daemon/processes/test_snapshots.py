@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from weightd_common.modelfile import files_identity, model_files
+from weightd_common.modelfiles.files import files_identity, model_files
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig

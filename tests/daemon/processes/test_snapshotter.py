@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from testkit import models
-from weightd_common.modelfile import ModelFileError, digest, files_identity, model_files
+from weightd_common.modelfiles.files import ModelFileError, digest, files_identity, model_files
 from weightd_daemon.processes import copy_progress, snapshotter
 from weightd_daemon.processes.copy_progress import CopyProgressFile
 from weightd_daemon.processes.snapshotter import SingleFile, SnapshotOrder, SnapshotRequest

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from weightd import Client
-from weightd_common.paths import unix_path
+from weightd_common.endpoints import unix_path
 from weightd_common.stream import Stream
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.messages.control import (

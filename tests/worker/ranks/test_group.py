@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, environment, ranks
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.launch_arguments import RendezvousInfo
 from weightd_protocol.codec import decode
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RunSelfTest, SelfTestDone

@@ -13,7 +13,7 @@ from testkit.fakeengine import Answer, sequence
 from testkit.fakerank import FakeRank
 from testkit.script import Script
 from weightd_common import memfd
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.launch_arguments import RendezvousInfo
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature

@@ -24,9 +24,9 @@ import os
 import types
 from typing import Any, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, cast
 
-from weightd_common import mindir
 from weightd_common.devices import card_of, is_cpu
-from weightd_common.protobuf_reader import Malformed
+from weightd_common.modelfiles import mindir
+from weightd_common.modelfiles.protobuf import Malformed
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory

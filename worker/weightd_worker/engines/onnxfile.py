@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, FrozenSet, Iterator
 
-from weightd_common.protobuf_reader import Malformed, Span, fields
+from weightd_common.modelfiles.protobuf import Malformed, Span, fields
 
 # Field numbers of onnx.proto.
 _GRAPH, _FUNCTION = 7, 25  # in a model

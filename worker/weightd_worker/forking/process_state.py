@@ -15,7 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-from weightd_common import oom_score
+from weightd_common import process_attributes
 
 _FIRST_OTHER_FD = 3
 
@@ -26,7 +26,7 @@ _SEED_WORDS = 8
 
 
 class ProcessState:
-    """Signals, directory and the like, as they are when this is made; `weightd_common.oom_score` calls the score so.
+    """Signals, directory, OOM score and the like, as they are when this is made.
 
     A process that is forked does as little as can be: each page that it changes it has for itself.
 
@@ -35,7 +35,7 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self.oom_score = oom_score.current_score()
+        self.oom_score = process_attributes.current_score()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
         # None: it is not Python's, or no signal.
         self._handlers = {number: each for number, each in handlers.items() if each is not None}

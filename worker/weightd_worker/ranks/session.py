@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import Any, Mapping, NamedTuple, Union
 
-from weightd_common.cpulist import parse_cpulist
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.devices import parse_cpulist
+from weightd_common.launch_arguments import RendezvousInfo
 from weightd_protocol.codec import type_name
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone

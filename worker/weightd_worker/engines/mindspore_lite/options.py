@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import Any, Dict, Mapping, Optional, Tuple
 
-from weightd_common.regular_file import MAX_CONFIG_BYTES, read_regular
+from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, decode, integer, list_of, mapping, one_of, text
 from weightd_worker.engines.errors import BuildError

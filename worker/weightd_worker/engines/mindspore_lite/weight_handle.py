@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Sequence
 
-from weightd_common.modelfile import ModelFileError, model_files
+from weightd_common.modelfiles.files import ModelFileError, model_files
 from weightd_protocol.messages.worker import SharingTraits
 from weightd_worker.engines.errors import AttachRefused, BuildError, EngineMissing
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError

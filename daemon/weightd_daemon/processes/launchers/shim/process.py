@@ -31,7 +31,7 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from weightd_common import signals
+from weightd_common import process_start
 from weightd_daemon.platform import exit_watch
 
 SOCKET_FD = 3
@@ -183,7 +183,7 @@ def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
-    signals.reset(*_IGNORED_SIGNALS)
+    process_start.reset_signals(*_IGNORED_SIGNALS)
     os.set_inheritable(LOCK_FD, False)
     shim = Shim()
     with socket.socket(fileno=SOCKET_FD) as link:

@@ -35,7 +35,7 @@ PATH = os.environ.get("PATH", os.defpath)
 # Dies with its shim, and says when it would.
 _DEPENDENT = """
 import sys, time
-from weightd_common.pdeathsig import die_with_parent
+from weightd_common.process_start import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(1000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd_common.rate_limited_log import RateLimitedLog
+from weightd_common.rate_limits import RateLimitedLog
 
 
 def test_one_line_in_so_many_seconds_tells_how_often_it_was_since() -> None:

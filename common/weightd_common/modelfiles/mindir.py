@@ -15,7 +15,7 @@ import itertools
 import os
 from typing import BinaryIO, Iterator, NamedTuple, Optional, Sequence, Tuple
 
-from weightd_common.protobuf_reader import Malformed, Span, fields
+from weightd_common.modelfiles.protobuf import Malformed, Span, fields
 from weightd_protocol import limits
 from weightd_protocol.datatypes import ITEM_BYTES
 

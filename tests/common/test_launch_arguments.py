@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_common.rendezvous import RendezvousInfo
+from weightd_common.launch_arguments import RendezvousInfo
 
 RANK = RendezvousInfo(1, 2, 120, 68, reply_rank=1, port=8118, group_info="/g", buffer_mib=200)
 

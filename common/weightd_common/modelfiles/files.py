@@ -9,7 +9,7 @@ must compute it in one way, so it is part of the protocol.
 
 A location must stay inside the model's directory, links followed. Where the model file is a link itself, so is the
 directory to which it leads: caches such as Hugging Face's consist of links to files that lie together. And whoever has
-chosen a file, by the model or by a link, must be able to read it: see `reach`.
+chosen a file, by the model or by a link, must be able to read it: see `safe_open`.
 
 A file may be exchanged or cut short at any time while it is read. That is why nothing is mapped here: reading beyond
 the end of a mapped file that has shrunk kills the process.
@@ -22,12 +22,11 @@ import hashlib
 import os
 import time
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequence, Tuple, cast
+from typing import BinaryIO, Generator, List, NamedTuple, Sequence, Tuple
 
-from weightd_common.protobuf_reader import Malformed, Span, fields
+from weightd_common.modelfiles.protobuf import MAX_DEPTH, Malformed, TooDeep, mindir_locations, onnx_locations
 from weightd_common.safe_open import OPERATOR, AccessDenied, Grant, SafePathWalker
 from weightd_common.transient import is_transient
-from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 
 _BLOCK = 1024 * 1024
@@ -326,7 +325,7 @@ def _sha256(path: Path, file: BinaryIO) -> str:
 def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
     try:
         with _reading(path):
-            locations = list(_locations(file, _ONNX, "model", 0, os.fstat(file.fileno()).st_size))
+            locations = list(onnx_locations(file))
     except Malformed:
         # An engine that understands it all the same would load external files that nobody has pinned.
         text = f"{path}: expected an ONNX model; this is something else, or only a part of one"
@@ -353,12 +352,12 @@ def check_locations(path: Path) -> None:
 
 def _check_mindir(path: Path, file: BinaryIO) -> None:
     try:
-        for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size):
+        for location in mindir_locations(file):
             pure = PurePosixPath(location)
             if pure.is_absolute() or ".." in pure.parts:
                 raise _outside_error(path, location)
-    except _TooDeep:
-        raise ModelFileError(f"{path}: expected at most {_MAX_DEPTH} levels of messages in messages") from None
+    except TooDeep:
+        raise ModelFileError(f"{path}: expected at most {MAX_DEPTH} levels of messages in messages") from None
     except Malformed:
         # No engine reads it, either: that gives the better reason.
         pass
@@ -366,95 +365,3 @@ def _check_mindir(path: Path, file: BinaryIO) -> None:
 
 def _outside_error(path: Path, location: str) -> ModelFileError:
     return ModelFileError(f"{path}: names the external file {location!r}; expected a path inside the model's directory")
-
-
-# --- A walk through protobuf, only as far as external data needs --------------------------------------------------
-#
-# Message to {field number: message}, from onnx.proto and mind_ir.proto. Anything else is skipped by its length, so the
-# walk costs the number of nodes, not the size of the weights.
-
-_Messages = Dict[str, Dict[int, str]]
-
-_ONNX: _Messages = {
-    "model": {7: "graph", 20: "training", 25: "function"},
-    "training": {1: "graph", 2: "graph"},
-    "graph": {1: "node", 5: "onnx tensor", 15: "sparse"},
-    "function": {7: "node", 11: "attribute"},
-    "node": {5: "attribute"},
-    "attribute": {5: "onnx tensor", 6: "graph", 10: "onnx tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "sparse": {1: "onnx tensor", 2: "onnx tensor"},
-}
-_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
-_KEY, _VALUE = 1, 2  # in an entry of external_data
-
-_MINDIR: _Messages = {
-    "model": {7: "graph", 8: "graph", 12: "primitive"},
-    "primitive": {3: "attribute"},
-    "graph": {1: "node", 3: "tensor", 5: "value", 6: "value", 8: "attribute", 10: "map"},
-    "map": {2: "attribute", 3: "tensor", 4: "tensor", 5: "tensor"},
-    "node": {5: "attribute", 8: "attribute", 9: "attribute"},
-    "value": {2: "tensor", 5: "attribute"},
-    "attribute": {6: "tensor", 7: "graph", 12: "tensor", 13: "graph", 17: "attribute", 19: "functor"},
-    "functor": {3: "attribute"},
-    "tensor": {12: "mindir external", 17: "quantization"},
-    "quantization": {2: "attribute"},
-}
-_LOCATION = 1  # in the external data of a MindIR
-
-# protobuf's own default: what nests deeper, no engine reads.
-_MAX_DEPTH = 100
-
-
-class _TooDeep(Malformed):
-    """Messages lie in messages, deeper than an engine reads."""
-
-
-def _locations(
-    file: BinaryIO, messages: _Messages, message: str, start: int, end: int, depth: int = 0
-) -> Iterator[Tuple[str, bool]]:
-    """Yield each location that a message names, and whether the engine will read it."""
-    if depth > _MAX_DEPTH:
-        raise _TooDeep
-    children = messages[message]
-    for number, value in fields(file, start, end):
-        child = children.get(number)
-        if child is None or not isinstance(value, tuple):
-            continue
-        if child == "onnx tensor":
-            yield from _tensor_locations(file, *value)
-        elif child == "mindir external":
-            for field, span in fields(file, *value):
-                if field == _LOCATION:
-                    yield _text(file, span), True
-        else:
-            yield from _locations(file, messages, child, *value, depth=depth + 1)
-
-
-def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[str, bool]]:
-    """Yield the locations of an ONNX tensor.
-
-    An engine merges messages that a file gives twice, and takes an enumeration modulo 2**32. So a location is told of
-    whatever this part of a tensor says about its use: each has to be a permitted one.
-    """
-    entries: List[Span] = []
-    external = False
-    for number, value in fields(file, start, end):
-        if number == _EXTERNAL_DATA and isinstance(value, tuple):
-            entries.append(value)
-        elif number == _DATA_LOCATION and isinstance(value, int):
-            external = value & 0xFFFFFFFF == _EXTERNAL
-    for span in entries:
-        entry = dict(fields(file, *span))
-        if _text(file, entry.get(_KEY)) == "location":
-            yield _text(file, entry.get(_VALUE)), external
-
-
-def _text(file: BinaryIO, span: object) -> str:
-    """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
-    if not isinstance(span, tuple):
-        return ""
-    start, end = cast(Span, span)
-    if end - start > limits.MAX_PATH_BYTES:
-        raise Malformed
-    file.seek(start)
-    return os.fsdecode(file.read(end - start))

@@ -1,11 +1,15 @@
-"""Token buckets: one, or one for each of any number of keys. Pure: no I/O, no clock."""
+"""Limits how often something happens: token buckets, and log lines about each key. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
-from typing import Dict
+from typing import Dict, Optional, Tuple
 
 # Full buckets are dropped when the table has grown to twice its size after the last time.
 _MIN_DROP_SIZE = 1024
+
+# Of log lines: so many keys are told apart, and all others are one.
+_MAX_KEYS = 256
+_OTHER_KEYS = ""
 
 
 class TokenBucket:
@@ -84,3 +88,35 @@ class TokenBuckets:
         rate, burst = self._rate, self._burst
         self._buckets = {key: each for key, each in self._buckets.items() if each.tokens(rate, burst, now) < burst}
         self._drop_at = max(_MIN_DROP_SIZE, 2 * len(self._buckets))
+
+
+class RateLimitedLog:
+    """Says whether an event that a client can cause at any rate is logged: the first, then one in each interval.
+
+    Args:
+        interval_s: seconds between two lines about one key.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        # When the next line may be logged, and how many events were not logged meanwhile.
+        self._entries: Dict[str, Tuple[float, int]] = {}
+        # None of them may be forgotten before.
+        self._forget_at = 0.0
+
+    def record(self, key: str, now: float) -> Optional[int]:
+        """Count an event; return how many were not logged since the last line, None if this one is not to be logged."""
+        if key not in self._entries and len(self._entries) >= _MAX_KEYS and now >= self._forget_at:
+            self._drop_expired(now)
+        if key not in self._entries and len(self._entries) >= _MAX_KEYS:
+            key = _OTHER_KEYS
+        next_log_at, suppressed_count = self._entries.get(key, (now, 0))
+        if now < next_log_at:
+            self._entries[key] = next_log_at, suppressed_count + 1
+            return None
+        self._entries[key] = now + self._interval_s, 0
+        return suppressed_count
+
+    def _drop_expired(self, now: float) -> None:
+        self._entries = {who: each for who, each in self._entries.items() if now < each[0]}
+        self._forget_at = min((until for until, _ in self._entries.values()), default=now)

@@ -1,12 +1,29 @@
-"""What `ps` shows of a process that was forked: a command line that nobody has typed."""
+"""Attributes of this process that the kernel keeps: its OOM score, and the title that `ps` shows.
+
+When memory runs out, the kernel kills workers before their holder, and the holder before the daemon, which can replace
+both. See proc_pid_oom_score_adj(5): a process counts as if it took so many thousandths of all memory in addition.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
+_log = logging.getLogger("weightd.protocol")
+
+# Above the daemon's own. A worker is replaced alone; with a holder on a card a whole generation is lost.
+# With any process of a unit all of it is lost; one rank gives back no more than another one does.
+SCORES_ABOVE_DAEMON = {"holder": 200, "broker": 200, "worker": 400, "rank": 400}
+
+_MAX_SCORE = 1000
+
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+
+
+# prctl(2)
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
 _NO_FILE = 0xFFFFFFFF
@@ -18,18 +35,40 @@ _STAT_FIELDS = (
 )
 
 
-class _Map(ctypes.Structure):
-    """``struct prctl_mm_map``: the members of the kernel's own that it lets a process change."""
+def current_score(file: Path = _OOM_SCORE) -> Optional[int]:
+    """Return the score that this process has: of one that was just started, the daemon's. None if it cannot be had.
 
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
-        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
-        *((name, ctypes.c_uint32) for name in ("auxv_size", "exe_fd")),
-    ]
+    Args:
+        file: where the score is.
+    """
+    try:
+        return int(file.read_text("ascii"))
+    except (OSError, ValueError) as error:
+        _log.debug("cannot read oom_score_adj: %s", error)
+        return None
+
+
+def raise_score(role: str, file: Path = _OOM_SCORE, *, daemon_score: Optional[int] = None) -> None:
+    """Have the kernel choose this process rather than the daemon.
+
+    Raising the score needs no privilege; where it fails nevertheless, nothing else does.
+
+    Args:
+        role: a key of SCORES_ABOVE_DAEMON.
+        file: where the score is.
+        daemon_score: the daemon's score; None: it is what this process has. One that was forked may have a raised one.
+    """
+    score = current_score(file) if daemon_score is None else daemon_score
+    if score is None:
+        return
+    try:
+        file.write_text(f"{min(score + SCORES_ABOVE_DAEMON[role], _MAX_SCORE)}\n", "ascii")
+    except OSError as error:
+        _log.debug("cannot raise oom_score_adj: %s", error)
 
 
 class ProcessTitle:
-    """That of this process, or of one that is forked from it.
+    """The command line that `ps` shows of this process, or of one that is forked from it.
 
     Attributes:
         first_word: what the program was called by who started it.
@@ -76,6 +115,16 @@ class ProcessTitle:
             ctypes.c_ulong(0),
         ]
         return int(self._libc.prctl(_PR_SET_MM, *words)) == 0
+
+
+class _Map(ctypes.Structure):
+    """``struct prctl_mm_map``: the members of the kernel's own that it lets a process change."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
+        *((name, ctypes.c_uint32) for name in ("auxv_size", "exe_fd")),
+    ]
 
 
 def _map() -> _Map:

@@ -1,4 +1,4 @@
-"""Workers go before their holder, and that before the daemon."""
+"""The OOM score of a process, and what ps shows of one that has changed its command line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import List
 
 import pytest
 
-from weightd_common.oom_score import raise_score
+from weightd_common.process_attributes import raise_score
 
 # Raises its own score first, as OOMScoreAdjust= of a unit does, then starts the child.
 PARENT = """
@@ -18,7 +19,7 @@ import subprocess, sys
 with open("/proc/self/oom_score_adj", "w") as file:
     file.write("300")
 child = '''
-from weightd_common.oom_score import raise_score
+from weightd_common.process_attributes import raise_score
 raise_score("worker")
 print(int(open("/proc/self/oom_score_adj").read()))
 '''
@@ -67,3 +68,41 @@ def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.Log
         raise_score("worker", strange)
     assert [each.levelname for each in caplog.records] == ["DEBUG", "DEBUG"]
     assert strange.read_text() == "high"
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "AFTER": "all that"}
+
+# Writes two of them, and prints the last one; its environment is as it was.
+SCRIPT = """
+import gc, os, sys
+from pathlib import Path
+from weightd_common import process_attributes
+process_attributes._PR_SET_MM = int(sys.argv[1])
+shown = process_attributes.ProcessTitle()
+first = shown.first_word
+assert first == sys.executable
+shown.set_title([first, "a" * 9000, "", "end"])
+gc.collect()
+# As in a process that is forked of one that has written its own.
+again = process_attributes.ProcessTitle()
+assert again.first_word == first
+again.set_title([first, *sys.argv[2:]])
+assert b"AFTER=all that" in Path("/proc/self/environ").read_bytes().split(b"\\0")
+print(Path("/proc/self/cmdline").read_text(), end="")
+"""
+
+
+def shown(*arguments: str) -> str:
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=30, check=True).stdout.decode()
+
+
+@pytest.mark.parametrize("words", [["-m", "weightd"], ["-m", "", "x" * 9000, "é"]])
+def test_the_words_are_what_is_shown(words: List[str]) -> None:
+    assert shown("35", *words) == "".join(f"{word}\0" for word in [sys.executable, *words])
+
+
+def test_where_the_kernel_forbids_it_the_end_is_cut_off() -> None:
+    room = sum(len(word) + 1 for word in [sys.executable, "-c", SCRIPT, "999", "weightd"])
+    assert shown("999", "weightd").rstrip("\0") == f"{sys.executable}\0weightd"
+    assert len(shown("999", "weightd")) == room

@@ -1,10 +1,15 @@
-"""Where daemon and client meet unless they are told otherwise: neither may import the other, both must agree."""
+"""The sockets at which the daemon listens and clients connect: default directories, paths, and TCP addresses.
+
+Daemon and client must agree on them, and neither may import the other.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
+from typing import Tuple
 
 # The service's, which systemd makes for it (RuntimeDirectory=weightd), and root's.
 SYSTEM_RUNTIME_DIR = "/run/weightd"
@@ -15,6 +20,13 @@ _SOCKET_NAME = "weightd.sock"
 UNIX_SUFFIX = ".unix"
 
 _CHANNEL_SUFFIX = ".channel"
+
+MAX_PORT = 65535
+
+TCP_ADDRESS_FORM = f"tcp://HOST:PORT, PORT from 1 to {MAX_PORT}"
+"""For people: what `is_tcp_address` takes."""
+
+_TCP_ADDRESS = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
 
 
 def runtime_dir() -> str:
@@ -67,3 +79,24 @@ def daemon_socket(address: str) -> str:
 def channel_path(address: str) -> str:
     """Return where a daemon whose socket for children is `address` takes the channels of their requests."""
     return f"{address[len('ipc://') :]}{_CHANNEL_SUFFIX}"
+
+
+def is_tcp_address(address: str) -> bool:
+    """Return whether libzmq takes this text for the host and the port that it names.
+
+    It takes ports modulo 65,536, and 0 for any that is free: both sides would be somewhere else in silence.
+    """
+    match = _TCP_ADDRESS.fullmatch(address)
+    return match is not None and 1 <= int(match.group(2)) <= MAX_PORT
+
+
+def split_tcp_address(address: str) -> Tuple[str, int]:
+    """Return host and port of what `is_tcp_address` takes; an IPv6 host is in brackets.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _TCP_ADDRESS.fullmatch(address)
+    if match is None:
+        raise ValueError(address)
+    return match.group(1), int(match.group(2))

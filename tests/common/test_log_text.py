@@ -4,7 +4,7 @@ from typing import Optional
 
 import pytest
 
-from weightd_common.load_text import progress_text
+from weightd_common.log_text import progress_text
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""ZeroMQ messages of several frames, sent and received frame by frame.
+"""ZeroMQ messages of several frames, sent and received frame by frame, and the events of a socket monitor.
 
 pyzmq's `send_multipart` looks at each frame twice, and `recv_multipart` asks the socket after each whether there is
 another, which a received frame knows by itself. For small messages both take about twice as long as what is here.
+`zmq.utils.monitor` imports asyncio, which costs memory in each worker and time at each start.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
+import struct
+from typing import TYPE_CHECKING, Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import zmq
 import zmq.backend
@@ -25,6 +27,9 @@ _MAX_FRAMES = limits.MAX_TENSORS + 3
 # Plain integers: `|` of pyzmq's own flags takes a microsecond.
 NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.SNDMORE)
+
+# The first of the two frames of a monitor's event; the second is the address. See zmq_socket_monitor(3).
+_EVENT = struct.Struct("=HI")
 
 # What a socket's own `send` does in the end, without two more calls for each frame.
 _send: Callable[..., object] = zmq.backend.Socket.send
@@ -108,3 +113,20 @@ def skip_frames(socket: Socket, max_frames: int) -> bool:
 def frame_content(frame: zmq.Frame) -> Any:
     """Return what is in `frame`: a small one as bytes, which are the cheapest to have; a large one uncopied."""
     return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame
+
+
+class SocketEvent(NamedTuple):
+    """An event of a socket monitor: one of the zmq.EVENT_ numbers, and a file descriptor or an error number."""
+
+    number: int
+    value: int
+
+
+def receive_event(monitor: Socket, flags: int = 0) -> SocketEvent:
+    """Return the next event of a socket monitor: when a connection begins or ends.
+
+    Raises:
+        zmq.Again: there is none now, with zmq.NOBLOCK.
+    """
+    event, _ = monitor.recv_multipart(flags)
+    return SocketEvent(*_EVENT.unpack(event))

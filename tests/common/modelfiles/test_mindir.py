@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_common import mindir
-from weightd_common.mindir import MindIr, MindIrTensor
-from weightd_common.protobuf_reader import Malformed
+from weightd_common.modelfiles import mindir
+from weightd_common.modelfiles.mindir import MindIr, MindIrTensor
+from weightd_common.modelfiles.protobuf import Malformed
 from weightd_protocol import limits
 
 Value = Union[int, bytes, str]

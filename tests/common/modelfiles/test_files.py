@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_common.modelfile import (
+from weightd_common.modelfiles.files import (
     ModelFileError,
     OpenModel,
     check_locations,

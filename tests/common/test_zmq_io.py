@@ -5,7 +5,7 @@ from typing import Any, Iterator, List, Tuple
 import pytest
 import zmq
 
-from weightd_common import zmq_multipart
+from weightd_common import zmq_io
 from weightd_protocol import limits
 
 LARGE = 64 * 1024
@@ -33,40 +33,40 @@ def pair() -> Iterator[Pair]:
 )
 def test_what_is_sent_is_received_as_one_message(pair: Pair, frames: List[bytes]) -> None:
     for _ in range(2):
-        zmq_multipart.send(pair[0], frames)
+        zmq_io.send(pair[0], frames)
     for _ in range(2):
-        assert [frame.bytes for frame in zmq_multipart.receive(pair[1])] == frames
+        assert [frame.bytes for frame in zmq_io.receive(pair[1])] == frames
 
 
 def test_other_programs_see_an_ordinary_multipart_message(pair: Pair) -> None:
-    zmq_multipart.send(pair[0], [b"a", memoryview(b"b"), zmq.Frame(b"c")])
+    zmq_io.send(pair[0], [b"a", memoryview(b"b"), zmq.Frame(b"c")])
     assert pair[1].recv_multipart() == [b"a", b"b", b"c"]
     pair[1].send_multipart([b"a", b"b"])
-    assert [frame.bytes for frame in zmq_multipart.receive(pair[0])] == [b"a", b"b"]
+    assert [frame.bytes for frame in zmq_io.receive(pair[0])] == [b"a", b"b"]
 
 
 def test_small_frames_are_copied_and_large_ones_are_not(pair: Pair) -> None:
     small, large = bytearray(b"a" * (LARGE - 1)), bytearray(b"a" * LARGE)
     # libzmq hands a message of an inproc pair over as it is: a change after the send shows.
-    zmq_multipart.send(pair[0], [memoryview(small), memoryview(large)])
+    zmq_io.send(pair[0], [memoryview(small), memoryview(large)])
     small[0] = large[0] = ord("b")
-    frames = zmq_multipart.receive(pair[1])
+    frames = zmq_io.receive(pair[1])
     assert [frame.bytes[:1] for frame in frames] == [b"a", b"b"]
-    assert type(zmq_multipart.frame_content(frames[0])) is bytes
-    assert zmq_multipart.frame_content(frames[1]) is frames[1]
+    assert type(zmq_io.frame_content(frames[0])) is bytes
+    assert zmq_io.frame_content(frames[1]) is frames[1]
 
 
 def test_what_has_too_many_frames_is_read_to_its_end_and_shows_that_it_has(pair: Pair) -> None:
     pair[0].send_multipart([b"x"] * 1000)
     pair[0].send_multipart([b"next"])
     # A peer's id, a header, the tensors, and at least one more.
-    assert limits.MAX_TENSORS + 2 < len(zmq_multipart.receive(pair[1])) < 100
-    assert zmq_multipart.receive(pair[1])[0].bytes == b"next"
+    assert limits.MAX_TENSORS + 2 < len(zmq_io.receive(pair[1])) < 100
+    assert zmq_io.receive(pair[1])[0].bytes == b"next"
 
 
 def test_without_a_message_and_without_waiting_it_says_so(pair: Pair) -> None:
     with pytest.raises(zmq.Again):
-        zmq_multipart.receive(pair[1], zmq_multipart.NOBLOCK)
+        zmq_io.receive(pair[1], zmq_io.NOBLOCK)
 
 
 def test_where_nobody_can_take_a_message_none_of_it_is_sent() -> None:
@@ -80,11 +80,11 @@ def test_where_nobody_can_take_a_message_none_of_it_is_sent() -> None:
         dealer.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
         dealer.connect("inproc://router")
         dealer.send(b"hello")
-        assert [frame.bytes for frame in zmq_multipart.receive(router)] == [b"there", b"hello"]
+        assert [frame.bytes for frame in zmq_io.receive(router)] == [b"there", b"hello"]
         with pytest.raises(zmq.ZMQError) as caught:
-            zmq_multipart.send(router, [b"nobody", b"header", b"tensor"], zmq_multipart.NOBLOCK)
+            zmq_io.send(router, [b"nobody", b"header", b"tensor"], zmq_io.NOBLOCK)
         assert caught.value.errno == zmq.EHOSTUNREACH
-        zmq_multipart.send(router, [b"there", b"header", b"tensor"], zmq_multipart.NOBLOCK)
-        assert [frame.bytes for frame in zmq_multipart.receive(dealer)] == [b"header", b"tensor"]
+        zmq_io.send(router, [b"there", b"header", b"tensor"], zmq_io.NOBLOCK)
+        assert [frame.bytes for frame in zmq_io.receive(dealer)] == [b"header", b"tensor"]
     finally:
         context.destroy(linger=0)

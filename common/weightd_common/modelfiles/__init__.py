@@ -1,0 +1,1 @@
+"""Model files: which files a model consists of, what a MindIR says of its model, and protobuf as far as both need."""

@@ -1,0 +1,180 @@
+"""Reads protobuf in model files of any size: a field is read, or skipped by its length.
+
+It also finds the external files that a model names.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO, Dict, Iterator, List, Tuple, Union, cast
+
+from weightd_protocol import limits
+
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)  # wire types
+_MAX_VARINT_BYTES = 10
+
+# Message to {field number: message}, from onnx.proto and mind_ir.proto: the way to external data. Anything else is
+# skipped by its length, so a walk costs the number of nodes, not the size of the weights.
+
+_Messages = Dict[str, Dict[int, str]]
+
+_ONNX: _Messages = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "graph": {1: "node", 5: "onnx tensor", 15: "sparse"},
+    "function": {7: "node", 11: "attribute"},
+    "node": {5: "attribute"},
+    "attribute": {5: "onnx tensor", 6: "graph", 10: "onnx tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "onnx tensor", 2: "onnx tensor"},
+}
+_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
+_KEY, _VALUE = 1, 2  # in an entry of external_data
+
+_MINDIR: _Messages = {
+    "model": {7: "graph", 8: "graph", 12: "primitive"},
+    "primitive": {3: "attribute"},
+    "graph": {1: "node", 3: "tensor", 5: "value", 6: "value", 8: "attribute", 10: "map"},
+    "map": {2: "attribute", 3: "tensor", 4: "tensor", 5: "tensor"},
+    "node": {5: "attribute", 8: "attribute", 9: "attribute"},
+    "value": {2: "tensor", 5: "attribute"},
+    "attribute": {6: "tensor", 7: "graph", 12: "tensor", 13: "graph", 17: "attribute", 19: "functor"},
+    "functor": {3: "attribute"},
+    "tensor": {12: "mindir external", 17: "quantization"},
+    "quantization": {2: "attribute"},
+}
+_LOCATION = 1  # in the external data of a MindIR
+
+# protobuf's own default: what nests deeper, no engine reads.
+MAX_DEPTH = 100
+
+Span = Tuple[int, int]
+"""Where bytes are in the file: start and end."""
+Field = Tuple[int, Union[int, Span]]
+
+
+class Malformed(Exception):
+    """The bytes are not the protobuf that they should be."""
+
+
+class TooDeep(Malformed):
+    """Messages lie in messages, deeper than an engine reads."""
+
+
+def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
+    """Yield (field number, value) for each field; bytes are given as (start, end)."""
+    position = start
+    groups: List[int] = []
+    while position < end:
+        # Whoever takes the fields may read elsewhere in between.
+        file.seek(position)
+        tag, size = _varint(file)
+        position += size
+        number, wire_type = tag >> 3, tag & 7
+        value: Union[int, Span] = 0
+        if wire_type == _VARINT:
+            value, size = _varint(file)
+        elif wire_type == _BYTES:
+            length, size = _varint(file)
+            value = (position + size, position + size + length)
+            size += length
+        elif wire_type in (_FIXED64, _FIXED32):
+            size = 8 if wire_type == _FIXED64 else 4
+        elif wire_type == _GROUP:
+            # Engines skip what they do not know, also in this old form.
+            groups.append(number)
+            size = 0
+        elif wire_type == _END_GROUP and groups and groups.pop() == number:
+            size = 0
+        else:
+            raise Malformed
+        position += size
+        # Number 0 is illegal: a file of zeros would otherwise be a valid message, and take a long time.
+        if position > end or number == 0:
+            raise Malformed
+        if not groups and wire_type not in (_GROUP, _END_GROUP):
+            yield number, value
+    if groups:
+        raise Malformed
+
+
+def onnx_locations(file: BinaryIO) -> Iterator[Tuple[str, bool]]:
+    """Yield the location of each external file that an ONNX model names, and whether the engine will read it.
+
+    Raises:
+        Malformed: the file is no such model.
+    """
+    return _locations(file, _ONNX, "model", 0, os.fstat(file.fileno()).st_size)
+
+
+def mindir_locations(file: BinaryIO) -> Iterator[str]:
+    """Yield the location of each external file that a MindIR names.
+
+    Raises:
+        Malformed: the file is no MindIR.
+        TooDeep: it nests deeper than an engine reads.
+    """
+    return (location for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size))
+
+
+def _varint(file: BinaryIO) -> Tuple[int, int]:
+    """Return the number at the file's position, and how many bytes it takes."""
+    value = 0
+    for index in range(_MAX_VARINT_BYTES):
+        byte = file.read(1)
+        if not byte:
+            raise Malformed
+        value |= (byte[0] & 0x7F) << 7 * index
+        if byte[0] < 0x80:
+            return value, index + 1
+    raise Malformed
+
+
+def _locations(
+    file: BinaryIO, messages: _Messages, message: str, start: int, end: int, depth: int = 0
+) -> Iterator[Tuple[str, bool]]:
+    """Yield each location that a message names, and whether the engine will read it."""
+    if depth > MAX_DEPTH:
+        raise TooDeep
+    children = messages[message]
+    for number, value in fields(file, start, end):
+        child = children.get(number)
+        if child is None or not isinstance(value, tuple):
+            continue
+        if child == "onnx tensor":
+            yield from _tensor_locations(file, *value)
+        elif child == "mindir external":
+            for field, span in fields(file, *value):
+                if field == _LOCATION:
+                    yield _text(file, span), True
+        else:
+            yield from _locations(file, messages, child, *value, depth=depth + 1)
+
+
+def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[str, bool]]:
+    """Yield the locations of an ONNX tensor.
+
+    An engine merges messages that a file gives twice, and takes an enumeration modulo 2**32. So a location is told of
+    whatever this part of a tensor says about its use: each has to be a permitted one.
+    """
+    entries: List[Span] = []
+    external = False
+    for number, value in fields(file, start, end):
+        if number == _EXTERNAL_DATA and isinstance(value, tuple):
+            entries.append(value)
+        elif number == _DATA_LOCATION and isinstance(value, int):
+            external = value & 0xFFFFFFFF == _EXTERNAL
+    for span in entries:
+        entry = dict(fields(file, *span))
+        if _text(file, entry.get(_KEY)) == "location":
+            yield _text(file, entry.get(_VALUE)), external
+
+
+def _text(file: BinaryIO, span: object) -> str:
+    """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
+    if not isinstance(span, tuple):
+        return ""
+    start, end = cast(Span, span)
+    if end - start > limits.MAX_PATH_BYTES:
+        raise Malformed
+    file.seek(start)
+    return os.fsdecode(file.read(end - start))
