@@ -75,7 +75,7 @@ from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.scheduling.fair_share import FairClocks
 from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
-from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, TenantResolver, Viewer, tenant_members
 from weightd_daemon.tenants.usage import UsageRecord, UsageTable

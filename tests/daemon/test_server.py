@@ -20,7 +20,7 @@ from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff
 from weightd_daemon.observability.memory import MemorySampler
 from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.server import Server
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable

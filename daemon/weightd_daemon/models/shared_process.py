@@ -33,7 +33,7 @@ from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.long_batches import Users
+from weightd_daemon.scheduling.fair_share import Users
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.errors import FailedPrecondition, Unavailable
 from weightd_protocol.messages.worker import Built

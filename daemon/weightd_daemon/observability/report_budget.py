@@ -9,7 +9,7 @@ from typing import NamedTuple
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.timers import Timer
-from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_protocol.errors import ResourceExhausted
 
 # Of one user, and of all: each answer may cost milliseconds.

@@ -28,7 +28,7 @@ from weightd_daemon.platform.memory import resident_bytes
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.processes.fork_servers import ForkServer
-from weightd_daemon.scheduling.execution_counters import ExecutionCounters
+from weightd_daemon.scheduling.measurements import ExecutionCounters
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits

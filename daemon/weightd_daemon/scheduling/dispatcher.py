@@ -9,23 +9,20 @@ from typing import Any, Protocol
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.scheduling.batch import Batch
-from weightd_daemon.scheduling.batch_item import BatchItem
-from weightd_daemon.scheduling.batching.merge_groups import RecentNames
-from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
+from weightd_daemon.scheduling.batch import Batch, BatchItem
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy, RecentNames
 from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.fair_share import FairClocks
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
-from weightd_daemon.scheduling.latency import LatencyWindow
 from weightd_daemon.scheduling.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
-from weightd_daemon.scheduling.metadata import MetadataRequest, Signature, example_shapes
+from weightd_daemon.scheduling.measurements import LatencyWindow
 from weightd_daemon.scheduling.output_buffers import OutputBufferLeases
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE, MAX_ENDED_PER_TURN, Scheduler
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler, SharedSlot
-from weightd_daemon.scheduling.slot import Slot
+from weightd_daemon.scheduling.signature import MetadataRequest, RowLimits, Signature, example_shapes
+from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocations
-from weightd_daemon.scheduling.validation import RowLimits
 from weightd_protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightd_daemon.scheduling.batch_item import BatchItem
+from weightd_daemon.scheduling.batch import BatchItem
 from weightd_daemon.scheduling.request import Request
 
 

@@ -15,13 +15,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from weightd_daemon.scheduling.active_tenants import ActiveTenants
-from weightd_daemon.scheduling.batch_item import BatchItem
+from weightd_daemon.scheduling.batch import BatchItem
 from weightd_daemon.scheduling.batching.split import SplitRequest
-from weightd_daemon.scheduling.fair_share import FairClock
-from weightd_daemon.scheduling.queues import TenantQueue, sort_key
+from weightd_daemon.scheduling.fair_share import ActiveTenants, FairClock
+from weightd_daemon.scheduling.queues import TenantQueue, TenantQueues, make_queue, sort_key
 from weightd_daemon.scheduling.request import Isolation, Request
-from weightd_daemon.scheduling.tenant_queues import TenantQueues, make_queue
 from weightd_daemon.tenants.tenant import Tenant
 
 # Of what has begun so many are looked at.

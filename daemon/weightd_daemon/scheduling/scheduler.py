@@ -11,19 +11,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from weightd_daemon.scheduling.batch import Batch
-from weightd_daemon.scheduling.batch_item import FIRST_SPLIT_NUMBER, BatchItem
+from weightd_daemon.scheduling.batch import FIRST_SPLIT_NUMBER, Batch, BatchItem
 from weightd_daemon.scheduling.batching import former
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy, BatchKey
 from weightd_daemon.scheduling.batching.split import SplitRequest
-from weightd_daemon.scheduling.deadlines import Deadlines
-from weightd_daemon.scheduling.execution_counters import ExecutionCounters
-from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, FairClocks
-from weightd_daemon.scheduling.long_batches import Durations, Users
+from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, Durations, FairClocks, Users
+from weightd_daemon.scheduling.measurements import ExecutionCounters
+from weightd_daemon.scheduling.queues import Deadlines
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.scheduling.request_queue import AnyQueue, RequestQueue
-from weightd_daemon.scheduling.slot import Slot
-from weightd_daemon.scheduling.slot_pool import SlotPool
+from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 

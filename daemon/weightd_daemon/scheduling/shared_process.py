@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.request_queue import RequestQueue
-from weightd_daemon.scheduling.slot import Slot
-from weightd_daemon.scheduling.slot_pool import SlotPool
+from weightd_daemon.scheduling.slots import Slot, SlotPool
 
 
 class _Participant(NamedTuple):

@@ -21,8 +21,8 @@ from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.scheduling.request import OVERHEAD_BYTES, ClientOrigin, Request
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_protocol import limits

@@ -17,7 +17,7 @@ from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.models.batching import describe_batching
 from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
-from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_protocol.errors import (
     FailedPrecondition,
     InvalidArgument,

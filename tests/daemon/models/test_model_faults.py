@@ -9,11 +9,11 @@ import pytest
 
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitInitiator
-from weightd_daemon.scheduling.fault_isolation.fingerprint import SLICE_BYTES
+from weightd_daemon.scheduling.fault_isolation.contents import SLICE_BYTES
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
-from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_protocol.errors import Internal, ResourceExhausted
 from weightd_protocol.messages.worker import Attached, Built, CancelPredict, Ping, Pong, PredictFailed, ProcessFailed
 

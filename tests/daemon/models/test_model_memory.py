@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from weightd_daemon.scheduling.request import Request
-from weightd_daemon.scheduling.slot import MAX_QUICK_S
+from weightd_daemon.scheduling.slots import MAX_QUICK_S
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import CancelPredict, Predict, PredictCancelled, PredictFailed

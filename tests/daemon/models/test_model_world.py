@@ -35,8 +35,8 @@ from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
-from weightd_daemon.scheduling.metadata import MetadataRequest
 from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse

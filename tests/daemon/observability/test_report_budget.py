@@ -9,7 +9,7 @@ import pytest
 
 from weightd_daemon.observability.report_budget import BURST_S, LOOP_SHARE, MAX_PENDING, MAX_PER_USER, Reports
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.scheduling.metadata import MetadataRequest
+from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_protocol.errors import ResourceExhausted
 
 COST_S = 0.01

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.scheduling.deadlines import Deadlines
 from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.queues import Deadlines
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Scheduler
 from weightd_protocol.errors import RequestError, Unavailable

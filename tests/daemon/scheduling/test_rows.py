@@ -14,8 +14,7 @@ import pytest
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.scheduling.batching import merge_groups as merge_groups_module
-from weightd_daemon.scheduling.batching.estimates import DurationEstimates
+from weightd_daemon.scheduling.batching import policy as merge_groups_module
 from weightd_daemon.scheduling.batching.former import (
     MAX_BATCH_S,
     BatchGroup,
@@ -23,11 +22,10 @@ from weightd_daemon.scheduling.batching.former import (
     form_batch,
     next_split_rows,
 )
-from weightd_daemon.scheduling.batching.merge_groups import RecentNames, principal_id
-from weightd_daemon.scheduling.batching.partial_results import PartialResult, join_results
-from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
-from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey, RecentNames, principal_id
+from weightd_daemon.scheduling.batching.split import PartialResult, SplitRequest, join_results
 from weightd_daemon.scheduling.dispatcher import Dispatcher, ResponseSink
+from weightd_daemon.scheduling.measurements import DurationEstimates
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations

@@ -28,7 +28,7 @@ from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.request import ClientOrigin, Request
-from weightd_daemon.scheduling.slot import Slot
+from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.messages.control import ModelMetadataResponse

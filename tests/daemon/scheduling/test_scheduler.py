@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
-from weightd_daemon.scheduling.slot import MAX_QUICK_S
+from weightd_daemon.scheduling.slots import MAX_QUICK_S
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription
 

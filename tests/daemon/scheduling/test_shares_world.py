@@ -22,8 +22,7 @@ from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, FairClocks
-from weightd_daemon.scheduling.long_batches import ACTIVE_S, Durations
+from weightd_daemon.scheduling.fair_share import ACTIVE_S, MULTI_TENANT_HOLD_S, Durations, FairClocks
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_daemon.tenants.tenant import Tenant

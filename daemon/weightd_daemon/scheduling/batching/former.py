@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from weightd_daemon.scheduling.batching.estimates import DurationEstimates, Kind
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
 from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.measurements import DurationEstimates, Kind
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 

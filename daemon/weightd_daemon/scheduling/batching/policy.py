@@ -1,13 +1,48 @@
-"""What may be done with the rows of requests, and which requests have rows in common."""
+"""What may be done with the rows of requests, and which requests have rows in common.
+
+Workers tell the requests of tenants and users apart by numbers. A worker may outlive the daemon, so the number follows
+from the name alone: 48 bits of a digest do not collide by chance.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from weightd_daemon.scheduling.batching.merge_groups import principal_id
 from weightd_protocol.messages.inference import RequestDescription
+
+# Names that are remembered, for people.
+_MAX_NAMES = 4096
+
+
+@functools.lru_cache(_MAX_NAMES)
+def principal_id(principal: str) -> int:
+    """Return the number of a tenant or a user (`ClientOrigin.principal`)."""
+    return int.from_bytes(hashlib.blake2b(principal.encode(), digest_size=6).digest(), "big")
+
+
+class RecentNames:
+    """The names of those whose numbers workers were told of late."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def number_of(self, principal: str) -> int:
+        """Return the number of a tenant or a user, and remember whose it is."""
+        number = principal_id(principal)
+        if number not in self._names:
+            if len(self._names) >= _MAX_NAMES:
+                del self._names[next(iter(self._names))]
+            self._names[number] = principal
+        return number
+
+    def name_of(self, number: int) -> str:
+        """Return the tenant or the user with this number."""
+        return self._names.get(number, "a tenant or user of a previous daemon")
+
 
 # As many as the decoder knows by their bytes.
 _MAX_CACHED = 1024

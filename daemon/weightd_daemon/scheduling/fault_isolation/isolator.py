@@ -15,14 +15,13 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batch import Batch, record_death
-from weightd_daemon.scheduling.fault_isolation.fingerprint import FingerprintTask, compute_digest, is_small
+from weightd_daemon.scheduling.fault_isolation.contents import FingerprintTask, Quarantine, compute_digest, is_small
 from weightd_daemon.scheduling.fault_isolation.offenders import ClientOffenses
-from weightd_daemon.scheduling.fault_isolation.quarantine import Quarantine
 from weightd_daemon.scheduling.fault_isolation.rank_groups import MAX_LOST_GROUPS, GroupLoss, RankGroupFailures
 from weightd_daemon.scheduling.fault_isolation.watchdog import Watchdog
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
-from weightd_daemon.scheduling.slot import Slot
+from weightd_daemon.scheduling.slots import Slot
 from weightd_protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
 from weightd_protocol.messages.worker import Ping
 

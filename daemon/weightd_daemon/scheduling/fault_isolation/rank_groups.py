@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.request import Request
-from weightd_daemon.scheduling.slot import Slot
+from weightd_daemon.scheduling.slots import Slot
 from weightd_protocol.errors import RequestError, Unavailable
 
 # A request that so many groups were lost to is held to be the cause.

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from weightd_common import memfd
-from weightd_daemon.scheduling.fault_isolation.fingerprint import (
+from weightd_daemon.scheduling.fault_isolation.contents import (
     SLICE_BYTES,
     SMALL_BYTES,
     FingerprintTask,

@@ -13,15 +13,13 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.log_setup import client_of
-from weightd_daemon.scheduling.batch import Batch
-from weightd_daemon.scheduling.batch_item import BatchItem
+from weightd_daemon.scheduling.batch import Batch, BatchItem
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy
-from weightd_daemon.scheduling.fault_isolation.fingerprint import SLICE_BYTES, SMALL_BYTES, compute_digest
+from weightd_daemon.scheduling.fault_isolation.contents import MAX_HANGS, SLICE_BYTES, SMALL_BYTES, compute_digest
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_DEATHS, MAX_LOST_SLOTS, FaultIsolator
-from weightd_daemon.scheduling.fault_isolation.quarantine import MAX_HANGS
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.scheduler import Scheduler
-from weightd_daemon.scheduling.slot_pool import REPLACEMENT_TIMEOUT_S
+from weightd_daemon.scheduling.slots import REPLACEMENT_TIMEOUT_S
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import Internal, RequestError

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from weightd_common import memfd
-from weightd_daemon.scheduling.fault_isolation import quarantine as quarantine_module
-from weightd_daemon.scheduling.fault_isolation.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
+from weightd_daemon.scheduling.fault_isolation import contents as quarantine_module
+from weightd_daemon.scheduling.fault_isolation.contents import MAX_HANGS, QUARANTINE_S, Quarantine
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import Internal

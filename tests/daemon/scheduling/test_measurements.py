@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.scheduling.latency import LatencyWindow
+from weightd_daemon.scheduling.measurements import LatencyWindow
 
 
 @pytest.mark.parametrize(

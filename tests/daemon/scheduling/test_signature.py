@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.scheduling import metadata
-from weightd_daemon.scheduling.metadata import NO_ROW_LIMITS, Signature
-from weightd_daemon.scheduling.validation import (
+from weightd_daemon.scheduling import signature
+from weightd_daemon.scheduling.signature import (
+    NO_ROW_LIMITS,
     RowLimits,
+    Signature,
     check_gears,
     check_inputs,
     check_outputs,
@@ -122,7 +123,7 @@ def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.Mon
     def look(takes: object, inputs: object) -> None:
         looked.append(inputs)
 
-    monkeypatch.setattr(metadata, "check_inputs", look)
+    monkeypatch.setattr(signature, "check_inputs", look)
     known, image = Signature(), RequestDescription("m", (IMAGE,))
     known.check_request(image)
     assert not looked
@@ -229,4 +230,4 @@ def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
 )
 def test_what_a_model_runs_on_is_told_where_requests_choose(shapes: Any, cases: Any, known: Any) -> None:
     inputs = tuple(TensorSignature(f"x{number}", "FP32", shape) for number, shape in enumerate(shapes))
-    assert metadata.example_shapes(Built("", inputs, (), cases, "", 0)) == known
+    assert signature.example_shapes(Built("", inputs, (), cases, "", 0)) == known
