@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "client", "cluster", "common", "ctl", "daemon", "gateway", "protocol", "worker")
+FOLDERS = ("benchmarks", "client", "cluster", "common", "ctl", "daemon", "gateway", "protocol", "tools", "worker")
 
 # Replaced term: standard term. Not allowed as a word of any identifier.
 WORDS = {

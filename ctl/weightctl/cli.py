@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
         # Common options may stand before the command or after it; the later one counts.
         _add_common(sub, {})
         command.add_arguments(sub)
-        sub.set_defaults(command=command, fail=sub.error, parser=parser)
+        sub.set_defaults(command=command, fail=sub.error)
     return parser
 
 

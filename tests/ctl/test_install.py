@@ -1,9 +1,10 @@
-"""`weightctl install-units`; the daemon that it asks for its manual is a stand-in, as Python 3.7 has none."""
+"""`weightctl install-units`; the daemon that the units shall start is a stand-in, as Python 3.7 has none."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 
 from weightctl import exit_codes
 from weightctl.cli import main
-from weightctl.install import files, plan, program
+from weightctl.install import files, plan
 from weightctl.install.files import FileState
 
-UNITS = Path(__file__).parents[2] / "systemd"
+REPOSITORY = Path(__file__).parents[2]
 WEIGHTD = Path("/opt/weightd/bin/weightd")
 
 
@@ -41,10 +42,6 @@ def write(directory: Path, files: Mapping[str, str]) -> Path:
     return directory
 
 
-def write_manual(directory: str) -> None:
-    write(Path(directory), dict.fromkeys(MANUAL, "text\n"))
-
-
 @pytest.fixture
 def units(tmp_path: Path) -> Path:
     """A directory with units that no release has."""
@@ -53,20 +50,17 @@ def units(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def manual(tmp_path: Path) -> Path:
-    directory = tmp_path / "manual"
-    write_manual(str(directory))
-    return directory
+    return write(tmp_path / "manual", dict.fromkeys(MANUAL, "text\n"))
 
 
 @pytest.fixture
 def weightd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program that the units shall start; its manual is written without it."""
+    """The program that the units shall start."""
     path = tmp_path / "bin" / "weightd"
     path.parent.mkdir()
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
     monkeypatch.setattr(sys, "argv", [str(path.with_name("weightctl"))])
-    monkeypatch.setattr(program, "write_manual", write_manual)
     return path
 
 
@@ -182,15 +176,14 @@ def test_each_file_says_whose_it_is_in_its_own_language(units: Path, manual: Pat
         assert ("systemctl edit" in first) == (each.path.parent.name == "system")
 
 
-@pytest.mark.skipif(not UNITS.is_dir(), reason="the units are in the repository")
 def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Path) -> None:
-    assert plan.units_source() == UNITS
-    planned = plan.make_plan(plan.units_source(), manual, WEIGHTD)
+    assert [plan.source(name) for name in ("systemd", "manual")] == [REPOSITORY / "systemd", REPOSITORY / "manual"]
+    planned = plan.make_plan(plan.source("systemd"), manual, WEIGHTD)
     starting = [each for each in planned if b"\nExecStart=" in each.content]
     assert "weightd.service" in [each.path.name for each in starting]
     for each in starting:
-        verb = b"gateway" if each.path.name == "weightd-gateway.service" else b"serve"
-        assert b"\nExecStart=/opt/weightd/bin/weightd " + verb in each.content
+        command = b"gateway" if each.path.name == "weightd-gateway.service" else b"serve"
+        assert b"\nExecStart=/opt/weightd/bin/weightd " + command in each.content
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -328,26 +321,17 @@ def test_without_permission(install: Install, root: Path, monkeypatch: pytest.Mo
     assert err == f"PERMISSION_DENIED: {path}: Permission denied; run this as root, with sudo\n"
 
 
-def test_without_room_for_the_manual(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: str) -> None:
-        raise OSError(28, "No space left on device", "/tmp/x")
+def test_files_that_cannot_be_read(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Path) -> bytes:
+        raise OSError(5, "Input/output error", "/x")
 
-    monkeypatch.setattr(program, "write_manual", full)
+    monkeypatch.setattr(Path, "read_bytes", broken)
     status, out, err = install()
     assert (status, out, root.exists()) == (exit_codes.CANNOT_WRITE, "", False)
-    assert err == "INTERNAL: cannot prepare the files: [Errno 28] No space left on device: '/tmp/x'\n"
+    assert err == "INTERNAL: cannot prepare the files: [Errno 5] Input/output error: '/x'\n"
 
 
 # --- the program ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The interpreter, which is a script of the shell that a test writes."""
-    path = tmp_path / "python"
-    path.touch(0o755)
-    monkeypatch.setattr(sys, "executable", str(path))
-    return path
 
 
 def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,22 +347,35 @@ def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeyp
     odd = weightd.parent.with_name("100% mine")
     weightd.parent.rename(odd)
     monkeypatch.setattr(sys, "argv", [str(odd / "weightctl")])
-    with pytest.raises(program.NoProgram, match="100% mine/weightd: expected a path of"):
-        program.find_weightd()
+    with pytest.raises(plan.NoProgram, match="100% mine/weightd: expected a path of"):
+        plan.find_weightd()
 
 
-def test_a_daemon_that_does_not_run(tmp_path: Path, python: Path) -> None:
-    python.write_text("#!/bin/sh\necho Traceback >&2\necho 'ModuleNotFoundError: tomli' >&2\nexit 1\n")
-    with pytest.raises(program.NoProgram, match=r"does not run on .*/python: ModuleNotFoundError: tomli; the daemon"):
-        program.write_manual(str(tmp_path))
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (
+            "echo Traceback >&2; echo 'ModuleNotFoundError: x' >&2; exit 1",
+            "does not run on .*: ModuleNot.* x; the daemon",
+        ),
+        ("exit 3", "does not run on .*: exit status 3; the daemon needs"),
+    ],
+)
+def test_a_daemon_that_does_not_run(install: Install, root: Path, weightd: Path, script: str, cause: str) -> None:
+    weightd.write_text(f"#!/bin/sh\n{script}\n")
+    status, _, err = install()
+    assert (status, root.exists()) == (exit_codes.UNAVAILABLE, False)
+    assert re.search(cause, err)
 
 
-def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, python: Path) -> None:
-    python.write_text("#!/bin/sh\npwd > said\n")
-    (tmp_path / "new").mkdir()
-    program.write_manual(str(tmp_path / "new"))
-    assert (tmp_path / "new" / "said").read_text() == f"{tmp_path}/new\n"
+def test_the_program_itself_is_run(weightd: Path, tmp_path: Path) -> None:
+    weightd.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n')
+    plan.check_runs(weightd)
+    assert (tmp_path / "arguments").read_text() == "--version\n"
+    weightd.write_text("#!/no/interpreter\n")
+    with pytest.raises(plan.NoProgram, match="No such file"):
+        plan.check_runs(weightd)
 
 
 def test_a_program_that_the_service_could_not_see() -> None:
-    assert program.hidden_directory(Path("/home/somebody/weightd/bin/weightd")) == "/home"
+    assert plan.hidden_directory(Path("/home/somebody/weightd/bin/weightd")) == "/home"

@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tools.manual.commands import read_parser
 
-from weightd_common.manual.commands import read_parser
 from weightd_daemon import exit_codes
 from weightd_daemon.cli import parser
 from weightd_daemon.config import identities, listeners

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import zmq
+from tools.manual.commands import read_parser
 
 from testkit import models
 from testkit.service import Service
 from weightctl.cli import parser as ctl_parser
 from weightd_common.endpoints import unix_path
-from weightd_common.manual.commands import read_parser
 from weightd_common.stream import Stream
 from weightd_daemon.cli import parser
 from weightd_protocol import limits

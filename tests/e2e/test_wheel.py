@@ -124,10 +124,11 @@ def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_en
 
 
 def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) -> None:
-    where = run(
-        sys.executable, installed, "-c", "from weightctl.install.plan import units_source; print(units_source())"
-    )
-    assert where.startswith(str(installed))
+    for name in ("systemd", "manual"):
+        where = run(
+            sys.executable, installed, "-c", f"from weightctl.install import plan; print(plan.source({name!r}))"
+        )
+        assert where.startswith(str(installed))
     run(sys.executable, installed, "-m", "weightctl", "install-units", "--prefix", str(tmp_path))
     units = {path.name for path in (mindir.REPOSITORY / "systemd").iterdir() if path.is_file()}
     assert "weightd.service" in units

@@ -5,23 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
-from weightctl import exit_codes, manual
+from weightctl import exit_codes
 from weightctl.command import Command, Connect
-from weightctl.install import program
-from weightctl.install.files import FileState, InstallError, compare, install
-from weightctl.install.plan import (
-    CONFIGURATION,
-    GATEWAY_CONFIGURATION,
-    PlannedFile,
-    make_plan,
-    units_source,
-    units_to_enable,
-)
-from weightctl.install.uninstall import NEXT_STEPS, REMAINING_NOTE, remove_planned
+from weightctl.install import plan
+from weightctl.install.files import FileState, InstallError, install_planned, remove_planned
+from weightctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, PlannedFile
 from weightctl.text import clean
 
 _DESCRIPTION = """\
@@ -51,6 +42,20 @@ class _Step(NamedTuple):
     reason: str
 
 
+_STEPS_AFTER_REMOVAL = (
+    _Step(
+        "systemctl stop 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
+        "what runs goes on until then",
+    ),
+    _Step("systemctl daemon-reload", ""),
+)
+
+_REMAINING_NOTE = (
+    "what is yours remains: /etc/weightd, drop-ins, /var/cache/weightd, /var/lib/weightd, the users weightd and "
+    "weightd-gateway, the group weightd-clients, and the environment that weightd is installed in."
+)
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix",
@@ -64,19 +69,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, _: Connect) -> int:
     prefix = Path(options.prefix).absolute()
-    weightd = program.find_weightd()
-    planned = _make_plan(weightd, options.parser)
-    if options.remove:
-        actions = remove_planned(planned, prefix, dry_run=options.dry_run)
-    else:
-        actions = _install(planned, prefix, dry_run=options.dry_run)
+    weightd = plan.find_weightd()
+    plan.check_runs(weightd)
+    try:
+        planned = plan.make_plan(plan.source("systemd"), plan.source("manual"), weightd)
+    except OSError as error:
+        raise InstallError(f"cannot prepare the files: {error}") from None
+    handle = remove_planned if options.remove else install_planned
     done: List[Tuple[FileState, Path]] = []
-    for state, path in actions:
+    for state, path in handle(planned, prefix, dry_run=options.dry_run):
         done.append((state, path))
         if not options.json:
             print(f"{state.value:<9}  {clean(str(path))}")
     if options.remove:
-        steps = [_Step(*each) for each in NEXT_STEPS]
+        steps = list(_STEPS_AFTER_REMOVAL)
     else:
         steps = list(_next_steps(planned, prefix, changed=any(state is FileState.CHANGED for state, _ in done)))
     notes = list(_notes(done, weightd, options))
@@ -87,26 +93,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
     return exit_codes.ERROR if any(state is FileState.FOREIGN for state, _ in done) else exit_codes.OK
 
 
-def _install(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
-    install_file = compare if dry_run else install
-    for each in planned:
-        path = prefix / each.path.relative_to("/")
-        yield install_file(path, each.content), path
-
-
 COMMAND = Command("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
-
-
-def _make_plan(weightd: Path, parser: argparse.ArgumentParser) -> List[PlannedFile]:
-    try:
-        with tempfile.TemporaryDirectory(prefix="weightctl-") as name:
-            directory = Path(name)
-            program.write_manual(name)
-            (directory / "man" / "weightctl.1").write_text(manual.page(parser), "utf-8")
-            (directory / "completions" / "weightctl").write_text(manual.bash_completion(parser), "utf-8")
-            return make_plan(units_source(), directory, weightd)
-    except OSError as error:
-        raise InstallError(f"cannot prepare the files: {error}") from None
 
 
 def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) -> Iterator[_Step]:
@@ -122,7 +109,7 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
             f"install -D -m 644 {_EXAMPLE_PATH} {CONFIGURATION}",
             "there is none yet: then name your models in it, and see `weightd check`",
         )
-    units = units_to_enable(planned)
+    units = plan.units_to_enable(planned)
     gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
     yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in gateway)}", "")
     # It speaks with other programs: nobody gets it unasked.
@@ -137,9 +124,9 @@ def _notes(done: Sequence[Tuple[FileState, Path]], weightd: Path, options: argpa
         if state is FileState.FOREIGN:
             hint = "" if options.remove else " Move it away to have weightd's own."
             yield f"{path} was kept: install-units did not write it.{hint}"
-    hidden = program.hidden_directory(weightd)
+    hidden = plan.hidden_directory(weightd)
     if options.remove:
-        yield REMAINING_NOTE
+        yield _REMAINING_NOTE
     elif hidden:
         yield (
             f"the service cannot see below {hidden}, where this installation or its Python is: install weightd in a "

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and only where nothing else stands."""
+"""Writes and removes files: whole or not at all, and only where nothing else stands."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import tempfile
 from enum import Enum
 from pathlib import Path
+from typing import Collection, Iterator, List, Sequence, Tuple
 
 from weightctl import exit_codes
 from weightctl.command import CommandError
-from weightctl.install.plan import is_ours
+from weightctl.install.plan import UNIT_DIRECTORY, PlannedFile, is_ours
 from weightd_protocol.errors import Internal, PermissionDenied
 
 
@@ -36,9 +37,8 @@ class FileState(Enum):
     UNCHANGED = "unchanged"
     REMOVED = "removed"
     ABSENT = "absent"
-    FOREIGN = (
-        "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
-    )
+    # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
+    FOREIGN = "kept"
 
 
 def compare(path: Path, content: bytes) -> FileState:
@@ -104,6 +104,60 @@ def unlink(path: Path) -> None:
         path.unlink()
     except OSError as error:
         raise _install_error(path, error) from None
+
+
+def install_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
+    """Have the planned files below `prefix`.
+
+    Yields:
+        What became of each.
+
+    Raises:
+        InstallError: one cannot be written.
+    """
+    for each in planned:
+        path = prefix / each.path.relative_to("/")
+        yield (compare if dry_run else install)(path, each.content), path
+
+
+def remove_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
+    """Remove the planned files below `prefix`, and the links by which systemctl has enabled them.
+
+    Yields:
+        What became of each that was there.
+
+    Raises:
+        InstallError: one cannot be removed.
+    """
+    units: List[str] = []
+    for each in planned:
+        path = prefix / each.path.relative_to("/")
+        state = remove(path, dry_run=dry_run)
+        if state is not FileState.ABSENT:
+            yield state, path
+        if state is FileState.REMOVED:
+            units.append(path.name)
+            if not dry_run:
+                _prune(prefix, each.path.parent.relative_to("/"))
+    for link in sorted(_enable_links(prefix / UNIT_DIRECTORY, units)):
+        if not dry_run:
+            unlink(link)
+        yield FileState.REMOVED, link
+
+
+def _enable_links(directory: Path, units: Collection[str]) -> Iterator[Path]:
+    """Yield the links to units, instances among them, in the directories of those that want them."""
+    for link in directory.glob("*.wants/*"):
+        if link.is_symlink() and Path(os.readlink(str(link))).name in units:
+            yield link
+
+
+def _prune(prefix: Path, directory: Path) -> None:
+    """Remove directories that only weightd had a use for, if they are empty."""
+    with contextlib.suppress(OSError):
+        while "weightd" in directory.parts:
+            (prefix / directory).rmdir()
+            directory = directory.parent
 
 
 def _make_directory(directory: Path) -> None:

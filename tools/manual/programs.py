@@ -1,18 +1,20 @@
-"""weightd(8): what `--help` says, and what stands in no help."""
+"""weightd(8), weightctl(1) and their completion: what `--help` says, and what stands in no help."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd_common.manual import commands, completion
-from weightd_common.manual.page import table, write_sections
-from weightd_common.manual.roff import ManPage
-from weightd_daemon import exit_codes
-from weightd_daemon.cli import parser
-from weightd_protocol.version import VERSION
+from tools.manual import completion
+from tools.manual.commands import ProgramCommand, read_parser
+from tools.manual.page import ManPage, write_program
+
+from weightctl import cli as weightctl_cli
+from weightctl import exit_codes as weightctl_exit_codes
+from weightd_daemon import cli as weightd_cli
+from weightd_daemon import exit_codes as weightd_exit_codes
 
 # What the shell offers for a metavar.
-_COMPLETIONS: Mapping[str, str] = {
+_WEIGHTD_COMPLETIONS: Mapping[str, str] = {
     "CONFIG": completion.FILE,
     "MODEL": completion.FILE,
     "FILE": completion.FILE,
@@ -20,7 +22,17 @@ _COMPLETIONS: Mapping[str, str] = {
     "DIR": completion.DIRECTORY,
 }
 
-SIGNALS: Mapping[str, str] = {
+_WEIGHTCTL_COMPLETIONS: Mapping[str, str] = {
+    "MODEL": completion.MODEL,
+    "NEW_PATH": completion.FILE,
+    "WEIGHTS.npz": completion.FILE,
+    "FILE.npz": completion.FILE,
+    "[NAME=]FILE": completion.FILE,
+    "FILE": completion.FILE,
+    "DIR": completion.DIRECTORY,
+}
+
+_SIGNALS: Mapping[str, str] = {
     "SIGTERM, SIGINT": (
         "Stop: nothing new is accepted, and what was accepted is finished within `drain_timeout`. A second one waits "
         "for no request. When the service is stopped, every process ends, and no file is left; when it is restarted, "
@@ -33,7 +45,7 @@ SIGNALS: Mapping[str, str] = {
     ),
 }
 
-ENVIRONMENT: Mapping[str, str] = {
+WEIGHTD_ENVIRONMENT: Mapping[str, str] = {
     "WEIGHTD_SOCKET": "`weightd run`: where clients connect, unless --socket says so.",
     "RUNTIME_DIRECTORY": "From systemd: the default of `runtime_dir`, where the sockets are.",
     "CACHE_DIRECTORY": "From systemd: the default of `cache_dir`, where snapshots and page stores are.",
@@ -56,7 +68,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and weightd for rank tables.",
 }
 
-FILES: Mapping[str, str] = {
+_WEIGHTD_FILES: Mapping[str, str] = {
     "/etc/weightd/weightd.toml": "The configuration, see weightd.toml(5).",
     "/run/weightd/weightd.sock.unix": "Where clients of this host connect; the group that may is the service's to set.",
     "/run/weightd/weightd.sock": "Where clients connect that speak ZeroMQ; likewise.",
@@ -67,20 +79,59 @@ FILES: Mapping[str, str] = {
     ),
 }
 
+_WEIGHTCTL_ENVIRONMENT: Mapping[str, str] = {
+    "WEIGHTD_SOCKET": "Where the daemon listens, unless --socket says so.",
+    "XDG_RUNTIME_DIR": (
+        "The runtime directory of this user's own daemon is weightd in it. If no daemon listens there, weightctl "
+        "connects to the system's daemon."
+    ),
+}
 
-def page() -> str:
+_WEIGHTCTL_FILES: Mapping[str, str] = {
+    "/run/weightd/weightd.sock.unix": "Where the system's daemon listens.",
+    "/run/weightd/weightd.sock": "The same for ZeroMQ.",
+}
+
+
+def weightd() -> ProgramCommand:
+    """Return what the command line of weightd takes."""
+    return read_parser(weightd_cli.parser())
+
+
+def weightctl() -> ProgramCommand:
+    """Return what the command line of weightctl takes."""
+    # The epilog of the help is a short form of EXIT STATUS.
+    return read_parser(weightctl_cli.parser())._replace(epilog="")
+
+
+def weightd_page() -> str:
     """Return weightd(8)."""
-    page = ManPage("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
-    write_sections(page, commands.read_parser(parser()))
-    page.heading("EXIT STATUS")
-    table(page, ([str(status), meaning] for status, meaning in exit_codes.MEANINGS.items()))
-    for heading, rows in (("SIGNALS", SIGNALS), ("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
-        page.heading(heading)
-        table(page, ([term, meaning] for term, meaning in rows.items()))
+    page = ManPage("weightd", 8, "serve models from many processes that hold one copy of the weights")
+    write_program(page, weightd())
+    page.table("EXIT STATUS", {str(status): text for status, text in weightd_exit_codes.MEANINGS.items()})
+    page.table("SIGNALS", _SIGNALS)
+    page.table("ENVIRONMENT", WEIGHTD_ENVIRONMENT)
+    page.table("FILES", _WEIGHTD_FILES)
     page.see_also([("weightctl", 1), ("weightd.toml", 5), ("systemctl", 1), ("journalctl", 1)])
     return page.source()
 
 
-def bash() -> str:
+def weightctl_page() -> str:
+    """Return weightctl(1)."""
+    page = ManPage("weightctl", 1, "ask a running weightd, and change what it serves")
+    write_program(page, weightctl())
+    page.table("EXIT STATUS", {str(status): text for status, text in weightctl_exit_codes.MEANINGS.items()})
+    page.table("ENVIRONMENT", _WEIGHTCTL_ENVIRONMENT)
+    page.table("FILES", _WEIGHTCTL_FILES)
+    page.see_also([("weightd", 8), ("weightd.toml", 5)])
+    return page.source()
+
+
+def weightd_completion() -> str:
     """Return the completion of weightd for bash."""
-    return completion.bash_script(commands.read_parser(parser()), _COMPLETIONS)
+    return completion.bash_script(weightd(), _WEIGHTD_COMPLETIONS)
+
+
+def weightctl_completion() -> str:
+    """Return the completion of weightctl for bash."""
+    return completion.bash_script(weightctl(), _WEIGHTCTL_COMPLETIONS)

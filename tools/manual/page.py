@@ -1,4 +1,4 @@
-"""The language of man pages: the macros of man(7) that both groff and mandoc know, and nothing else.
+"""Man pages, in the macros of man(7) that both groff and mandoc know, and nothing else.
 
 Text is foreign to it: whatever it contains, it is shown as it is, and is never taken for a request or an escape.
 """
@@ -6,7 +6,11 @@ Text is foreign to it: whatever it contains, it is shown as it is, and is never 
 from __future__ import annotations
 
 import re
-from typing import Iterable, List, Tuple
+from collections.abc import Iterable, Mapping
+
+from tools.manual.commands import Argument, ProgramCommand
+
+from weightd_protocol.version import VERSION
 
 _CODE = re.compile(r"`([^`]+)`")
 
@@ -40,15 +44,14 @@ class ManPage:
     Args:
         name: what `man` is asked for.
         section: of the manual, such as 8.
-        version: of the software.
         purpose: of it, in a line without a full stop.
     """
 
-    def __init__(self, name: str, section: int, version: str, purpose: str) -> None:
+    def __init__(self, name: str, section: int, purpose: str) -> None:
         self.name = name
         self.section = section
-        self._lines: List[str] = [
-            f'.TH "{escape(name.upper())}" "{section}" "" "weightd {escape(version)}" "weightd"',
+        self._lines: list[str] = [
+            f'.TH "{escape(name.upper())}" "{section}" "" "weightd {escape(VERSION)}" "weightd"',
             # Words are not hyphenated and lines are flush left only: names of options stay whole. The macros of groff
             # set hyphenation anew now and then, from HY.
             ".nr HY 0",
@@ -101,7 +104,13 @@ class ManPage:
         for block in rest:
             self._lines += [".IP", prose(" ".join(block.split()))]
 
-    def see_also(self, pages: Iterable[Tuple[str, int]]) -> None:
+    def table(self, heading: str, rows: Mapping[str, str]) -> None:
+        """Add a section of terms, which are bold, and what they mean."""
+        self.heading(heading)
+        for term, meaning in rows.items():
+            self.entry(bold(term), meaning)
+
+    def see_also(self, pages: Iterable[tuple[str, int]]) -> None:
         """End with the pages to read next."""
         self.heading("SEE ALSO")
         self._lines.append(", ".join(f"{bold(name)}({section})" for name, section in pages))
@@ -114,3 +123,50 @@ class ManPage:
 def _argument(text: str) -> str:
     """Text as an argument of a macro."""
     return escape(text).replace('"', "\\(dq")
+
+
+def write_program(page: ManPage, program: ProgramCommand) -> None:
+    """Write SYNOPSIS, DESCRIPTION, OPTIONS and COMMANDS of a program."""
+    page.heading("SYNOPSIS")
+    page.synopsis([bold(program.name), "[" + italic("OPTION") + "]...", italic("COMMAND"), "[" + italic("...") + "]"])
+    for command in program.commands:
+        page.synopsis(_synopsis_words(program, command))
+    page.heading("DESCRIPTION")
+    page.text(program.description)
+    page.heading("OPTIONS")
+    _arguments(page, program.options)
+    page.heading("COMMANDS")
+    # An option that stands before a command as well as after it is explained once.
+    common = {argument.flags for argument in program.options}
+    for command in program.commands:
+        page.subheading(command.name)
+        page.synopsis(_synopsis_words(program, command))
+        page.text(command.description)
+        own = [option for option in command.options if option.flags not in common]
+        _arguments(page, [*command.positionals, *own])
+        if command.epilog:
+            page.text(command.epilog)
+
+
+def _synopsis_words(program: ProgramCommand, command: ProgramCommand) -> list[str]:
+    common = {argument.flags for argument in program.options}
+    options = [_option(option) for option in command.options if option.flags not in common]
+    return [f"{bold(program.name)} {bold(command.name)}", *options, *map(_positional, command.positionals)]
+
+
+def _option(option: Argument) -> str:
+    value = f" {italic(option.metavar)}" if option.metavar else ""
+    written = bold(option.flags[-1]) + value
+    return (f"[{written}]" if option.is_optional else written) + ("..." if option.is_repeatable else "")
+
+
+def _positional(argument: Argument) -> str:
+    written = italic(argument.metavar)
+    return (f"[{written}]" if argument.is_optional else written) + ("..." if argument.is_repeatable else "")
+
+
+def _arguments(page: ManPage, arguments: Iterable[Argument]) -> None:
+    for argument in arguments:
+        value = f" {italic(argument.metavar)}" if argument.metavar else ""
+        label = ", ".join(bold(flag) + value for flag in argument.flags) or italic(argument.metavar)
+        page.entry(label, argument.help)

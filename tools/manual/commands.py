@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple, Type
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 # argparse has no public way to ask for what was declared. Its own help formatter reads these two, in every version.
 _ACTIONS = "_actions"
 _CHOICES_ACTIONS = "_choices_actions"
 
 # Named so that no checker infers a map of unknown things from the comparison.
-_MAP: Type[Any] = dict
+_MAP: type[Any] = dict
 
 
 class Argument(NamedTuple):
@@ -25,9 +26,9 @@ class Argument(NamedTuple):
         is_repeatable: it may be given several times.
     """
 
-    flags: Tuple[str, ...]
+    flags: tuple[str, ...]
     metavar: str
-    choices: Tuple[str, ...]
+    choices: tuple[str, ...]
     help: str
     is_optional: bool
     is_repeatable: bool
@@ -50,12 +51,12 @@ class ProgramCommand(NamedTuple):
     help: str
     description: str
     epilog: str
-    options: Tuple[Argument, ...]
-    positionals: Tuple[Argument, ...]
-    commands: Tuple[ProgramCommand, ...]
+    options: tuple[Argument, ...]
+    positionals: tuple[Argument, ...]
+    commands: tuple[ProgramCommand, ...]
 
 
-def read_parser(parser: argparse.ArgumentParser, name: Optional[str] = None, help: str = "") -> ProgramCommand:
+def read_parser(parser: argparse.ArgumentParser, name: str | None = None, help: str = "") -> ProgramCommand:
     """Return what `parser` declares; what it hides is left out."""
     actions = [action for action in _actions(parser) if action.help != argparse.SUPPRESS]
     arguments = [_argument(parser, action) for action in actions if not _is_commands(action)]
@@ -80,7 +81,7 @@ def _is_commands(action: argparse.Action) -> bool:
 
 
 def _commands(action: argparse.Action) -> Iterable[ProgramCommand]:
-    parsers: Dict[str, argparse.ArgumentParser] = vars(action)["choices"]
+    parsers: dict[str, argparse.ArgumentParser] = vars(action)["choices"]
     for each in vars(action)[_CHOICES_ACTIONS]:
         yield read_parser(parsers[each.dest], each.dest, _expand(parsers[each.dest], each.help or ""))
 
@@ -102,7 +103,7 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> Argum
     )
 
 
-def _expand(parser: argparse.ArgumentParser, text: str, values: Optional[Dict[str, Any]] = None) -> str:
+def _expand(parser: argparse.ArgumentParser, text: str, values: dict[str, Any] | None = None) -> str:
     """What argparse fills in when it prints a help: it does that for the help of arguments only."""
     if values is None:
         return text.replace("%(prog)s", parser.prog)

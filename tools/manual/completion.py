@@ -6,9 +6,9 @@ It uses nothing but what bash has built in, and sed: the package bash-completion
 from __future__ import annotations
 
 import shlex
-from typing import Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from weightd_common.manual.commands import Argument, ProgramCommand
+from tools.manual.commands import Argument, ProgramCommand
 
 # What can stand for a metavar.
 FILE = "file"
