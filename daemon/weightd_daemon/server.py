@@ -70,8 +70,8 @@ from weightd_daemon.platform.listen import is_loopback_listener
 from weightd_daemon.platform.memory import MIB, host_memory_bytes
 from weightd_daemon.platform.resource_limits import check_threads, with_limit_hint
 from weightd_daemon.platform.timers import Timer
-from weightd_daemon.processes.copy_progress import CopyProgress
 from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.processes.snapshotter import CopyProgress
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.scheduling.fair_share import FairClocks
 from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
@@ -249,7 +249,7 @@ class Server:
             authorizer=self._authorizer,
             log=self._client_log,
         )
-        self._process_supervisor.on_message_burst(self._request_router.cork)
+        self._process_supervisor.messenger.channels.on_message_burst = self._request_router.cork
         for listener in sockets.unix_listeners:
             self._request_router.listen(listener)
         listeners = {name: (each, self._listener_auth(name)) for name, each in sockets.zmq_listeners.items()}
@@ -279,7 +279,7 @@ class Server:
             self._resume_models(self._shim_launcher, self._shim_launcher.inherited_state)
         else:
             # They load while snapshots are taken.
-            self._process_supervisor.prepare_fork_servers(self._config.models.values())
+            self._process_supervisor.fork_servers.reconcile(self._config.models.values())
             self._model_registry.start(self._config.models, clock.now())
         if self._file is not None:
             self._counter_store.open(clock.now())
@@ -324,7 +324,7 @@ class Server:
         children = [name for record in handover.models for name in record.children]
         entries = [name for record in handover.models for name in record.directories]
         self._process_supervisor.remove_leftovers(children, [*entries, *shim_launcher.own_entries])
-        self._process_supervisor.prepare_fork_servers(self._config.models.values())
+        self._process_supervisor.fork_servers.reconcile(self._config.models.values())
         self._model_registry.resume(handover.models, self._config.models, clock.now())
         self._systemd_notifier.on_resumed(previous_configs)
 
@@ -364,7 +364,7 @@ class Server:
             self._config_reader.abort()
             if self._shim_launcher is None:
                 self._process_supervisor.kill_all()
-            self._process_supervisor.close()
+            self._process_supervisor.messenger.channels.close()
 
     def _on_suspended(self, seconds: float) -> None:
         """The daemon did not run for so long: its processes get that much longer, and others have waited for it."""
@@ -413,7 +413,7 @@ class Server:
         self._loop.on_turn_end(self._reconcile if self._model_registry.changing or self._shutdown.has_begun else None)
 
     def _copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
-        return self._process_supervisor.copy_progress(model, source)
+        return self._process_supervisor.snapshots.copy_progress(model, source)
 
     def _update_load_progress(self, now: float) -> None:
         self._has_changed = False
@@ -459,7 +459,7 @@ class Server:
 
     def unmap(self, numbers: Sequence[int]) -> None:
         """No client names these regions any more."""
-        self._process_supervisor.unmap(numbers)
+        self._process_supervisor.messenger.unmap(numbers)
 
     @property
     def _config_note(self) -> str:
@@ -623,7 +623,7 @@ class Server:
             file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
         _update_devices(self._devices, config)
-        self._process_supervisor.prepare_fork_servers(config.models.values())
+        self._process_supervisor.fork_servers.reconcile(config.models.values())
         self._model_registry.apply(change, config.models, now)
         previous, self._config = self._config, config
         if (config.tenants, _admitted_tenants(config)) != (previous.tenants, _admitted_tenants(previous)):
@@ -701,7 +701,7 @@ class Server:
         return build_metrics(request_id, MetricsTime(state, uptime, clock.now()), viewer, metrics_inputs)
 
     def _memory_subjects(self, models: Sequence[ServedModel]) -> Mapping[str, Sequence[MemorySubject]]:
-        return memory_subjects(models, self._process_supervisor.processes, self._process_supervisor.files)
+        return memory_subjects(models, self._process_supervisor.processes, self._process_supervisor.storage.files)
 
     def _scan_next_process(self, client: bytes, memory_scan: MemoryScan) -> bool:
         """Look at one process more; return whether the answer has been sent."""
@@ -723,7 +723,7 @@ class Server:
         if len(self._log_readers) == _MAX_LOG_READERS:
             raise ResourceExhausted(f"{_MAX_LOG_READERS} questions for logs are being answered")
         generations = self._model_registry.models[request.model_name].generations
-        files = self._process_supervisor.files
+        files = self._process_supervisor.storage.files
         generation_files = {each.number: files[each.label] for each in generations if each.label in files}
         self._log_readers.append(LogTailReader(client, request, generation_files))
         self._loop.call_soon(self._read_next_log)
@@ -750,14 +750,14 @@ class Server:
             self._model_registry.models.values(),
             self._devices.values(),
             supervisor.processes,
-            supervisor.files,
+            supervisor.storage.files,
             self._request_router.dropped_responses,
             self._request_router.memory_budget.used_bytes,
             self._request_router.memory_budget.max_bytes,
             self._own_pids(),
             self._config_note,
             self._zmq_proxies.proxies,
-            supervisor.fork_servers,
+            supervisor.fork_servers.servers.values(),
             self._tenant_resolver.all_tenants if self._tenant_resolver.has_tenants else (),
             self._usage_table,
             functools.partial(self._load_monitor.progress, now=now),

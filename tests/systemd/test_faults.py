@@ -68,7 +68,7 @@ def test_a_service_of_which_every_process_is_killed_begins_anew(weightd: Weightd
 def test_without_its_keeper_it_goes_on_and_can_be_restarted_and_stopped(weightd: Weightd) -> None:
     weightd.start()
     weightd.wait_for_workers()
-    [keeper] = [each for each in weightd.pids() if "launchers.shim" in weightd.manager.proc(each, "cmdline")]
+    [keeper] = [each for each in weightd.pids() if "processes.shim" in weightd.manager.proc(each, "cmdline")]
     weightd.manager.kill(keeper, signal.SIGKILL)
     weightd.ask()
     weightd.restart()

@@ -16,7 +16,7 @@ from pathlib import Path
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.platform.directories import PathInUse, check_not_replaceable, make_directory
 from weightd_daemon.platform.listen import reserve_socket_path
-from weightd_daemon.processes.launchers.shim.client import wait_until_exited
+from weightd_daemon.processes.shim.client import wait_until_exited
 
 # What a shim takes to end every process; the kernel has their memory to give back.
 _EXIT_TIMEOUT_S = 30.0

@@ -16,10 +16,9 @@ from weightd_daemon.handover.systemd import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.resource_limits import with_limit_hint
-from weightd_daemon.processes.launchers.launcher import SurvivingProcess
-from weightd_daemon.processes.launchers.shim import client
-from weightd_daemon.processes.launchers.shim.client import ShimClient, ShimLost
-from weightd_daemon.processes.spec import ProcessSpec
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimClient, ShimLost
+from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 _log = logging.getLogger("weightd")
 

@@ -18,8 +18,8 @@ from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.messages.worker import ChildOrder
 
 
-class ProcessManager(Protocol):
-    """What a model wants of its children. None of these calls the model back before it has returned."""
+class SnapshotTaker(Protocol):
+    """Takes snapshots of models and removes them."""
 
     def take_snapshot(
         self,
@@ -37,6 +37,52 @@ class ProcessManager(Protocol):
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
         """Remove the snapshot, or stop taking it."""
 
+
+class GenerationStore(Protocol):
+    """The files of generations, page stores among them."""
+
+    def on_exported(self, generation: GenerationBase) -> None:
+        """Remember the fingerprint of the page store, if the holder has written one."""
+
+    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
+        """Return the fingerprint of the page store when it was exported; None without a page store."""
+        raise NotImplementedError
+
+    def is_store_intact(self, generation: GenerationBase) -> bool:
+        """Return whether the page store, if there is one, is what it was when it was exported."""
+        raise NotImplementedError
+
+    def remove_files(self, generation: GenerationBase) -> None:
+        """Remove the files of a generation that has no process any more."""
+
+
+class OrderSender(Protocol):
+    """Sends orders to children."""
+
+    def send_order(
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
+    ) -> None:
+        """Send an order to a child, with these tensor frames and shared regions."""
+
+
+class ProcessManager(Protocol):
+    """Starts and ends the children of a model. No method calls the model back before it has returned."""
+
+    @property
+    def snapshots(self) -> SnapshotTaker:
+        """The snapshots of models."""
+        raise NotImplementedError
+
+    @property
+    def storage(self) -> GenerationStore:
+        """The files of generations."""
+        raise NotImplementedError
+
+    @property
+    def messenger(self) -> OrderSender:
+        """The connection to the children."""
+        raise NotImplementedError
+
     def spawn(
         self,
         event_handler: ProcessEventHandler,
@@ -51,40 +97,21 @@ class ProcessManager(Protocol):
     def resume(
         self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None
     ) -> bool:
-        """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
+        """Take over the children of a generation that the previous daemon has loaded; answer as for `spawn`.
 
         Return False if its page store is not what it was.
         """
         raise NotImplementedError
 
     def mark_changed(self) -> None:
-        """Something has changed that the next daemon would have to know."""
-
-    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
-        """Return what the page store of the generation was when it was exported, if it has one."""
-        raise NotImplementedError
+        """Record that something has changed that the next daemon has to know."""
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a child has not begun to exit: what it holds is there."""
-        raise NotImplementedError
-
-    def on_exported(self, generation: GenerationBase) -> None:
-        """Remember what the holder has left in the page store, if it has one."""
-
-    def is_store_intact(self, generation: GenerationBase) -> bool:
-        """Return whether the page store of the generation, if it has one, is still what it was then."""
+        """Return whether a child has not begun to exit, so that it still holds what it held."""
         raise NotImplementedError
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
-
-    def send_order(
-        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
-    ) -> None:
-        """Send an order to a child."""
-
-    def remove_files(self, generation: GenerationBase) -> None:
-        """Remove the files of a generation of which nothing is left."""
 
 
 class ClientNotifier(NamedTuple):

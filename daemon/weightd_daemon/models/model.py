@@ -69,7 +69,11 @@ class ServedModel:
         self.config = config
         self.timer = Timer(self.tick)
         self.dispatcher = Dispatcher(
-            name, config, client_notifier.response_sink, process_manager.send_order, self.timer.set_no_later_than
+            name,
+            config,
+            client_notifier.response_sink,
+            process_manager.messenger.send_order,
+            self.timer.set_no_later_than,
         )
         self.deployments = [
             Deployment(placement, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
@@ -80,8 +84,8 @@ class ServedModel:
         self._versions = ModelVersions(
             config.path,
             self._ids,
-            functools.partial(process_manager.take_snapshot, self, name, config),
-            functools.partial(process_manager.remove_snapshot, name),
+            functools.partial(process_manager.snapshots.take_snapshot, self, name, config),
+            functools.partial(process_manager.snapshots.remove_snapshot, name),
         )
         self._process_events = ProcessEvents(
             self, config, process_manager, self._versions.snapshots, self.dispatcher, self._reconcile
@@ -147,7 +151,7 @@ class ServedModel:
         source, sources = self._versions.current.number, self._versions.records()
         by_device = [(each.placement, each.serving or each.loading) for each in self.deployments]
         generations = [
-            record_generation(each, self._process_manager.seal_record(each), device.port(each.label))
+            record_generation(each, self._process_manager.storage.seal_record(each), device.port(each.label))
             for device, each in by_device
             if each is not None
         ]

@@ -176,7 +176,7 @@ class ProcessEvents:
             case AnnounceSelfTest():
                 generation.on_announce_selftest(child, message)
             case Built():
-                self._process_manager.on_exported(generation)
+                self._process_manager.storage.on_exported(generation)
                 self._on_built(child, generation, message, now)
                 self._snapshots.set_selftest(generation.source, generation.selftest_search.spec)
                 deployment.on_device_memory(generation, message.device)
@@ -228,7 +228,7 @@ class ProcessEvents:
                 program = self._rendezvous.program(self._config, generation, snapshot, name, deployment.placement)
                 self._process_manager.spawn(self._event_handler, generation, program, name, role, template)
             case Send(name, order):
-                self._process_manager.send_order(name, order)
+                self._process_manager.messenger.send_order(name, order)
             case Kill(name, abort):
                 self._process_manager.kill(name, abort=abort)
             case AddSlot(name):
@@ -241,7 +241,7 @@ class ProcessEvents:
             case DeleteFiles():
                 self.past_deaths += generation.deaths
                 self._rendezvous.drop(generation.label)
-                self._process_manager.remove_files(generation)
+                self._process_manager.storage.remove_files(generation)
 
     def reconfigure(self, config: ModelConfig, serving: Iterable[GenerationBase]) -> None:
         """Have what serves do as another configuration says that has the same loaded."""
@@ -277,7 +277,7 @@ class ProcessEvents:
             return  # a unit has none
         if generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
-        ) and not self._process_manager.is_store_intact(generation):
+        ) and not self._process_manager.storage.is_store_intact(generation):
             generation.on_store_lost(
                 "the page store was changed or truncated by somebody: its pages are not trusted", now
             )
@@ -303,7 +303,7 @@ class ProcessEvents:
         """Whether what the generation's workers say can be passed on."""
         return generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
-        ) and self._process_manager.is_store_intact(generation)
+        ) and self._process_manager.storage.is_store_intact(generation)
 
     def _reconcile_deployment(self, deployment: Deployment, now: float) -> None:
         deployment.reconcile(now)

@@ -10,7 +10,7 @@ from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import LOADING, GenerationState
 from weightd_daemon.models.load_progress import LoadEstimate, LoadProgress, LoadSpeed, LoadSpeedRecord
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.processes.copy_progress import CopyProgress
+from weightd_daemon.processes.snapshotter import CopyProgress
 
 # Of models that are gone, too: one that comes again has a name that it had.
 MAX_SPEEDS = 256

@@ -12,9 +12,7 @@ from typing import Protocol
 from weightd_common.devices import is_cpu
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.memory import MIB
-from weightd_daemon.processes import oneshot
-from weightd_daemon.processes.oneshot import OneshotResult
-from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.processes.process_table import OneshotResult, ProcessTable, run_oneshot
 
 _log = logging.getLogger("weightd")
 
@@ -67,7 +65,7 @@ class DeviceProbe:
         try:
             # Its place is beside the snapshot for which it is asked.
             name = f"{log.parent.name}.{device.name}"
-            oneshot.run(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
+            run_oneshot(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
         except OSError as error:
             _log.warning("%s: cannot query its memory: %s", device.name, error.strerror)
             probe_next()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.platform.directories import make_directory
+from weightd_daemon.platform.exit_cause import MissingFile
 
 
 @dataclass(frozen=True)
@@ -104,3 +110,119 @@ class GenerationFiles:
     def remove(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class FileFingerprint:
+    """What a file was when this was made; whether it still is that is cheap to ask, for each answer.
+
+    It tells every write and every truncation by any process (they set the time of the last change), not what a failing
+    disk does.
+
+    Raises:
+        OSError: there is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._initial = self._current()
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """What it was: the size, and the time of the last change in ns."""
+        return self._initial
+
+    def is_intact(self) -> bool:
+        """Return whether nobody has written to the file or truncated it."""
+        return self._current() == self._initial
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._descriptor)
+
+    def _current(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+
+def fingerprint_of(path: Path) -> FileFingerprint | None:
+    """Return the seal of the file at `path`, or None if there is none."""
+    with contextlib.suppress(OSError):
+        return FileFingerprint(path)
+    return None
+
+
+class GenerationStorage:
+    """The files of all generations, and the fingerprints that their page stores had when their holders exported them.
+
+    Args:
+        directory: private to the daemon; each generation has a directory below it.
+
+    Attributes:
+        files: of each generation, by its label.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.files: dict[str, GenerationFiles] = {}
+        self._directory = directory
+        self._fingerprints: dict[str, FileFingerprint] = {}
+
+    def open(self, generation: GenerationBase) -> GenerationFiles:
+        """Return the files of a generation, whether or not they exist."""
+        return self.files.setdefault(generation.label, GenerationFiles(self._directory / generation.label))
+
+    def create(self, generation: GenerationBase, rank_table: str = "") -> GenerationFiles:
+        """Return the files of a generation after making its directory, unless that exists.
+
+        Raises:
+            PathInUse: the directory cannot be made.
+            OSError: the rank table cannot be written.
+        """
+        files = self.open(generation)
+        if not files.directory.is_dir():
+            files.create(rank_table)
+        return files
+
+    def on_exported(self, generation: GenerationBase) -> None:
+        """Remember the fingerprint of the page store, if the holder has written one."""
+        files = self.files.get(generation.label)
+        fingerprint = fingerprint_of(files.store) if files and generation.label not in self._fingerprints else None
+        if fingerprint is not None:
+            self._fingerprints[generation.label] = fingerprint
+
+    def seal_record(self, generation: GenerationBase) -> SealRecord | None:
+        """Return the fingerprint of the page store when it was exported; None without a page store."""
+        fingerprint = self._fingerprints.get(generation.label)
+        return SealRecord(*fingerprint.value) if fingerprint is not None else None
+
+    def is_store_intact(self, generation: GenerationBase) -> bool:
+        """Return whether the page store, if there is one, is what it was when it was exported."""
+        fingerprint = self._fingerprints.get(generation.label)
+        return fingerprint is None or fingerprint.is_intact()
+
+    def find_missing_file(
+        self, generation: GenerationBase, paths: Iterable[str], *, needs_store: bool
+    ) -> tuple[MissingFile, str]:
+        """Return which file has vanished that a child needs, with an error text; `MissingFile.NONE` if none has.
+
+        Args:
+            generation: of the child.
+            paths: the files of the snapshot that the child loads; it ignores empty ones.
+            needs_store: whether the child attaches to the page store, if there is one.
+        """
+        for path in filter(None, paths):
+            if not os.path.lexists(path):
+                return MissingFile.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
+        if needs_store and generation.label in self._fingerprints:
+            store = self.files[generation.label].store
+            if not os.path.lexists(store):
+                return MissingFile.STORE, f"the shared weights in the cache folder are gone: {store}"
+        return MissingFile.NONE, ""
+
+    def remove_files(self, generation: GenerationBase) -> None:
+        """Remove the files of a generation that has no process any more."""
+        files = self.files.pop(generation.label, None)
+        if files is not None:
+            files.remove()
+        fingerprint = self._fingerprints.pop(generation.label, None)
+        if fingerprint is not None:
+            fingerprint.close()

@@ -6,12 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.timers import Timer
-from weightd_daemon.processes.launchers.launcher import Launcher
-from weightd_daemon.processes.pending_forks import ForkRequest, PendingForks
+from weightd_daemon.processes.launcher import Launcher
+from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.spec import ProcessSpec
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Fork, Forked
@@ -21,34 +22,110 @@ _log = logging.getLogger("weightd")
 # What has been ended for being late is looked at again after this.
 _RECHECK_INTERVAL_S = 1.0
 
+_NEVER = float("inf")
+
+
+class ForkRequest(NamedTuple):
+    """A child that a process has been asked for.
+
+    Attributes:
+        process_spec: what it is to be.
+        parent: of which process it is forked.
+        deadline: by when that has to have answered, in monotonic seconds.
+        on_failure: called with the launch, and why there is no such child, if it does not come.
+    """
+
+    process_spec: ProcessSpec
+    parent: str
+    deadline: float
+    on_failure: Callable[[ProcessSpec, str], object]
+
+
+class PendingForks:
+    """The children that processes have been asked for and have not answered yet, by name."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, ForkRequest] = {}
+        # Who has been asked for one that is wanted no more, by its name: the answer comes all the same.
+        self._cancelled: dict[str, str] = {}
+
+    def add(self, request: ForkRequest) -> None:
+        """A process is asked for a child."""
+        self._pending[request.process_spec.name] = request
+
+    def parents(self) -> list[str]:
+        """Return every process that has not answered."""
+        return list(dict.fromkeys(each.parent for each in self._pending.values()))
+
+    def is_awaited(self, parent: str) -> bool:
+        """Whether a process has not answered all that it was asked, be that wanted or not."""
+        return parent in self._cancelled.values() or parent in self.parents()
+
+    def complete(self, name: str, parent: str) -> ForkRequest | None:
+        """A process has answered; return what it was asked for, None if that is wanted no more.
+
+        Raises:
+            LookupError: it was not asked for that.
+        """
+        request = self._pending.get(name)
+        if request is not None and request.parent == parent:
+            return self._pending.pop(name)
+        if self._cancelled.get(name) != parent:
+            raise LookupError(name)
+        del self._cancelled[name]
+        return None
+
+    def cancel(self, name: str) -> bool:
+        """A child is wanted no more; return whether it was being forked."""
+        request = self._pending.pop(name, None)
+        if request is not None:
+            self._cancelled[name] = request.parent
+        return request is not None
+
+    def drop_parent(self, parent: str) -> list[ForkRequest]:
+        """A process has ended; return what it has not answered."""
+        self._cancelled = {name: each for name, each in self._cancelled.items() if each != parent}
+        dropped = [each for each in self._pending.values() if each.parent == parent]
+        for each in dropped:
+            del self._pending[each.process_spec.name]
+        return dropped
+
+    def overdue_parents(self, now: float) -> list[str]:
+        """Return every process that should have answered by now."""
+        return list(dict.fromkeys(each.parent for each in self._pending.values() if each.deadline <= now))
+
+    @property
+    def next_deadline(self) -> float:
+        """Nothing is overdue before this."""
+        return min((each.deadline for each in self._pending.values()), default=_NEVER)
+
 
 class ForkCoordinator:
-    """Between those who want children and the processes of which they are forked.
+    """Asks processes to fork children, and adopts the children.
 
     Args:
+        pending_forks: records what processes have been asked to fork.
         launcher: adopts what is forked: that is a child of the one which has started what it is forked of.
         loop: tells the time.
+        process_table: watches and kills processes.
         send_order: sends an order to a process.
         on_child_forked: is given a child that is there, and of which process.
-        on_unwanted: is given one that nobody wants any more.
-        on_timeout: is given the name of a process that has not answered in time.
     """
 
     def __init__(
         self,
+        pending_forks: PendingForks,
         launcher: Launcher,
         loop: EventLoop,
+        process_table: ProcessTable,
         send_order: Callable[[str, Fork], None],
         on_child_forked: Callable[[ProcessSpec, str, ChildProcess], None],
-        on_unwanted: Callable[[str, ChildProcess], None],
-        on_timeout: Callable[[str], None],
     ) -> None:
-        self._pending_forks = PendingForks()
+        self._pending_forks = pending_forks
         self._launcher = launcher
         self._send_order = send_order
         self._on_child_forked = on_child_forked
-        self._on_unwanted = on_unwanted
-        self._on_timeout = on_timeout
+        self._process_table = process_table
         self._timer = Timer(self.check_overdue)
         loop.add_timer(self._timer)
 
@@ -58,18 +135,6 @@ class ForkCoordinator:
         self._timer.set_no_later_than(request.deadline)
         process_spec = request.process_spec
         self._send_order(request.parent, Fork(process_spec.name, tuple(process_spec.arguments), str(process_spec.log)))
-
-    def parents(self) -> list[str]:
-        """Return every process that has been asked and has not answered."""
-        return self._pending_forks.parents()
-
-    def is_awaited(self, parent: str) -> bool:
-        """Whether a process has not answered all that it was asked, wanted or not: it may have forked that."""
-        return self._pending_forks.is_awaited(parent)
-
-    def cancel(self, name: str) -> bool:
-        """A child is wanted no more; return whether it was being forked."""
-        return self._pending_forks.cancel(name)
 
     def on_fork_reply(self, parent: str, forked: Forked) -> None:
         """A process says what has come of it.
@@ -91,7 +156,7 @@ class ForkCoordinator:
                 request.on_failure(request.process_spec, str(error.strerror or error))
         else:
             if request is None:
-                self._on_unwanted(forked.name, process)
+                self._process_table.kill_unwanted(forked.name, process)
             else:
                 self._on_child_forked(request.process_spec, parent, process)
 
@@ -105,5 +170,5 @@ class ForkCoordinator:
         late = self._pending_forks.overdue_parents(now)
         for parent in late:
             _log.warning("%s did not fork in time: killing it", parent)
-            self._on_timeout(parent)
+            self._process_table.kill(parent)
         self._timer.set(now + _RECHECK_INTERVAL_S if late else self._pending_forks.next_deadline)

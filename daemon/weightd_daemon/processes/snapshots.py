@@ -17,14 +17,19 @@ from weightd_daemon.platform import audit, clock
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint
-from weightd_daemon.processes import copy_progress, oneshot, snapshotter
-from weightd_daemon.processes.copy_progress import CopyProgress
+from weightd_daemon.processes import snapshotter
 from weightd_daemon.processes.device_probe import DeviceProbe
 from weightd_daemon.processes.events import ProcessEventHandler, SliceSnapshot, Snapshot, digest_of
 from weightd_daemon.processes.files import SnapshotFiles
-from weightd_daemon.processes.oneshot import OneshotResult
-from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.processes.snapshotter import SingleFile, SnapshotRequest, SnapshotResult, changed_message
+from weightd_daemon.processes.process_table import OneshotResult, ProcessTable, run_oneshot
+from weightd_daemon.processes.snapshotter import (
+    CopyProgress,
+    SingleFile,
+    SnapshotRequest,
+    SnapshotResult,
+    changed_message,
+    read_copy_progress,
+)
 
 # Where the copy of a model has vanished that still serves, and its file is another one by now.
 _REMEDY = "the workers that are there go on; put the old file back, or load the new one with weightctl update"
@@ -113,7 +118,7 @@ class SnapshotService:
         try:
             files.create()
             stdin_data = snapshotter.SnapshotOrder(requests, str(files.copy_progress), extra_files).json()
-            oneshot.run(
+            run_oneshot(
                 self._process_table,
                 files.directory.name,
                 snapshotter.command(),
@@ -129,7 +134,7 @@ class SnapshotService:
 
     def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
-        return copy_progress.read(self._files(model, source).copy_progress)
+        return read_copy_progress(self._files(model, source).copy_progress)
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
         """Remove the snapshot, or stop taking it."""

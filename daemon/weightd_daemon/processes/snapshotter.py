@@ -9,12 +9,14 @@ removes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 import json
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -38,7 +40,70 @@ from weightd_common.process_attributes import raise_score
 from weightd_common.process_start import die_with_parent
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.transient import is_transient
-from weightd_daemon.processes.copy_progress import CopyProgressFile
+
+_FORMAT = struct.Struct("<QQ")
+
+
+class CopyProgress(NamedTuple):
+    """So many bytes of so many; of what is not open yet the size is a guess."""
+
+    copied_bytes: int
+    total_bytes: int
+
+
+class CopyProgressFile:
+    """Writes.
+
+    Args:
+        path: of the file; None to write nothing.
+        model_count: how many are copied, of about the same size.
+    """
+
+    def __init__(self, path: Path | None = None, model_count: int = 1) -> None:
+        self._model_count = model_count
+        self._started_count = 0
+        self._known_bytes = 0
+        self._copied_bytes = 0
+        self._descriptor: int | None = None
+        if path is not None:
+            # To copy without telling how far it is is better than not to copy.
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def start_model(self, nbytes: int) -> None:
+        """The next model is so large."""
+        self._started_count += 1
+        self._known_bytes += nbytes
+
+    def add_bytes(self, nbytes: int) -> None:
+        """So much more was copied."""
+        self._copied_bytes += nbytes
+        if self._descriptor is not None:
+            total_bytes = self._known_bytes * max(1, self._model_count) // max(1, self._started_count)
+            with contextlib.suppress(OSError):
+                os.pwrite(self._descriptor, _FORMAT.pack(self._copied_bytes, total_bytes), 0)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_copy_progress(path: Path) -> CopyProgress | None:
+    """Return what stands there; None where nothing does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        copied_bytes, total_bytes = _FORMAT.unpack(os.pread(descriptor, _FORMAT.size, 0))
+    except (OSError, struct.error):
+        return None
+    finally:
+        os.close(descriptor)
+    return CopyProgress(copied_bytes, total_bytes) if copied_bytes <= total_bytes else None
+
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd_common.launch_arguments import RendezvousInfo
 from weightd_daemon.config.model import ModelConfig
@@ -95,6 +96,14 @@ class ProcessSpec:
     def with_origin_note(self, why: str) -> ProcessSpec:
         """Return the same for a process that tells why it was not forked."""
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
+
+
+class SurvivingProcess(NamedTuple):
+    """A child that outlives the daemon, and has not been waited for: so its pid is its own."""
+
+    pid: int
+    name: str
+    log: Path
 
 
 def worker_program(config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, device: str) -> WorkerProgram:

@@ -23,8 +23,8 @@ import pytest
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.handover.instance_lock import lock_instance, make_private_directory
 from weightd_daemon.platform.directories import PathInUse
-from weightd_daemon.processes.launchers.shim import client
-from weightd_daemon.processes.launchers.shim.client import ShimClient
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimClient
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """

@@ -25,8 +25,8 @@ from weightd_daemon.handover.shim_launcher import ShimLauncher
 from weightd_daemon.handover.systemd import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import reap
-from weightd_daemon.processes.launchers.shim import client
-from weightd_daemon.processes.launchers.shim.client import ShimClient, ShimLost
+from weightd_daemon.processes.shim import client
+from weightd_daemon.processes.shim.client import ShimClient, ShimLost
 from weightd_daemon.processes.spec import ProcessSpec
 
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}

@@ -100,6 +100,8 @@ class FakeHost:
         self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
+        # The parts of a ProcessManager.
+        self.snapshots = self.storage = self.messenger = self
 
     def take_snapshot(
         self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""

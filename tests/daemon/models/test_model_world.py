@@ -118,7 +118,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.processes: dict[str, Process] = {}
         self.names: set[str] = set()
         self.pinning: list[ModelSource] = []
-        self.snapshots: set[ModelSource] = set()
+        self.existing_snapshots: set[ModelSource] = set()
+        # The parts of a ProcessManager.
+        self.snapshots = self.storage = self.messenger = self
         self.unpinned: list[ModelSource] = []
         self.requests: dict[int, Request] = {}
         self.ended: Counter[int] = Counter()
@@ -179,7 +181,7 @@ class ModelWorld(RuleBasedStateMachine):
         self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
         assert source not in self.pinning
-        assert source not in self.snapshots
+        assert source not in self.existing_snapshots
         self.pinning.append(source)
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
@@ -187,7 +189,7 @@ class ModelWorld(RuleBasedStateMachine):
             self.pinning.remove(source)
             self.unpinned.append(source)
         else:
-            self.snapshots.remove(source)
+            self.existing_snapshots.remove(source)
             used = [each.name for each in self.living() if each.generation.source == source and not self.leaves(each)]
             assert not used, "processes that stay have lost their snapshot"
 
@@ -202,7 +204,7 @@ class ModelWorld(RuleBasedStateMachine):
     ) -> None:
         assert not self.stopped
         assert name not in self.names
-        assert generation.source in self.snapshots
+        assert generation.source in self.existing_snapshots
         assert generation.label in self.devices[generation.device].reserved
         self.names.add(name)
         self.processes[name] = Process(name, role, generation)
@@ -403,7 +405,7 @@ class ModelWorld(RuleBasedStateMachine):
         if source.path == UNREADABLE:
             self.model.on_snapshot_failed(source, "no such file", self.now)
         else:
-            self.snapshots.add(source)
+            self.existing_snapshots.add(source)
             self.model.on_snapshot_taken(source, Snapshot("/snapshot", "", f"{source.number:064d}", WEIGHTS), self.now)
 
     def due(self) -> float:
@@ -610,7 +612,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.replies.update(set(self.questions) - set(self.replies))
         # The processes that take snapshots die with it, and the others that nobody takes over are killed.
         self.pinning, self.unpinned = [], []
-        self.snapshots = {ModelSource(each.path, each.weights, each.number) for each in record.sources}
+        self.existing_snapshots = {ModelSource(each.path, each.weights, each.number) for each in record.sources}
         kept = {child.name for generation in record.generations for child in generation.children}
         self.processes = {name: process for name, process in self.processes.items() if name in kept}
         self.devices = {

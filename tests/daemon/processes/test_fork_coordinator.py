@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from testkit.examples import examples
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.timers import Timers
-from weightd_daemon.processes.fork_coordinator import ForkCoordinator
-from weightd_daemon.processes.pending_forks import ForkRequest
+from weightd_daemon.processes.fork_coordinator import ForkCoordinator, ForkRequest, PendingForks
 from weightd_daemon.processes.spec import ProcessSpec
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Fork, Forked
@@ -46,9 +45,9 @@ class World(RuleBasedStateMachine):
         self.timers = Timers()
         self.told_at = 0.0
         loop: Any = SimpleNamespace(add_timer=self.timers.add)
-        self.nursery = ForkCoordinator(
-            launcher, loop, self.order, self.is_born, lambda _, process: self.surplus.add(process.pid), self.hang
-        )
+        table: Any = SimpleNamespace(kill=self.hang, kill_unwanted=lambda _, process: self.surplus.add(process.pid))
+        self.pending_forks = PendingForks()
+        self.nursery = ForkCoordinator(self.pending_forks, launcher, loop, table, self.order, self.is_born)
 
     def order(self, parent: str, fork: Fork) -> None:
         self.orders.append((parent, fork))
@@ -110,7 +109,7 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def one_is_wanted_no_more(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(self.wanted)))
-        assert self.nursery.cancel(name) == (name in self.pending)
+        assert self.pending_forks.cancel(name) == (name in self.pending)
         self.cancelled |= {name} - {*self.born, *self.unborn}
 
     @rule(parent=PARENTS)
@@ -135,9 +134,9 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def it_knows_what_is_under_way(self) -> None:
-        assert set(self.nursery.parents()) == {self.wanted[name].parent for name in self.pending}
-        for parent in {*self.unanswered.values(), *self.nursery.parents(), "nobody"}:
-            assert self.nursery.is_awaited(parent) == (parent in self.unanswered.values())
+        assert set(self.pending_forks.parents()) == {self.wanted[name].parent for name in self.pending}
+        for parent in {*self.unanswered.values(), *self.pending_forks.parents(), "nobody"}:
+            assert self.pending_forks.is_awaited(parent) == (parent in self.unanswered.values())
 
 
 TestWorld = World.TestCase
@@ -148,6 +147,6 @@ def test_a_child_that_is_forked_when_nobody_wants_it_any_more_is_ended() -> None
     world = World()
     launch = ProcessSpec("m.1.w0", ["python"], [], Path("/logs/m.1.w0"), {})
     world.nursery.fork(ForkRequest(launch, "m.1.holder", PATIENCE_S, world.instead))
-    assert world.nursery.cancel(launch.name)
+    assert world.pending_forks.cancel(launch.name)
     world.nursery.on_fork_reply("m.1.holder", Forked(launch.name, 101, ""))
     assert (world.surplus, world.born, world.unborn) == ({101}, {}, {})

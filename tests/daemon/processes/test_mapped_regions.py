@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd_daemon.processes.mapped_regions import WorkerRegions
+from weightd_daemon.processes.channels import WorkerRegions
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 
 MEMORIES = [SharedRegion(number, os.dup(0), 1, os.close) for number in range(8)]

@@ -227,7 +227,7 @@ def test_the_limit_is_named_that_keeps_a_snapshot_from_being_taken(
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         arguments[4]({"error": "cannot copy /m to /c: Too many open files"}, ExitCause(1))
 
-    monkeypatch.setattr("weightd_daemon.processes.snapshots.oneshot.run", ask)
+    monkeypatch.setattr("weightd_daemon.processes.snapshots.run_oneshot", ask)
     scene.pin()
     for each in scene.later:
         each(0.0)

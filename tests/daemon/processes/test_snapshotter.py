@@ -20,9 +20,14 @@ import pytest
 
 from testkit import models
 from weightd_common.modelfiles.files import ModelFileError, digest, files_identity, model_files
-from weightd_daemon.processes import copy_progress, snapshotter
-from weightd_daemon.processes.copy_progress import CopyProgressFile
-from weightd_daemon.processes.snapshotter import SingleFile, SnapshotOrder, SnapshotRequest
+from weightd_daemon.processes import snapshotter
+from weightd_daemon.processes.snapshotter import (
+    CopyProgressFile,
+    SingleFile,
+    SnapshotOrder,
+    SnapshotRequest,
+    read_copy_progress,
+)
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -386,7 +391,7 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path,
     if limit == "unlimited":
         assert (done.returncode, json.loads(answer)["snapshots"][0][0]) == (0, digest(model))
         nbytes = sum(file.nbytes for file in model_files(model))
-        assert copy_progress.read(tmp_path / "copied") == (nbytes, nbytes)
+        assert read_copy_progress(tmp_path / "copied") == (nbytes, nbytes)
     else:
         error = f"cannot copy {model} to {directory}: File too large"
         assert (done.returncode, json.loads(answer)) == (1, {"error": error, "transient": False})

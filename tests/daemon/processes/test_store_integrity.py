@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.processes.store_integrity import FileFingerprint, fingerprint_of
+from weightd_daemon.processes.files import FileFingerprint, fingerprint_of
 
 
 @pytest.fixture

@@ -33,11 +33,10 @@ from weightd_daemon.platform import processes
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.platform.processes import ChildProcess
-from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.fork_coordinator import ForkCoordinator
-from weightd_daemon.processes.launchers.direct import DirectLauncher
-from weightd_daemon.processes.pending_forks import ForkRequest
+from weightd_daemon.processes.fork_coordinator import ForkCoordinator, ForkRequest
+from weightd_daemon.processes.launcher import DirectLauncher
 from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.scheduling.request import Request
@@ -68,32 +67,6 @@ SPEC = TensorSpec("x", "FP32", (4,))
 HOLDER, WORKER = "m.1.holder", "m.1.w1"
 
 
-class Pinned(ProcessSupervisor):
-    """One that takes no snapshot unless it is told to: the test has it. And its worker's channel is the test's."""
-
-    pins = False
-    heard = 0
-
-    def _name_of(self, pid: int) -> str | None:
-        return WORKER if pid == os.getpid() else super()._name_of(pid)
-
-    def _on_messages(self) -> int:
-        count = super()._on_messages()
-        self.heard += count
-        return count
-
-    def take_snapshot(
-        self,
-        event_handler: ProcessEventHandler,
-        model: str,
-        config: ModelConfig,
-        source: ModelSource,
-        expected_sha256: str = "",
-    ) -> None:
-        if self.pins:
-            super().take_snapshot(event_handler, model, config, source, expected_sha256)
-
-
 class Scene:
     """A model on a card with one worker, whose processes only sleep; the test speaks for them."""
 
@@ -109,7 +82,14 @@ class Scene:
         self.backend_directory = daemon.private_dir
         self.backend_directory.mkdir()
         self.loop = EventLoop()
-        self.backend = Pinned(context, daemon, self.loop, {})
+        self.backend = ProcessSupervisor(context, daemon, self.loop, {})
+        self.inner = vars(self.backend)
+        self.connection = vars(self.backend.messenger)
+        # The worker's channel is the test's own, and no snapshot is taken but by the test.
+        find = self.inner["_process_table"].find
+        self.inner["_process_table"].find = lambda pid: WORKER if pid == os.getpid() else find(pid)
+        self.snapshots = mock.patch.object(self.backend.snapshots, "take_snapshot")
+        self.snapshots.start()
         self.answers: list[int] = []
         self.table = ModelConfig("/m.mindir", "mindspore_lite", str(python), spares=0, devices=("ascend:0",))
         self.model = self.model_of(self.table)
@@ -136,14 +116,19 @@ class Scene:
     def serve(self) -> None:
         # An order to who is not connected yet is lost.
         self.worker.send_multipart(encode(Reconnected()))
-        while not self.backend.heard:
-            self.loop.run_once(30)
+        self.hear()
         self.model.start(0.0)
         self.model.on_snapshot_taken(ModelSource("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
             self.model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
         self.model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
         self.model.on_message(WORKER, Attached("canary", 100), (), 0.0)
+
+    def hear(self) -> None:
+        """Wait for a message on the socket, and let it be handled."""
+        assert self.connection["_socket"].poll(30_000)
+        self.connection["_schedule_receive"]()
+        self.loop.run_once(30)
 
     def answer(self, *, by_lane: bool = True, is_dead: bool = False) -> None:
         """Have the model asked, and the worker answer; if it is dead, its exit is the first that can be noticed."""
@@ -162,8 +147,7 @@ class Scene:
             self.lane.send(message)
         else:
             self.worker.send_multipart(message)
-            socket: zmq.Socket[bytes] = vars(self.backend)["_socket"]
-            assert socket.poll(30_000)
+            assert self.connection["_socket"].poll(30_000)
 
     def asked(self, count: int) -> list[Any]:
         """Connect the worker's channel; return as many orders that come by it."""
@@ -186,7 +170,8 @@ class Scene:
             processes.reap(process)
         self.worker.close(linger=0)
         self.lane.close()
-        self.backend.close()
+        self.backend.messenger.channels.close()
+        mock.patch.stopall()
         self.loop.close()
 
 
@@ -224,14 +209,14 @@ def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene, by_lane: 
 def test_a_worker_stops_when_it_has_done_what_waits_for_its_lane(scene: Scene) -> None:
     scene.serve()
     predict = Predict(1, RequestDescription("m", ()))
-    scene.backend.send_order(WORKER, predict)
-    scene.backend.send_order(WORKER, Stop())
+    scene.backend.messenger.send_order(WORKER, predict)
+    scene.backend.messenger.send_order(WORKER, Stop())
     assert scene.asked(2) == [predict, Stop()]
     scene.lane.connection.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
         scene.loop.run_once(0.1)
     # It has said by another way that it is broken.
-    scene.backend.send_order(WORKER, Stop())
+    scene.backend.messenger.send_order(WORKER, Stop())
     orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), Stop())
     assert [type(order) for order in orders] == [Attach]
 
@@ -272,7 +257,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_being_started(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    monkeypatch.setattr(vars(scene.backend)["_launcher"], "start", mock.Mock(side_effect=refused))
+    monkeypatch.setattr(scene.inner["_launcher"], "start", mock.Mock(side_effect=refused))
     scene.model.start(0.0)
     scene.model.on_snapshot_taken(ModelSource("/m.mindir"), scene.snapshot, 0.0)
     while "cannot start /" not in caplog.text:
@@ -285,26 +270,26 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
 ) -> None:
     scene.serve()
     launch = ProcessSpec("m.1.w2", [], [], Path(os.devnull), {})
-    nursery: ForkCoordinator = vars(scene.backend)["_fork_coordinator"]
+    nursery: ForkCoordinator = scene.inner["_fork_coordinator"]
     nursery.fork(ForkRequest(launch, WORKER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid
     scene.asked(1)
     scene.lane.send(encode(Forked(launch.name, pid)))
     while f"expected a new process, got pid {pid}" not in caplog.text:
         scene.loop.run_once(1)
-    assert nursery.parents() == [WORKER]
+    assert scene.inner["_pending_forks"].parents() == [WORKER]
 
 
 def test_what_waits_for_the_lane_of_a_child_goes_with_it_where_that_is_never_forked(scene: Scene) -> None:
-    inner = vars(scene.backend)
-    inner["_event_handlers"]["m.1.w2"] = mock.Mock()
-    inner["_channel_only"].add("m.1.w2")
+    messenger = scene.backend.messenger
+    messenger.handlers["m.1.w2"] = mock.Mock()
+    messenger.set_channel_only("m.1.w2")
     launch = ProcessSpec("m.1.w2", [], [], Path(os.devnull), {})
-    inner["_fork_coordinator"].fork(ForkRequest(launch, "m.1.w1", float("inf"), print))
-    scene.backend.send_order("m.1.w2", Stop())
-    assert inner["_channels"].is_open_or_pending("m.1.w2")
+    scene.inner["_fork_coordinator"].fork(ForkRequest(launch, "m.1.w1", float("inf"), print))
+    scene.backend.messenger.send_order("m.1.w2", Stop())
+    assert messenger.channels.is_open_or_pending("m.1.w2")
     scene.backend.kill("m.1.w2")
-    assert not inner["_channels"].is_open_or_pending("m.1.w2")
+    assert not messenger.channels.is_open_or_pending("m.1.w2")
 
 
 def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
@@ -313,7 +298,7 @@ def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
     scene.serve()
     end = mock.Mock()
     monkeypatch.setattr(DirectLauncher, "kill_orphans_of", end)
-    nursery: ForkCoordinator = vars(scene.backend)["_fork_coordinator"]
+    nursery: ForkCoordinator = scene.inner["_fork_coordinator"]
     nursery.fork(ForkRequest(ProcessSpec("m.1.w2", [], [], Path(os.devnull), {}), HOLDER, float("inf"), print))
     pid = scene.backend.processes[HOLDER].pid
     for each in (WORKER, HOLDER):
@@ -331,8 +316,7 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     scene.model.on_snapshot_taken(ModelSource("/m.mindir"), scene.snapshot, 0.0)
     expected = scene.backend.processes[WORKER].pid
     scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
-    while not scene.backend.heard:
-        scene.loop.run_once(30)
+    scene.hear()
     assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
 
 
@@ -342,7 +326,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     file, sample = tmp_path / "m.mindir", tmp_path / "sample.npz"
     file.write_bytes(b"a model")
     sample.write_bytes(b"a sample")
-    scene.backend.pins = True
+    scene.snapshots.stop()
     table = replace(scene.table, path=str(file), devices=("cpu",), selftest=str(sample), selftest_tolerance=0.25)
     children: list[list[str]] = []
 
@@ -380,7 +364,7 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
 
     assert spawn(Role.HOLDER)
     files.store.write_bytes(b"pages")
-    scene.backend.on_exported(generation)
+    scene.backend.storage.on_exported(generation)
     assert spawn(Role.WORKER)
     # Nothing but logs: they are made anew. Where weights were shared, nobody can attach to them any more.
     shutil.rmtree(scene.backend_directory)

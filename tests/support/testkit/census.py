@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping
 
-SHIM_MARK = b"launchers.shim import process"
+SHIM_MARK = b"processes.shim import process"
 
 # What the command line or the name of a process that is no model's shows it to be; the first that fits.
 _ROLES: Mapping[str, str] = {

@@ -25,7 +25,7 @@ from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.platform.zmq_sockets import bind_router, peer_pid, receive_batch, send
 from weightd_daemon.processes import spec
 from weightd_daemon.processes.files import GenerationFiles
-from weightd_daemon.processes.launchers.direct import DirectLauncher
+from weightd_daemon.processes.launcher import DirectLauncher
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from testkit.shims import FORKING
-from weightd_daemon.processes.launchers.direct import DirectLauncher
+from weightd_daemon.processes.launcher import DirectLauncher
 
 
 def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> None:

@@ -23,10 +23,9 @@ from testkit import memory
 from testkit.shims import FORKING, LIMIT_S, ended
 from testkit.stopping import stopped
 from weightd_daemon.platform.processes import ChildProcess, kill, reap
-from weightd_daemon.processes.launchers.launcher import SurvivingProcess
-from weightd_daemon.processes.launchers.shim import client, process
-from weightd_daemon.processes.launchers.shim.client import ShimClient, ShimLost, wait_until_exited
-from weightd_daemon.processes.spec import ProcessSpec
+from weightd_daemon.processes.shim import client, process
+from weightd_daemon.processes.shim.client import ShimClient, ShimLost, wait_until_exited
+from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 MIB = 1024 * 1024
 SLEEP = ["sleep", "1000"]

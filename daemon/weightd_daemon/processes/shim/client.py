@@ -20,8 +20,7 @@ from typing import Any, cast
 
 from weightd_daemon.platform import clock, process_spawner
 from weightd_daemon.platform.processes import ChildProcess
-from weightd_daemon.processes.launchers.launcher import SurvivingProcess
-from weightd_daemon.processes.spec import ProcessSpec
+from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 _log = logging.getLogger("weightd")
 
@@ -35,7 +34,7 @@ _NO_DESCRIPTOR = -1
 # Nothing of site-packages, but the modules that this process has found.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from weightd_daemon.processes.launchers.shim import process; process.main()"
+    "from weightd_daemon.processes.shim import process; process.main()"
 )
 
 # It does nothing that takes long: to start a process, or to wait for one that has ended.

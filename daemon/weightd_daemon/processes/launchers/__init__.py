@@ -1,1 +1,0 @@
-"""How children are started: by this process, or by a shim that outlives it."""
