@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from weightd_daemon.generations.actions import Action, Role, Send
 from weightd_daemon.generations.process import FOREVER, GenerationProcesses, WorkerProcess
+from weightd_daemon.generations.progress import ProgressLogger
 from weightd_daemon.generations.states import (
     ATTACH_CLOSED,
     ATTACH_TRANSITIONS,
@@ -36,6 +36,11 @@ _RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
 PERSISTED_STATES = tuple(state.value for state in _RESTORE_EVENTS)
 
 
+def one_after_another() -> int:
+    """Return how many workers may attach at once: right wherever nothing is known of the room that there is."""
+    return 1
+
+
 class AttachControl:
     """To the weights of one generation.
 
@@ -43,10 +48,10 @@ class AttachControl:
         label: of the generation.
         processes: its children.
         emit: takes what is to be done.
-        log: tells something to who runs it.
-        extra: of its records in the log.
+        logger: of the generation.
 
     Attributes:
+        attach_limit: returns how many workers may attach at the same time; at least one.
         closed_reason: nobody is let in any more, where it is CLOSED or ORPHANED.
         required_holder: the holder without which the weights are invalid; "" where they need none.
         deadline: until when the holder may think about whom it was asked to let in (monotonic seconds).
@@ -57,29 +62,24 @@ class AttachControl:
         label: str,
         processes: GenerationProcesses,
         emit: Callable[[Action], None],
-        log: Callable[[str], None],
-        extra: Mapping[str, Any],
+        logger: ProgressLogger,
     ) -> None:
+        self.attach_limit = one_after_another
         self.closed_reason = ""
         self.required_holder = ""
         self.deadline = FOREVER
         self._requested_worker = ""
         # Something may have attached since what only attaching needs was given back.
         self._should_trim = False
-        self._machine = Machine(ATTACH_TRANSITIONS, AttachState.OPEN, label, extra)
+        self._machine = Machine(ATTACH_TRANSITIONS, AttachState.OPEN, label, logger.log_extra())
         self._processes = processes
         self._emit = emit
-        self._log = log
+        self._logger = logger
 
     @property
     def state(self) -> AttachState:
         """Who may attach."""
         return self._machine.state
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anybody may attach."""
-        return self.state is AttachState.OPEN
 
     @property
     def is_fork_only(self) -> bool:
@@ -109,25 +109,33 @@ class AttachControl:
 
     # --- what happens -------------------------------------------------------------------------------------------
 
+    def require(self, holder: WorkerProcess, *, can_outlive_holder: bool) -> None:
+        """There is something to share; where it becomes invalid with its holder, no answer counts without that."""
+        must_outlive = holder.hello is not None and holder.hello.sharing_traits.holder_must_outlive
+        if must_outlive and not can_outlive_holder:
+            self.required_holder = holder.name
+
     def on_hello(self, *, has_fixed_pids: bool) -> None:
         """Somebody is up. Where it `has_fixed_pids`, the engine must know at the build who will attach."""
-        if self.is_open and has_fixed_pids:
+        if self.state is AttachState.OPEN and has_fixed_pids:
             self._advance(AttachEvent.FIX_PIDS)
-        if self.is_open or self.is_fork_only:
-            self._admit_greeted()
+        if self.state in (AttachState.OPEN, AttachState.FORK_ONLY):
+            self.admit_greeted()
 
-    def on_build_started(self) -> None:
-        """The holder builds, and is told who is up."""
-        self._admit_greeted()
+    def admit_greeted(self) -> None:
+        """Let those attach that are up: the engine lets anybody, or the holder builds, and is told of them."""
+        for worker in self._processes.usable(Role.WORKER):
+            if worker.state is ChildState.GREETED:
+                worker.advance(ChildEvent.ADMIT)
 
     def on_built(self, *, is_shared: bool, is_template: bool = False) -> None:
         """The holder has built. If it has nothing to share, nobody depends on it."""
         self._should_trim = True
         if is_template:
             self._advance(AttachEvent.FORK)
-        elif not is_shared and not self.is_open:
+        elif not is_shared and self.state is not AttachState.OPEN:
             self._advance(AttachEvent.UNSHARE)
-            self._admit_greeted()
+            self.admit_greeted()
 
     def on_attached(self) -> None:
         """A worker has."""
@@ -169,15 +177,15 @@ class AttachControl:
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def attach_next(self, order: Attach, now: float, timeout_s: float, attach_limit: Callable[[], int]) -> None:
-        """Let further workers attach, each for `timeout_s` seconds, but no more of them `attach_limit` than that says.
+    def attach_next(self, order: Attach, now: float, timeout_s: float) -> None:
+        """Let further workers attach, each for `timeout_s` seconds, but no more at the same time than `attach_limit`.
 
         Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
         """
         waiting = ChildState.ADMITTED, ChildState.GREETED
         if not self._processes.count(*waiting) or self._processes.count(ChildState.AWAITED):
             return
-        free_count = attach_limit() - self._processes.count(ChildState.ATTACHING)
+        free_count = self.attach_limit() - self._processes.count(ChildState.ATTACHING)
         for worker in self._processes.usable(Role.WORKER):
             if free_count <= 0:
                 return
@@ -188,7 +196,7 @@ class AttachControl:
                 self._emit(Send(worker.name, order))
                 free_count -= 1
 
-    def stop_unattachable(self, deadline: float) -> None:
+    def stop_unattachable(self, now: float) -> None:
         """A process that can never attach only takes memory."""
         unattachable_states = [
             ChildState.SPAWNED,
@@ -197,7 +205,7 @@ class AttachControl:
         ]
         for worker in self._processes.usable(Role.WORKER) if self.is_attach_closed else []:
             if worker.state in unattachable_states:
-                self._processes.stop(worker, deadline)
+                self._processes.stop(worker, now)
 
     def trim_store(self, *, is_shared: bool) -> None:
         """No attach is due: what only attaching needed is given back, by the holder or its heir."""
@@ -217,12 +225,7 @@ class AttachControl:
     def _close_attach(self, event: AttachEvent, reason: str) -> None:
         self._advance(event)
         self.closed_reason = reason
-        self._log(f"lost workers are not replaced, they wait for the next generation: {reason}")
-
-    def _admit_greeted(self) -> None:
-        for worker in self._processes.usable(Role.WORKER):
-            if worker.state is ChildState.GREETED:
-                worker.advance(ChildEvent.ADMIT)
+        self._logger.log(f"lost workers are not replaced, they wait for the next generation: {reason}")
 
     # --- one daemon after another -------------------------------------------------------------------------------
 

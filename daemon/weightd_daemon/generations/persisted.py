@@ -1,14 +1,25 @@
-"""What is written down of a generation that serves, for the daemon that will take it over."""
+"""One daemon after another: what is written down of a generation that serves, and how the next one resumes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.attach_control import PERSISTED_STATES
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.generations.states import RESUMABLE, ChildEvent, ChildState
 from weightd_protocol import limits
 from weightd_protocol.messages.worker import Built, Hello
 from weightd_protocol.schema import boolean, integer, list_of, one_of, record, text
+
+# A child looks for the daemon many times a second. One that computes is not there before it has finished that.
+RECONNECT_TIMEOUT_S = 5.0
+
+_PERSISTED_STATES = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
 
 _NAME = text(limits.MAX_PATH_BYTES)
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
@@ -61,3 +72,61 @@ class GenerationRecord:
     store_fingerprint: SealRecord | None = field(default=None, metadata=record(SealRecord))
     port: int = field(default=0, metadata=_COUNT)
     models: tuple[Built, ...] = field(default=(), metadata=list_of(record(Built), limits.MAX_GROUP_MODELS))
+
+
+def record_generation(generation: GenerationBase, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
+    """Return what the next daemon has to know to `resume_generation` a generation; None if it cannot."""
+    if generation.built is None or generation.state not in RESUMABLE:
+        return None
+    children = [
+        ChildRecord(child.name, child.role.value, child.hello, child.shared_bytes, child.note, child.device)
+        for child in generation.children.values()
+        if child.hello is not None and child.state in _PERSISTED_STATES
+    ]
+    return GenerationRecord(
+        number=generation.number,
+        source=generation.source.number,
+        device=generation.device,
+        is_sharing=generation.spec.is_sharing,
+        sha256=generation.sha256,
+        attach_state=generation.attach_control.persisted_state,
+        attach_closed_reason=generation.attach_control.closed_reason,
+        process_bytes=generation.device_usage.process_bytes,
+        started_workers=generation.processes.started_workers,
+        built=generation.built,
+        children=tuple(children),
+        store_fingerprint=seal,
+        port=port,
+        models=generation.models if isinstance(generation, RankGroup) else (),
+    )
+
+
+def resume_generation(
+    label: str,
+    spec: GenerationSpec,
+    source: ModelSource,
+    record: GenerationRecord,
+    now: float,
+    counters: ProcessCounters | None = None,
+) -> GenerationBase:
+    """Return a generation that a daemon before this one has loaded; it serves once its processes have reconnected."""
+    kind = Generation if spec.rank_group is None else RankGroup
+    generation = kind(label, spec, record.device, source, record.number, counters)
+    generation.sha256, generation.built = record.sha256, record.built
+    if isinstance(generation, RankGroup):
+        generation.models = record.models
+    generation.device_usage.process_bytes = record.process_bytes
+    generation.processes.started_workers = record.started_workers
+    generation.attach_control.restore(record.attach_state, record.attach_closed_reason)
+    for each in record.children:
+        child = generation.processes.add(each.name, Role(each.role), each.device)
+        child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note
+        if child.role in (Role.WORKER, Role.RANK):
+            # It may have to finish what it was given by the daemon before.
+            child.advance(ChildEvent.AWAIT, now + RECONNECT_TIMEOUT_S + spec.predict_timeout)
+        else:
+            child.advance(ChildEvent.HOLD)
+        if child.role is Role.HOLDER and spec.is_sharing and (record.built.handle or record.built.is_template):
+            generation.attach_control.require(child, can_outlive_holder=spec.can_outlive_holder)
+    generation.on_resumed()
+    return generation

@@ -156,7 +156,9 @@ class GenerationSpec:
 
     @property
     def process_count(self) -> int:
-        """How many processes attach."""
+        """How many workers and spares attach, or how many ranks there are."""
+        if self.rank_group is not None:
+            return self.rank_group.size
         return self.processes_per_device * max(1, len(self.devices))
 
 

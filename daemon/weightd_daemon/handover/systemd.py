@@ -251,7 +251,7 @@ class SystemdNotifier:
 
 def _has_workers(model: ServedModel) -> bool:
     return model.is_serving and any(
-        each.serving is not None and each.serving.serving_processes for each in model.deployments
+        each.serving is not None and each.serving.processes.serving for each in model.deployments
     )
 
 
@@ -266,7 +266,7 @@ def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[G
             if main.progress != "serving":
                 counts[", ".join(filter(None, [main.progress + where, load_progress(main)]))] += 1
         serving += model.is_serving
-        workers += sum(len(each.serving.serving_processes) for each in model.deployments if each.serving is not None)
+        workers += sum(len(each.serving.processes.serving) for each in model.deployments if each.serving is not None)
     for doing, count in counts.items():
         yield f"{count} {'model is' if count == 1 else 'models are'} {doing}"
     yield f"serving {serving} models from {workers} workers"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.progress import UnmergedPrincipal
+from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy, Dims
 from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.worker_common import RowSupport
@@ -26,7 +30,7 @@ def batching_policy(config: ModelConfig, generation: GenerationBase) -> Batching
         sizes=batching.sizes,
         is_exact=row_support.is_equal,
         tested_dims=_tested_dims(built, row_support) if split.exact else None,
-        unmerged_principals=frozenset(generation.unmerged_principals),
+        unmerged_principals=frozenset(_unmerged_principals(generation)),
     )
 
 
@@ -62,9 +66,10 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
         ]
     if row_support.note:
         texts.append(row_support.note)
-    if texts and generation.unmerged_principals:
-        names = sorted({each.name for each in generation.unmerged_principals.values()})
-        notes = ", ".join(dict.fromkeys(each.note for each in generation.unmerged_principals.values()))
+    unmerged = _unmerged_principals(generation).values()
+    if texts and unmerged:
+        names = sorted({each.name for each in unmerged})
+        notes = ", ".join(dict.fromkeys(each.note for each in unmerged))
         texts.append(f"requests of {', '.join(names)} are neither batched nor split: {notes}")
     return ", ".join(texts)
 
@@ -88,3 +93,8 @@ def _inputs_without_rows(generation: GenerationBase) -> list[str]:
 def _has_other_free_dims(generation: GenerationBase) -> bool:
     """Whether a request may have more free dimensions than its rows."""
     return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)
+
+
+def _unmerged_principals(generation: GenerationBase) -> Mapping[int, UnmergedPrincipal]:
+    """The tenants and users whose requests share no predict with others; of ranks that is not found out."""
+    return generation.unmerged_principals if isinstance(generation, Generation) else {}

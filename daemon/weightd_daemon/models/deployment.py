@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.generations.actions import Action, AddSlot, DeleteFiles
-from weightd_daemon.generations.backoff import RestartBackoff
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.progress import FailureReason, RetryHint
+from weightd_daemon.generations.restarts import RestartBackoff
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.models.deployment_state import (
@@ -113,7 +113,7 @@ class Deployment(DeploymentView):
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
         if self._is_awaiting_snapshot(source) and self.loading is not None:
-            self.loading.fail(cause, now, is_transient=is_transient)
+            self.loading.fail(FailureReason(cause, is_transient=is_transient), now)
             self.reconcile(now)
 
     def switch_to_loaded(self, now: float) -> None:
@@ -125,7 +125,7 @@ class Deployment(DeploymentView):
     def abandon(self, cause: str, now: float) -> None:
         """Give up the generation that was loaded by `update`."""
         if self.loading is not None and self.is_updating:
-            self.loading.fail(cause, now)
+            self.loading.fail(FailureReason(cause), now)
             self.reconcile(now)
 
     def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
@@ -243,7 +243,7 @@ class Deployment(DeploymentView):
                 self.placement.wait_for_release(coming.label, self._on_memory_released)
             return
         if reason:
-            coming.fail(reason, now)
+            coming.fail(FailureReason(reason), now)
             self._on_loading_failed(coming, now)
         else:
             self._pending_snapshot = None
@@ -291,7 +291,7 @@ class Deployment(DeploymentView):
             return
         if self.is_updating:
             if loading.is_complete and not loading.has_all_workers:
-                loading.give_up("not every worker could load it", now)
+                loading.fail(loading.failure.with_prefix("not every worker could load it: "), now)
                 self._on_loading_failed(loading, now)
         elif self.serving is None or loading.is_complete:
             self._take_over(loading, now)
@@ -311,7 +311,7 @@ class Deployment(DeploymentView):
             self._drain_generation(old, now)
         # After the old one's workers are dismissed: no two generations are given requests.
         self._collect_actions()
-        self._actions += [(loading, AddSlot(name)) for name in loading.slots]
+        self._actions += [(loading, AddSlot(name)) for name in loading.processes.slots]
 
     def _load_if_wanted(self, now: float) -> None:
         if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
@@ -336,7 +336,7 @@ class Deployment(DeploymentView):
             self._fail(failed)
         elif self.is_updating:
             self._machine.advance(DeploymentEvent.FINISH_UPDATE)
-        elif failed.retry_hint is RetryHint.WAIT_FOR_MEMORY:
+        elif failed.failure.retry_hint is RetryHint.WAIT_FOR_MEMORY:
             # Copies of the weights in each process would find less.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
             self._retry_or_fail(failed)
@@ -350,7 +350,7 @@ class Deployment(DeploymentView):
             self.spec = self.spec.without_sharing()
             self._wanted_source = failed.source
             return
-        elif failed.built is not None and failed.built.is_template and not failed.is_transient:
+        elif failed.built is not None and failed.built.is_template and not failed.failure.is_transient:
             _log.warning(
                 "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
                 failed.label,
@@ -360,7 +360,7 @@ class Deployment(DeploymentView):
             self.spec = self.spec.without_forking()
             self._wanted_source = failed.source
             return
-        elif self._state is DeploymentState.INITIAL and failed.retry_hint is not RetryHint.MAY_SUCCEED:
+        elif self._state is DeploymentState.INITIAL and failed.failure.retry_hint is not RetryHint.MAY_SUCCEED:
             self._fail(failed)
         else:
             self._backoff.on_start_failed(now)
@@ -370,7 +370,7 @@ class Deployment(DeploymentView):
     def _should_fall_back(self, failed: GenerationBase) -> bool:
         """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
         has_sharing_failed = self.spec.is_sharing and bool(failed.sha256) and failed.built is None
-        return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.is_transient
+        return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.failure.is_transient
 
     def _retry_or_fail(self, failed: GenerationBase) -> None:
         if self._state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
@@ -385,7 +385,9 @@ class Deployment(DeploymentView):
         self._machine.advance(DeploymentEvent.FAIL)
         self._is_failing = True
         consequence = (
-            "" if last.is_transient else f"; nothing is loaded on {self.placement.name} before a reload or an update"
+            ""
+            if last.failure.is_transient
+            else f"; nothing is loaded on {self.placement.name} before a reload or an update"
         )
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from weightd_common.devices import CPU
+from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import RetryHint
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.generations.spec import CONCAT, GenerationSpec, ModelSource, RankGroupSpec
 from weightd_daemon.generations.states import Machine
-from weightd_daemon.models.placement import Placement
+from weightd_daemon.models.placement import CardGroup, DeviceBudget, Placement
+from weightd_daemon.platform.memory import MIB
 
 
 class DeploymentState(enum.Enum):
@@ -140,7 +145,7 @@ class DeploymentView:
         """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
         return (
             self._failed_generation is None
-            or self._failed_generation.retry_hint is RetryHint.MAY_SUCCEED
+            or self._failed_generation.failure.retry_hint is RetryHint.MAY_SUCCEED
             or self._state is DeploymentState.STOPPING
         )
 
@@ -177,7 +182,7 @@ class DeploymentView:
     @property
     def is_transient(self) -> bool:
         """Whether it has failed of a cause that may go away by itself."""
-        return self.has_failed and self._failed_generation is not None and self._failed_generation.is_transient
+        return self.has_failed and self._failed_generation is not None and self._failed_generation.failure.is_transient
 
     @property
     def is_lost(self) -> bool:
@@ -201,3 +206,45 @@ class DeploymentView:
     def is_busy(self) -> bool:
         """Whether a generation loads, or has to, or may have to again."""
         return self.loading is not None or self._wanted_source is not None or self.is_vacated
+
+
+def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:
+    """Return where the model has a copy of the weights each, and what is configured of it."""
+    if config.ranks is None:
+        return [
+            (devices[device], GenerationSpec.from_config(config, together))
+            for device, together in config.devices_by_weight_copy.items()
+        ]
+    return [
+        (_placement(config.ranks, group, devices), _generation_spec(config, config.ranks, group))
+        for group in config.ranks.groups
+    ]
+
+
+def rollout_policy(config: ModelConfig) -> RolloutPolicy:
+    """Return how one generation of the model follows another."""
+    return RolloutPolicy(
+        ReplacementPolicy(config.policy),
+        # On the CPU each process falls back by itself.
+        should_fall_back=config.sharing == "auto" and config.is_on_cards,
+        process_bytes=config.process_mib * MIB,
+        buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,
+    )
+
+
+def _placement(ranks: RanksConfig, group: tuple[str, ...], devices: Mapping[str, DeviceBudget]) -> Placement:
+    return CardGroup([devices[each] for each in group], ranks.device_ports) if ranks.is_on_cards else devices[CPU]
+
+
+def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, ...]) -> GenerationSpec:
+    reply_rank = ranks.reply_rank
+    group_spec = RankGroupSpec(
+        ranks.size,
+        group,
+        float(ranks.connect_timeout),
+        CONCAT if reply_rank is None else reply_rank,
+        has_broker=config.engine_spec.has_broker,
+    )
+    return dataclasses.replace(
+        GenerationSpec.from_config(config, ()), is_sharing=False, can_fork_from_holder=False, rank_group=group_spec
+    )

@@ -11,7 +11,7 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.rollout import UpdateSink
-from weightd_daemon.processes.events import ProcessEventHandler
+from weightd_daemon.processes.events import ProcessEventHandler, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.dispatcher import ResponseSink
 from weightd_daemon.scheduling.tensor_location import SharedRegion
@@ -23,7 +23,7 @@ class SnapshotTaker(Protocol):
 
     def take_snapshot(
         self,
-        event_handler: ProcessEventHandler,
+        event_handler: SnapshotEventHandler,
         model: str,
         config: ModelConfig,
         source: ModelSource,

@@ -54,7 +54,7 @@ class LoadLimiter:
         """
         limited = _LimitedGeneration(generation, lambda: int(build_factor * model_bytes()) + _PROCESS_BYTES)
         self._generations = [each for each in self._generations if not each.generation.is_ended] + [limited]
-        generation.attach_limit = functools.partial(self._attach_limit, limited)
+        generation.attach_control.attach_limit = functools.partial(self._attach_limit, limited)
 
     def _attach_limit(self, limited: _LimitedGeneration) -> int:
         """What others build is taken for not begun: free memory tells less of them than they will need, never more."""

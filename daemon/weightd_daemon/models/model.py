@@ -12,23 +12,22 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.persisted import GenerationRecord
+from weightd_daemon.generations.persisted import GenerationRecord, record_generation
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.resume import record_generation
+from weightd_daemon.generations.restarts import NEVER, LoadBackoff
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RowTestSpec
 from weightd_daemon.generations.states import GenerationState, advance
 from weightd_daemon.models import readiness
 from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.models.deployment_state import ReplacedDeployment
+from weightd_daemon.models.deployment_state import ReplacedDeployment, placements, rollout_policy
 from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget, Placement
 from weightd_daemon.models.process_events import ProcessEvents
-from weightd_daemon.models.rank_rendezvous import placements, rollout_policy
+from weightd_daemon.models.process_use import OneModelUse
 from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
-from weightd_daemon.models.retries import NEVER, LoadBackoff
 from weightd_daemon.models.rollout import Rollouts
 from weightd_daemon.models.versions import IdSequence, ModelVersions
 from weightd_daemon.platform.timers import Timer
@@ -44,6 +43,7 @@ class ServedModel:
 
     Attributes:
         dispatcher: where its requests are.
+        process_events: what its processes say.
         deployments: one for each device, but one for all sets of cores that have one copy of the weights, and one for
             each group of ranks.
         note: what went wrong with the last change of the configuration.
@@ -87,12 +87,8 @@ class ServedModel:
             functools.partial(process_manager.snapshots.take_snapshot, self, name, config),
             functools.partial(process_manager.snapshots.remove_snapshot, name),
         )
-        self._process_events = ProcessEvents(
-            self, config, process_manager, self._versions.snapshots, self.dispatcher, self._reconcile
-        )
-        # What its children say, and their ends, are the crew's business.
-        self.on_message = self._process_events.on_message
-        self.on_exit = self._process_events.on_exit
+        self._process_use = OneModelUse(config, self.dispatcher, self._versions.snapshots)
+        self.process_events = ProcessEvents(process_manager, self._process_use, self._reconcile)
         self._rollouts = Rollouts(
             name, config, self.deployments, self._versions, self.dispatcher, client_notifier.update_sink
         )
@@ -192,7 +188,7 @@ class ServedModel:
             cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
         self.dispatcher.fault_isolator.continue_fingerprint(now)
-        self._process_events.run_watchdog(
+        self.process_events.run_watchdog(
             [(each, each.serving) for each in self.deployments if each.serving is not None], now
         )
         due_deployments = [deployment for deployment in self.deployments if now >= deployment.next_tick_at]
@@ -231,9 +227,7 @@ class ServedModel:
             return False
         self.config = config
         self.dispatcher.reconfigure(config)
-        self._process_events.reconfigure(
-            config, [each.serving for each in self.deployments if each.serving is not None]
-        )
+        self._process_use.reconfigure(config, [each.serving for each in self.deployments if each.serving is not None])
         self._process_manager.mark_changed()
         return True
 
@@ -292,7 +286,7 @@ class ServedModel:
     def is_gone(self) -> bool:
         """Whether nothing is left of it after `drain`."""
         is_drained = self.is_draining and not self.dispatcher.has_pending_failures
-        return is_drained and not self._process_events and not any(each.generations for each in self.deployments)
+        return is_drained and not self.process_events and not any(each.generations for each in self.deployments)
 
     @property
     def is_serving(self) -> bool:
@@ -369,7 +363,7 @@ class ServedModel:
     def deaths(self) -> int:
         """Processes that ended, or had to be ended, without being asked to."""
         generations = (generation for deployment in self.deployments for generation in deployment.generations)
-        return self._process_events.past_deaths + sum(generation.deaths for generation in generations)
+        return self.process_events.past_deaths + sum(generation.processes.deaths for generation in generations)
 
     def unready_reason(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
@@ -386,23 +380,24 @@ class ServedModel:
         number = self._ids.next_generation()
         generation_type = Generation if spec.rank_group is None else RankGroup
         generation: GenerationBase = generation_type(
-            f"{self.name}.{number}", spec, placement.name, source, number=number
+            f"{self.name}.{number}", spec, placement.name, source, number, ProcessCounters(self.dispatcher.counters)
         )
-        self._configure_generation(generation)
+        self._limit_load(generation)
         return generation
 
     def _resume_generation(
         self, deployment: Deployment, sources: Mapping[int, ModelSource], record: GenerationRecord, now: float
     ) -> bool:
-        generation = self._process_events.resume(f"{self.name}.{record.number}", deployment, sources, record, now)
+        generation = self.process_events.resume(
+            f"{self.name}.{record.number}", deployment, sources[record.source], record, now
+        )
         if generation is None:
             return False
-        self._configure_generation(generation)
+        self._limit_load(generation)
         deployment.resume(generation, self._versions.snapshots[generation.source], now, record.port)
         return True
 
-    def _configure_generation(self, generation: GenerationBase) -> None:
-        generation.counters = ProcessCounters(self.dispatcher.counters)
+    def _limit_load(self, generation: GenerationBase) -> None:
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self.load_limiter is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._snapshot_bytes_of, generation.source)
@@ -457,7 +452,7 @@ class ServedModel:
             if not actions:
                 return
             for deployment, (generation, action) in actions:
-                self._process_events.perform(deployment, generation, action, now)
+                self.process_events.perform(deployment, generation, action, now)
             self._report_snapshots(now)
 
     def _report_snapshots(self, now: float) -> None:

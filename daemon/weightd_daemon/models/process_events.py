@@ -1,13 +1,18 @@
-"""The processes of one model: whose each is, what becomes of what it says, and what is done to it."""
+"""The processes of deployments: whose each is, what becomes of what it says, and what is done to it.
+
+All that a process sends goes through `ProcessEvents`: answers to the dispatcher, the rest to the generation; and what
+the generation then wants comes back as actions, which `perform` does. That is the same for the processes of one model,
+for ranks and for a process of several models; where these differ, `ProcessUse` says how.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.actions import (
     Action,
     AddSlot,
@@ -19,30 +24,23 @@ from weightd_daemon.generations.actions import (
     TakeSnapshot,
 )
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.persisted import GenerationRecord
+from weightd_daemon.generations.persisted import GenerationRecord, resume_generation
+from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.resume import resume_generation, resume_rank_group
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.models import batching, rank_group
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.interfaces import ProcessManager
-from weightd_daemon.models.rank_rendezvous import RendezvousTable
-from weightd_daemon.models.snapshots import Snapshots
+from weightd_daemon.models.process_use import ProcessUse, rank_number
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
-from weightd_daemon.processes.events import ProcessEventHandler
-from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_protocol.codec import clip
-from weightd_protocol.messages.ranks import PredictDone
+from weightd_protocol.messages.ranks import JoinedGroup, PredictDone, SelfTestDone
 from weightd_protocol.messages.worker import (
-    AnnounceSelfTest,
-    AttachAllowed,
     Attached,
     BatchMismatch,
     Built,
     ChildMessage,
     Forked,
-    Hello,
     Pong,
     PredictCancelled,
     PredictFailed,
@@ -55,14 +53,11 @@ _log = logging.getLogger("weightd")
 
 
 class ProcessEvents:
-    """Stands between the processes of a model, its generations and its dispatcher.
+    """Stands between processes, their generations and the dispatchers.
 
     Args:
-        event_handler: who is told of them.
-        config: of the model.
         process_manager: the processes.
-        snapshots: of the model's sources.
-        dispatcher: where its requests are.
+        use: what they are for.
         reconcile: called after each event of a generation.
 
     Attributes:
@@ -71,50 +66,34 @@ class ProcessEvents:
 
     def __init__(
         self,
-        event_handler: ProcessEventHandler,
-        config: ModelConfig,
         process_manager: ProcessManager,
-        snapshots: Snapshots,
-        dispatcher: Dispatcher,
+        use: ProcessUse,
         reconcile: Callable[[float], None],
     ) -> None:
         self.past_deaths = 0
         self._process_manager = process_manager
-        self._event_handler = event_handler
-        self._config = config
-        self._snapshots = snapshots
-        self._dispatcher = dispatcher
+        self._use = use
         self._reconcile = reconcile
         # Whose child it is, by the child's name.
         self._by_process: dict[str, tuple[Deployment, GenerationBase]] = {}
-        self._rendezvous = RendezvousTable()
 
     def __bool__(self) -> bool:
         return bool(self._by_process)
 
     def resume(
-        self,
-        label: str,
-        deployment: Deployment,
-        sources: Mapping[int, ModelSource],
-        record: GenerationRecord,
-        now: float,
+        self, label: str, deployment: Deployment, source: ModelSource, record: GenerationRecord, now: float
     ) -> GenerationBase | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
         spec = deployment.spec if record.is_sharing else deployment.spec.without_sharing()
-        resume_function = resume_generation if spec.rank_group is None else resume_rank_group
-        generation: GenerationBase = resume_function(label, spec, sources[record.source], record, now)
-        if not self._process_manager.resume(self._event_handler, generation, record.store_fingerprint):
-            _log.error(
-                "%s: loaded anew: the page store was changed while no daemon was there",
-                label,
-                extra=generation.log_extra(),
-            )
+        counters = ProcessCounters(*(each.counters for each in self._use.dispatchers))
+        generation = resume_generation(label, spec, source, record, now, counters)
+        if not self._process_manager.resume(self, generation, record.store_fingerprint):
+            text = "%s: loaded anew: the page store was changed while no daemon was there"
+            _log.error(text, label, extra=generation.log_extra())
             return None
         self._by_process.update((child, (deployment, generation)) for child in generation.children)
         if record.built.selftest_cases:
-            selftest = dataclasses.replace(spec.selftest, cases=record.built.selftest_cases)
-            self._snapshots.set_selftest(generation.source, selftest)
+            self._use.on_selftest_found(source, dataclasses.replace(spec.selftest, cases=record.built.selftest_cases))
         return generation
 
     # --- from children ------------------------------------------------------------------------------------------
@@ -126,94 +105,110 @@ class ProcessEvents:
             return
         deployment, generation = entry
         match message:
-            case PredictResult() if self._can_trust_answers(generation):
-                self._end_if_out_of_step(
-                    child, deployment, generation, self._dispatcher.on_result(child, message, frames, now), now
-                )
-            case PredictDone() if self._can_trust_answers(generation) and isinstance(generation, RankGroup):
-                self._end_if_out_of_step(
-                    child, deployment, generation, self._dispatcher.on_done(child, message.request, now), now
-                )
-            case PredictFailed() if self._can_trust_answers(generation):
-                self._on_batch_failed(child, deployment, generation, message, now)
-            case PredictResult() | PredictFailed():
+            case PredictResult() | PredictFailed() if not self._can_trust_answers(generation):
                 self.verify_store(deployment, generation, now)
-            case PredictCancelled():
-                self._end_if_out_of_step(
-                    child, deployment, generation, self._dispatcher.on_cancelled(child, message.request, now), now
-                )
+            case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
+                self._on_load_message(child, deployment, generation, message, now)
+            case PredictResult() | PredictDone() | PredictFailed() | PredictCancelled():
+                self._on_outcome(child, deployment, generation, message, frames, now)
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
                 pass  # it is for who has asked for it, which no generation does
             case _:
                 self._on_load_message(child, deployment, generation, message, now)
-                self._reconcile_deployment(deployment, now)
+
+    def _on_outcome(
+        self,
+        child: str,
+        deployment: Deployment,
+        generation: GenerationBase,
+        message: PredictResult | PredictDone | PredictFailed | PredictCancelled,
+        frames: Sequence[Any],
+        now: float,
+    ) -> None:
+        """Tell a dispatcher what has become of its batch; ranks that are out of step, and who leaves, end."""
+        dispatcher = self._use.active_dispatcher(generation)
+        match message:
+            case PredictResult():
+                out_of_step = dispatcher.on_result(child, message, frames, now)
+            case PredictDone():
+                out_of_step = dispatcher.on_done(child, message.request, now)
+            case PredictCancelled():
+                out_of_step = dispatcher.on_cancelled(child, message.request, now)
+            case PredictFailed():
+                out_of_step = dispatcher.on_batch_failed(child, message, now)
+        if isinstance(message, PredictFailed) and message.is_exiting:
+            generation.on_leaving(child, now, message.error)
+            self._reconcile_deployment(deployment, now)
+        elif out_of_step:
+            generation.on_message(child, ProcessFailed(clip(out_of_step)), now)
+            self._reconcile_deployment(deployment, now)
 
     def _on_load_message(
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
-        match message:
-            case Hello():
-                generation.on_hello(child, message, now)
-            case Reconnected():
-                generation.on_reconnected(child, now, message.step)
-                self._watch_if_ready(child, generation, now)
-            case ProcessFailed():
-                if child in generation.ready_workers:
-                    # By its own word: what it has is not to blame.
-                    self._dispatcher.on_process_failed(child, message.reason, now)
-                generation.on_process_failed(child, message, now)
-            case _ if isinstance(generation, Generation):
-                self._on_shared_weights_message(child, deployment, generation, message, now)
-            case _:
-                rank_group.on_message(child, deployment, generation, self._dispatcher, message, now)
-
-    def _on_shared_weights_message(
-        self, child: str, deployment: Deployment, generation: Generation, message: ChildMessage, now: float
-    ) -> None:
-        match message:
-            case AnnounceSelfTest():
-                generation.on_announce_selftest(child, message)
-            case Built():
+        """Tell a generation what its child says of itself, and others what follows from it."""
+        match generation, message:
+            case Generation(), BatchMismatch(note, numbers):
+                names = self._use.dispatchers[0].principal_names
+                generation.on_batch_mismatch(note, {each: names.name_of(each) for each in numbers})
+                self._use.update_batching(generation)
+            case Generation(), Built():
+                # What the holder has left in the page store is remembered before anybody maps it.
                 self._process_manager.storage.on_exported(generation)
-                self._on_built(child, generation, message, now)
-                self._snapshots.set_selftest(generation.source, generation.selftest_search.spec)
-                deployment.on_device_memory(generation, message.device)
-            case AttachAllowed():
-                generation.on_allowed(child, message, now)
-            case Attached():
-                generation.on_attached(child, message, now)
-                self._watch_if_ready(child, generation, now)
-                deployment.on_device_memory(generation, message.device)
-            case BatchMismatch():
-                generation.on_batch_mismatch(
-                    message.note,
-                    {each: self._dispatcher.principal_names.name_of(each) for each in message.principal_ids},
-                )
-                self._update_batching_policy(generation)
+                if not self._is_refused(generation, message, now):
+                    generation.on_message(child, message, now)
+                self._use.on_selftest_found(generation.source, generation.selftest_search.spec)
+            case RankGroup(), JoinedGroup():
+                generation.on_message(child, message, now)
+                if generation.built is not None:
+                    self._is_refused(generation, generation.built, now)
+            case _, ProcessFailed():
+                self._use.on_process_failed(child, generation, message.reason, now)
+                generation.on_message(child, message, now)
             case _:
-                rank_group.on_message(child, deployment, generation, self._dispatcher, message, now)
+                generation.on_message(child, message, now)
+        if isinstance(message, (Built, Attached, JoinedGroup, SelfTestDone)):
+            deployment.on_device_memory(generation, message.device, rank_number(child) or 0)
+        is_watched = isinstance(generation, Generation) and isinstance(message, (Attached, Reconnected))
+        if is_watched and generation.processes.is_ready(child):
+            self._use.dispatchers[0].fault_isolator.watchdog.add(child, now)
+        self._reconcile_deployment(deployment, now)
+
+    def _is_refused(self, generation: GenerationBase, built: Built, now: float) -> bool:
+        """Whether clients of what serves could not go on with it: then the generation ends."""
+        difference = self._use.dispatchers[0].signature.difference(built)
+        if difference:
+            reason = f"the new model is not a drop-in for the one that serves: {difference}"
+            generation.fail(FailureReason(reason), now)
+        return bool(difference)
+
+    def _on_pong(self, child: str, generation: GenerationBase, pong: Pong, now: float) -> None:
+        for dispatcher in self._use.dispatchers:
+            dispatcher.fault_isolator.watchdog.on_pong(child, now)
+        expected = "" if generation.built is None else generation.built.selftest_digest
+        if pong.selftest_digest and expected and pong.selftest_digest != expected:
+            generation.processes.counters.on_selftest_failed()
+            self.end_process(child, "the self-test answer differs from the holder's: it would answer wrongly", now)
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """A child has exited."""
+        """A child has exited: the batch that it had may be to blame."""
         entry = self._by_process.pop(child, None)
-        if entry is not None and exit_cause.missing_file is MissingFile.SNAPSHOT:
-            self._snapshots.on_lost(entry[1].source)
-        if entry is not None and not self._can_trust_answers(entry[1]):
-            self.verify_store(*entry, now)
+        if entry is None:
+            return
+        deployment, generation = entry
+        if exit_cause.missing_file is MissingFile.SNAPSHOT:
+            self._use.on_snapshot_lost(generation.source)
+        if not self._can_trust_answers(generation):
+            self.verify_store(deployment, generation, now)
             # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
-            self._dispatcher.release_slot(child)
-        has_answered, slot_processes = self._dispatcher.has_answered(child), self._dispatcher.slot_processes(child)
-        self._dispatcher.on_exit(child, exit_cause, now)
-        for mate in slot_processes:
-            # A unit ends all that it has, and tells the first cause.
-            if mate != child and entry is not None and isinstance(entry[1], Generation):
-                self.end_process(mate, f"{child}, without which it is of no use, is gone", now)
-        if entry is not None:
-            deployment, generation = entry
-            generation.on_exit(child, exit_cause, now, has_answered=has_answered)
-            self._reconcile_deployment(deployment, now)
+            self._release_slots(child)
+        has_answered = self._has_answered(child)
+        for dispatcher in self._use.dispatchers:
+            dispatcher.on_exit(child, exit_cause, now)
+        generation.on_exit(child, exit_cause, now, has_answered=has_answered)
+        self._reconcile_deployment(deployment, now)
 
     # --- what is done to them -----------------------------------------------------------------------------------
 
@@ -221,60 +216,48 @@ class ProcessEvents:
         """Do what a generation wants."""
         match action:
             case TakeSnapshot():
-                self._snapshots.request(generation.source, now + self._config.load_timeout)
+                self._use.request_snapshots(generation.source, now)
             case Spawn(name, role, template):
                 self._by_process[name] = deployment, generation
-                snapshot = self._snapshots[generation.source]
-                program = self._rendezvous.program(self._config, generation, snapshot, name, deployment.placement)
-                self._process_manager.spawn(self._event_handler, generation, program, name, role, template)
+                program = self._use.program(deployment, generation, name)
+                self._process_manager.spawn(self, generation, program, name, role, template)
             case Send(name, order):
                 self._process_manager.messenger.send_order(name, order)
             case Kill(name, abort):
                 self._process_manager.kill(name, abort=abort)
             case AddSlot(name):
-                self._add_slot(name, generation, now)
+                self._use.add_slot(name, generation, now)
             case RemoveSlot(name):
-                self._dispatcher.remove_slot(name)
-                if not generation.attach_control.is_valid:
-                    # It will not answer what it has, and is not to blame.
-                    self._dispatcher.release_slot(name)
+                self._use.remove_slot(name, generation)
             case DeleteFiles():
-                self.past_deaths += generation.deaths
-                self._rendezvous.drop(generation.label)
+                self.past_deaths += generation.processes.deaths
+                self._use.on_generation_ended(generation)
                 self._process_manager.storage.remove_files(generation)
-
-    def reconfigure(self, config: ModelConfig, serving: Iterable[GenerationBase]) -> None:
-        """Have what serves do as another configuration says that has the same loaded."""
-        self._config = config
-        for generation in serving:
-            self._update_batching_policy(generation)
 
     def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
-        for process, why in self._dispatcher.overdue_processes(now):
-            self.end_process(process, why, now)
-        if now < self._dispatcher.fault_isolator.watchdog.next_event_at:
-            return
-        for deployment, generation in serving:
-            self.verify_store(deployment, generation, now)
-        for process in self._dispatcher.ping_idle(now):
-            self.end_process(process, "it has not answered a ping", now)
+        for dispatcher in self._use.dispatchers:
+            for process, why in list(dispatcher.overdue_processes(now)):
+                self.end_process(process, why, now)
+            if now >= dispatcher.fault_isolator.watchdog.next_event_at:
+                for deployment, generation in serving:
+                    self.verify_store(deployment, generation, now)
+                for process in list(dispatcher.ping_idle(now)):
+                    self.end_process(process, "it has not answered a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
         """End a process that is of no use any more, and its slot with it."""
-        slot_processes = dict.fromkeys((process, *self._dispatcher.slot_processes(process)))
-        self._dispatcher.release_slot(process)
-        for mate in slot_processes:
-            owner = self._by_process.get(mate)
-            if owner is not None:
-                deployment, generation = owner
-                generation.on_hung(mate, reason, now, has_answered=self._dispatcher.has_answered(mate))
-                self._reconcile_deployment(deployment, now)
+        self._release_slots(process)
+        entry = self._by_process.get(process)
+        if entry is not None:
+            deployment, generation = entry
+            generation.on_hung(process, reason, now, has_answered=self._has_answered(process))
+            self._reconcile_deployment(deployment, now)
 
     def verify_store(self, deployment: Deployment, generation: GenerationBase, now: float) -> None:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
         if not isinstance(generation, Generation):
-            return  # a unit has none
+            return  # ranks have none
         if generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and not self._process_manager.storage.is_store_intact(generation):
@@ -284,20 +267,6 @@ class ProcessEvents:
             self._reconcile_deployment(deployment, now)
 
     # --- within -------------------------------------------------------------------------------------------------
-
-    def _add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
-        if isinstance(generation, RankGroup):
-            rank_group.add_slot(generation, self._config, self._dispatcher, now)
-            return
-        policy = batching.batching_policy(self._config, generation)
-        child = generation.children[name]
-        concurrency = child.hello.concurrency if child.hello is not None else 1
-        self._dispatcher.add_slot(name, device=child.device, policy=policy, concurrency=concurrency)
-
-    def _update_batching_policy(self, generation: GenerationBase) -> None:
-        policy = batching.batching_policy(self._config, generation)
-        for each in generation.slots:
-            self._dispatcher.scheduler.slots.set_policy(each, policy)
 
     def _can_trust_answers(self, generation: GenerationBase) -> bool:
         """Whether what the generation's workers say can be passed on."""
@@ -309,43 +278,14 @@ class ProcessEvents:
         deployment.reconcile(now)
         self._reconcile(now)
 
-    def _on_batch_failed(
-        self, child: str, deployment: Deployment, generation: GenerationBase, failed: PredictFailed, now: float
-    ) -> None:
-        reason = self._dispatcher.on_batch_failed(child, failed, now)
-        if failed.is_exiting:
-            generation.on_leaving(child, now, failed.error)
-            self._reconcile_deployment(deployment, now)
-        else:
-            self._end_if_out_of_step(child, deployment, generation, reason, now)
+    def _release_slots(self, process: str) -> None:
+        for dispatcher in self._use.dispatchers:
+            dispatcher.release_slot(process)
 
-    def _end_if_out_of_step(
-        self, child: str, deployment: Deployment, generation: GenerationBase, reason: str, now: float
-    ) -> None:
-        """End who computes together and is not in step any more, for this reason; "": they are."""
-        if reason:
-            generation.on_process_failed(child, ProcessFailed(clip(reason)), now)
-            self._reconcile_deployment(deployment, now)
+    def _has_answered(self, process: str) -> bool:
+        return any(dispatcher.has_answered(process) for dispatcher in self._use.dispatchers)
 
-    def _on_pong(self, child: str, generation: GenerationBase, pong: Pong, now: float) -> None:
-        self._dispatcher.fault_isolator.watchdog.on_pong(child, now)
-        built = generation.built
-        if (
-            built is not None
-            and pong.selftest_digest
-            and built.selftest_digest
-            and pong.selftest_digest != built.selftest_digest
-        ):
-            generation.counters.on_selftest_failed()
-            self.end_process(child, "the self-test answer differs from the holder's: it would answer wrongly", now)
 
-    def _watch_if_ready(self, child: str, generation: GenerationBase, now: float) -> None:
-        if child in generation.ready_workers and isinstance(generation, Generation):
-            self._dispatcher.fault_isolator.watchdog.add(child, now)
-
-    def _on_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
-        difference = self._dispatcher.signature.difference(built)
-        if difference:
-            generation.fail(f"the new model is not a drop-in for the one that serves: {difference}", now)
-        else:
-            generation.on_holder_built(child, built, now)
+def _is_lockstep(generation: GenerationBase) -> bool:
+    """Whether all ranks take part in each predict, and say so."""
+    return generation.spec.rank_group is not None and generation.spec.rank_group.is_sliced

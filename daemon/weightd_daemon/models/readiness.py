@@ -75,7 +75,7 @@ def find_built(deployments: Sequence[Deployment]) -> Built | None:
 def explain_error(error: RequestError, name: str, deployments: Sequence[Deployment]) -> RequestError:
     """Return what a deadline says where there was nobody who could have answered; other errors say what they say."""
     serving = [each.serving for each in deployments if each.serving is not None]
-    if not isinstance(error, DeadlineExceeded) or any(each.serving_processes for each in serving):
+    if not isinstance(error, DeadlineExceeded) or any(each.processes.serving for each in serving):
         return error
     generation = main_deployment(deployments).main_generation
     if serving and not generation.cause:
@@ -94,7 +94,7 @@ def unready_reason(name: str, deployments: Sequence[Deployment], watchdog: Watch
             if unavailable is not None
             else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
         )
-    silence_s = watchdog.silence_s([process for each in serving for process in each.serving_processes], now)
+    silence_s = watchdog.silence_s([process for each in serving for process in each.processes.serving], now)
     if silence_s is None:
         return ""
     if silence_s == float("inf"):

@@ -18,7 +18,7 @@ from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, SelfTestSpec
 from weightd_daemon.generations.states import ACTIVE, advance
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.deployment_state import RolloutPolicy
@@ -26,8 +26,9 @@ from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget, Placement
+from weightd_daemon.models.process_events import ProcessEvents
+from weightd_daemon.models.process_use import ProcessUse
 from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhaseEvent
-from weightd_daemon.models.shared_process_events import SharedProcessEvents
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.events import Snapshot
@@ -39,8 +40,8 @@ from weightd_protocol.errors import FailedPrecondition, Unavailable
 from weightd_protocol.messages.worker import Built
 
 
-class SharedProcessGroup:
-    """The process of several models on each of their devices.
+class SharedProcessGroup(ProcessUse):
+    """The process of several models on each of their devices, and its use: each model has a slot at it.
 
     Args:
         config: of its first member.
@@ -50,6 +51,7 @@ class SharedProcessGroup:
 
     Attributes:
         members: in their order, as far as they have been made.
+        process_events: what its processes say.
         deployments: one for each device.
         users: the tenants that use its processes.
     """
@@ -61,11 +63,14 @@ class SharedProcessGroup:
             raise ValueError("expected a model of a group")
         self.group = config.group
         self.members: list[GroupedModel] = []
-        self.process_manager = process_manager
+        self._process_manager = process_manager
+        self.process_events = ProcessEvents(process_manager, self, self.reconcile)
         self._ids = ids
         self._source = ModelSource(self.group.name, number=ids.next_source())
         self._started_count = 0
         self._is_reconciling = False
+        # Of the process of each generation, by its label.
+        self._schedulers: dict[str, SharedProcessScheduler] = {}
         count = len(self.group.models)
         self.deployments = [
             Deployment(
@@ -77,13 +82,9 @@ class SharedProcessGroup:
             )
             for device in config.devices
         ]
-        self.schedulers: dict[str, SharedProcessScheduler] = {}
         self.users = Users()
 
-    @property
-    def dispatchers(self) -> Sequence[Dispatcher]:
-        """Where the requests of each member are."""
-        return [each.dispatcher for each in self.members]
+    # --- from its members ---------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         """One more member is to be loaded: when all are, they begin."""
@@ -137,28 +138,45 @@ class SharedProcessGroup:
         if self._is_reconciling:
             return
         self._is_reconciling = True
-        self.process_manager.mark_changed()
+        self._process_manager.mark_changed()
         self.report_snapshots(now)
         while wanted := [(each, action) for each in self.deployments for action in each.take_actions()]:
             for deployment, (generation, action) in wanted:
-                self.members[0].shared_process_events.perform(deployment, generation, action, now)
+                self.process_events.perform(deployment, generation, action, now)
             self.report_snapshots(now)
         self._is_reconciling = False
         for member in self.members:
             member.on_reconciled(now)
 
-    def request_snapshots(self, now: float) -> None:
-        """A process is to be started."""
+    # --- what the process is there for ---------------------------------------------------------------------------
+
+    @property
+    def dispatchers(self) -> Sequence[Dispatcher]:
+        """Where the requests of each member are."""
+        return [each.dispatcher for each in self.members]
+
+    def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
+        """Return the dispatcher whose batch the process runs; that of the first member where it runs none."""
+        scheduler = self._schedulers.get(generation.label)
+        active_slot = None if scheduler is None else scheduler.active_slot
+        for dispatcher in self.dispatchers if active_slot is not None else ():
+            if any(dispatcher.scheduler.slots.slot_of(each) is active_slot for each in generation.children):
+                return dispatcher
+        return self.members[0].dispatcher
+
+    def request_snapshots(self, source: ModelSource, now: float) -> None:
+        """A process is to be started: have the snapshots of all members taken, unless they are there."""
         for member in self.members:
             member.request_snapshot(now)
 
-    def on_snapshots_lost(self) -> None:
+    def on_snapshot_lost(self, source: ModelSource) -> None:
         """The files of snapshots have vanished: all are taken anew."""
         for member in self.members:
             member.on_snapshot_lost()
 
-    def program(self, config: ModelConfig, device: str) -> WorkerProgram:
-        """Return what the process runs there: models of one file have one copy of it, and so may share its weights."""
+    def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
+        """Return what the process runs: models of one file have one copy of it, and so may share its weights."""
+        config = self.members[0].config
         snapshots = self._snapshots() or ()
         first_by_path: dict[str, Snapshot] = {}
         members: list[SpecMember] = []
@@ -171,12 +189,46 @@ class SharedProcessGroup:
             config.python,
             config.engine,
             members[0].model,
-            device,
+            generation.children[name].device,
             threads=config.threads,
             sharing=False,
             spawn_reason="what drives a card does not survive a fork",
             members_json=GroupMembers(self.group.share, tuple(members)).json(),
         )
+
+    def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
+        """Give each member a slot at the process."""
+        scheduler = self._schedulers[generation.label] = SharedProcessScheduler()
+        for process in generation.processes.slots.get(name, ()):
+            for index, dispatcher in enumerate(self.dispatchers):
+                dispatcher.add_shared_slot(process, scheduler, index, now, device=generation.device)
+
+    def remove_slot(self, name: str, generation: GenerationBase) -> None:
+        """Give the process no further request of any member."""
+        for process in [each for each in generation.children if each.startswith(f"{name}.")]:
+            for dispatcher in self.dispatchers:
+                dispatcher.remove_slot(process)
+                if not generation.attach_control.is_valid:
+                    # It will not answer what it has, and is not to blame.
+                    dispatcher.release_slot(process)
+
+    def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
+        """Let what the process has wait again, of whichever member that is."""
+        self.active_dispatcher(generation).on_process_failed(name, reason, now)
+        for dispatcher in self.dispatchers:
+            dispatcher.release_slot(name)
+
+    def on_generation_ended(self, generation: GenerationBase) -> None:
+        """Forget whose turn it was."""
+        self._schedulers.pop(generation.label, None)
+
+    def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
+        """Each self-test is configured, with the right answer."""
+
+    def update_batching(self, generation: GenerationBase) -> None:
+        """No requests are put together."""
+
+    # --- within -------------------------------------------------------------------------------------------------
 
     def _snapshots(self) -> list[Snapshot] | None:
         snapshots = [each.snapshot for each in self.members]
@@ -184,9 +236,8 @@ class SharedProcessGroup:
 
     def _make_generation(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
         number = self._ids.next_generation()
-        generation = RankGroup(f"{self.group.name}@group.{number}", spec, placement.name, source, number=number)
-        generation.counters = ProcessCounters(*(each.dispatcher.counters for each in self.members))
-        return generation
+        counters = ProcessCounters(*(each.dispatcher.counters for each in self.members))
+        return RankGroup(f"{self.group.name}@group.{number}", spec, placement.name, source, number, counters)
 
     def _wake(self) -> None:
         for member in self.members:
@@ -211,21 +262,8 @@ class GroupedModel(ServedModel):
         self.is_marked_leaving = False
         self.deployments = shared_process.deployments
         self.dispatcher.scheduler.users = shared_process.users
-        if shared_process.members:
-            self._shared_process_events = shared_process.members[0].shared_process_events
-        else:
-            event_arguments = self.config, shared_process.process_manager, self._versions.snapshots
-            self._shared_process_events = SharedProcessEvents(
-                shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile
-            )
-        self._process_events = self._shared_process_events
-        self.on_message, self.on_exit = self._shared_process_events.on_message, self._shared_process_events.on_exit
+        self.process_events = shared_process.process_events
         shared_process.members.append(self)
-
-    @property
-    def shared_process_events(self) -> SharedProcessEvents:
-        """The processes of all members."""
-        return self._shared_process_events
 
     @property
     def snapshot(self) -> Snapshot | None:

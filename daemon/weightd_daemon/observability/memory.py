@@ -90,7 +90,7 @@ def memory_subjects(
 def _memory_subject(
     generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None
 ) -> MemorySubject:
-    children = [child for child in generation.alive() if child.name in processes]
+    children = [child for child in generation.processes.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
     return MemorySubject(

@@ -140,7 +140,7 @@ def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount
     counts = Counter(
         (role_of(generation, child), child.state.display_name)
         for generation in generations
-        for child in generation.alive()
+        for child in generation.processes.alive()
     )
     items = sorted(counts.items())[: limits.MAX_PROCESS_COUNTS]
     return tuple(ProcessCount(role, state, count) for (role, state), count in items)
@@ -149,7 +149,7 @@ def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount
 def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
     """Return what a process is for: a worker that takes no requests yet is a spare."""
     is_spare = (
-        child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.serving_processes
+        child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.processes.serving
     )
     return "spare" if is_spare else child.role.value
 

@@ -176,7 +176,7 @@ def _generation_status(
 ) -> GenerationStatus:
     processes, files = inputs.processes, inputs.files.get(generation.label)
     progress = inputs.load_progress(generation.label)
-    children = [child for child in generation.alive() if child.name in processes]
+    children = [child for child in generation.processes.alive() if child.name in processes]
     shared_bytes = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
     if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
         copy_bytes = (

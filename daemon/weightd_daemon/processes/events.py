@@ -1,4 +1,4 @@
-"""Whoever owns children: what it is told of them. `now` is the clock, in monotonic seconds."""
+"""What owners of child processes are told of them, and of snapshots. `now` is the clock, in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -58,13 +58,17 @@ def digest_of(slices: Sequence[SliceSnapshot]) -> str:
 
 
 class ProcessEventHandler(Protocol):
-    """Who has children started and snapshots taken. One object may stand for several that own a child together."""
+    """Who has children started."""
 
     def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`, with these tensor frames behind it."""
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
         """A child has exited, or could not be started. What it had sent was told before."""
+
+
+class SnapshotEventHandler(Protocol):
+    """Who has snapshots taken."""
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists, and its devices have said what they have."""

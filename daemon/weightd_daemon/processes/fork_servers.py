@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.generations.backoff import RestartBackoff
+from weightd_daemon.generations.restarts import RestartBackoff
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint

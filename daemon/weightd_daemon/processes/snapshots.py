@@ -19,7 +19,7 @@ from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.processes import snapshotter
 from weightd_daemon.processes.device_probe import DeviceProbe
-from weightd_daemon.processes.events import ProcessEventHandler, SliceSnapshot, Snapshot, digest_of
+from weightd_daemon.processes.events import SliceSnapshot, Snapshot, SnapshotEventHandler, digest_of
 from weightd_daemon.processes.files import SnapshotFiles
 from weightd_daemon.processes.process_table import OneshotResult, ProcessTable, run_oneshot
 from weightd_daemon.processes.snapshotter import (
@@ -86,7 +86,7 @@ class SnapshotService:
 
     def take_snapshot(
         self,
-        event_handler: ProcessEventHandler,
+        event_handler: SnapshotEventHandler,
         model: str,
         config: ModelConfig,
         source: ModelSource,
@@ -152,7 +152,7 @@ class SnapshotService:
         return SnapshotFiles(self._directory / snapshot_directory_name(model, source.number))
 
     def _on_result(
-        self, event_handler: ProcessEventHandler, order: _PendingSnapshot, reply: OneshotResult, exit_cause: ExitCause
+        self, event_handler: SnapshotEventHandler, order: _PendingSnapshot, reply: OneshotResult, exit_cause: ExitCause
     ) -> None:
         _, config, source, files, expected_sha256 = order
         models = _models_to_copy(config, source, files)

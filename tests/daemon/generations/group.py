@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
-from weightd_daemon.generations.persisted import GenerationRecord
+from weightd_daemon.generations.persisted import GenerationRecord, record_generation, resume_generation
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.resume import record_generation, resume_rank_group
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import Hello, ProcessFailed, SharingTraits, Stop
+from weightd_protocol.messages.worker import AttachAllowed, Hello, ProcessFailed, Reconnected, SharingTraits, Stop
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
@@ -104,29 +103,30 @@ class RankGroupHarness:
 
     def hello(self, *names: str, **fields: Any) -> list[Action]:
         for name in names:
-            self.unit.on_hello(name, hello_of(name, **fields), self.now)
+            self.unit.on_message(name, hello_of(name, **fields), self.now)
         return self.wanted()
 
     def entered(self, *names: str, entered: JoinedGroup | None = None) -> list[Action]:
         for name in names:
-            self.unit.on_joined(name, entered or JoinedGroup((X,), (Y,)), self.now)
+            self.unit.on_message(name, entered or JoinedGroup((X,), (Y,)), self.now)
         return self.wanted()
 
     def warmed(self, *names: str, warmed: SelfTestDone = WARMED) -> list[Action]:
         for name in names:
-            self.unit.on_selftest_done(name, warmed, self.now)
+            self.unit.on_message(name, warmed, self.now)
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.unit.on_process_failed(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
+        self.unit.on_message(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
         return self.wanted()
 
     def leaves(self, name: str, why: str = "") -> list[Action]:
         self.unit.on_leaving(name, self.now, why)
         return self.wanted()
 
-    def strays(self, name: str, what: str) -> list[Action]:
-        self.unit.on_unexpected_message(name, what, self.now)
+    def strays(self, name: str) -> list[Action]:
+        """It says what no rank says."""
+        self.unit.on_message(name, AttachAllowed(""), self.now)
         return self.wanted()
 
     def hangs(self, name: str, why: str = "silence") -> list[Action]:
@@ -140,7 +140,7 @@ class RankGroupHarness:
 
     def back(self, *names: str, step: int = 0) -> list[Action]:
         for name in names:
-            self.unit.on_reconnected(name, self.now, step)
+            self.unit.on_message(name, Reconnected(step), self.now)
         return self.wanted()
 
     def drain(self, patience: float = 0.0) -> list[Action]:
@@ -176,5 +176,7 @@ class RankGroupHarness:
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        self.unit = resume_rank_group("m.7", self.terms, self.unit.source, written, self.now)
+        unit = resume_generation("m.7", self.terms, self.unit.source, written, self.now)
+        assert isinstance(unit, RankGroup)
+        self.unit = unit
         return self

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
-from weightd_daemon.generations.persisted import GenerationRecord, SealRecord
-from weightd_daemon.generations.resume import record_generation, resume_generation
+from weightd_daemon.generations.persisted import GenerationRecord, SealRecord, record_generation, resume_generation
+from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.states import GenerationState
@@ -21,6 +21,7 @@ from weightd_protocol.messages.worker import (
     Built,
     Hello,
     ProcessFailed,
+    Reconnected,
     SharingTraits,
     Stop,
     TrimStore,
@@ -102,24 +103,24 @@ class GenerationHarness:
 
     def hello(self, *names: str) -> list[Action]:
         for name in names:
-            self.generation.on_hello(name, Hello(pid(name), SHA, {"weightd": VERSION}, self.traits), self.now)
+            self.generation.on_message(name, Hello(pid(name), SHA, {"weightd": VERSION}, self.traits), self.now)
         return self.wanted()
 
     def built(self, built: Built = BUILT, holder: str = HOLDER) -> list[Action]:
-        self.generation.on_holder_built(holder, built, self.now)
+        self.generation.on_message(holder, built, self.now)
         return self.wanted()
 
     def attached(self, *names: str, attached: Attached = ATTACHED) -> list[Action]:
         for name in names:
-            self.generation.on_attached(name, attached, self.now)
+            self.generation.on_message(name, attached, self.now)
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.generation.on_process_failed(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
+        self.generation.on_message(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
         return self.wanted()
 
     def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:
-        self.generation.on_allowed(name, AttachAllowed(error), self.now)
+        self.generation.on_message(name, AttachAllowed(error), self.now)
         return self.wanted()
 
     def leaves(self, name: str) -> list[Action]:
@@ -140,7 +141,7 @@ class GenerationHarness:
         return self.wanted()
 
     def fails(self, cause: str) -> list[Action]:
-        self.generation.fail(cause, self.now)
+        self.generation.fail(FailureReason(cause), self.now)
         return self.wanted()
 
     def after(self, seconds: float) -> list[Action]:
@@ -153,7 +154,7 @@ class GenerationHarness:
 
     def back(self, *names: str) -> list[Action]:
         for name in names:
-            self.generation.on_reconnected(name, self.now)
+            self.generation.on_message(name, Reconnected(), self.now)
         return self.wanted()
 
     # --- to where a test begins ---
@@ -187,5 +188,7 @@ class GenerationHarness:
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        self.generation = resume_generation("m.7", self.terms, self.generation.source, written, self.now)
+        generation = resume_generation("m.7", self.terms, self.generation.source, written, self.now)
+        assert isinstance(generation, Generation)
+        self.generation = generation
         return self

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from weightd_daemon.generations import backoff as restarts_module
-from weightd_daemon.generations.backoff import EARLY_DEATH_S, MAX_FAILED_STARTS, RestartBackoff
+from weightd_daemon.generations import restarts as restarts_module
+from weightd_daemon.generations.restarts import EARLY_DEATH_S, MAX_FAILED_STARTS, RestartBackoff
 
 
 @pytest.fixture

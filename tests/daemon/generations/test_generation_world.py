@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd_daemon.generations.process import WorkerProcess
+from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec
@@ -100,7 +101,7 @@ class World(RuleBasedStateMachine):
             workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices
         )
         self.generation = Generation("m.1", terms)
-        self.generation.attach_limit = lambda: self.at_once
+        self.generation.attach_control.attach_limit = lambda: self.at_once
         self.generation.start()
         assert self.generation.take_actions() == [TakeSnapshot()]
 
@@ -176,12 +177,10 @@ class World(RuleBasedStateMachine):
     def say(self, name: str, message: Message) -> None:
         match message:
             case Hello():
-                self.generation.on_hello(name, message, self.now)
+                self.generation.on_message(name, message, self.now)
                 child = self.generation.children.get(name)
                 if child is not None and child.hello is not None:
                     self.processes[name].hello_taken = True
-            case AnnounceSelfTest():
-                self.generation.on_announce_selftest(name, message)
             case Built():
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
@@ -189,13 +188,13 @@ class World(RuleBasedStateMachine):
                         self.traits.attach_rewrites_weights and not message.selftest_digest
                     )
                     self.processes[name].said_broken |= message.is_template and not self.forks
-                self.generation.on_holder_built(name, message, self.now)
-            case Attached():
-                self.generation.on_attached(name, message, self.now)
+                self.generation.on_message(name, message, self.now)
+            case AnnounceSelfTest() | Attached():
+                self.generation.on_message(name, message, self.now)
             case ProcessFailed():
                 if name in self.processes:
                     self.processes[name].said_broken = True
-                self.generation.on_process_failed(name, message, self.now)
+                self.generation.on_message(name, message, self.now)
             case None:
                 self.generation.on_leaving(name, self.now)
         self.perform()
@@ -230,7 +229,7 @@ class World(RuleBasedStateMachine):
                     pass
 
     def let_in(self, name: str, error: str) -> None:
-        self.generation.on_allowed(name, AttachAllowed(error), self.now)
+        self.generation.on_message(name, AttachAllowed(error), self.now)
         self.perform()
 
     def pick(self, data: st.DataObject) -> str:
@@ -250,7 +249,7 @@ class World(RuleBasedStateMachine):
         if good:
             self.generation.on_snapshot_taken(SHA, self.now)
         else:
-            self.generation.fail("no such file", self.now)
+            self.generation.fail(FailureReason("no such file"), self.now)
         self.perform()
 
     @precondition(lambda self: self.processes)
@@ -345,7 +344,7 @@ class World(RuleBasedStateMachine):
         if built is None or self.generation.state not in ACTIVE:
             return
         waits = self.count(ChildState.ADMITTED) and not self.count(ChildState.AWAITED)
-        if waits and (built.handle or not self.generation.processes.has_holder):
+        if waits and (built.handle or not self.generation.processes.has(Role.HOLDER)):
             assert self.count(ChildState.ATTACHING) >= self.at_once
 
     @invariant()

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from weightd_daemon.generations import rank_failures
+from weightd_daemon.generations import rank_checks
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 
@@ -24,8 +24,8 @@ from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
     ],
 )
 def test_what_a_library_says_because_of_another_process(words: str, *, is_symptom: bool) -> None:
-    assert rank_failures.is_peer_failure_text(words) is is_symptom
-    assert rank_failures.is_peer_failure_exit(Role.RANK, ExitCause(1, words), has_connected=True) is is_symptom
+    assert rank_checks.is_peer_failure_text(words) is is_symptom
+    assert rank_checks.is_peer_failure_exit(Role.RANK, ExitCause(1, words), has_connected=True) is is_symptom
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_a_library_says_because_of_another_process(words: str, *, is_sympto
 def test_how_a_process_ends_because_of_another_one(
     role: Role, end: ExitCause, *, have_met: bool, is_symptom: bool
 ) -> None:
-    assert rank_failures.is_peer_failure_exit(role, end, has_connected=have_met) is is_symptom
+    assert rank_checks.is_peer_failure_exit(role, end, has_connected=have_met) is is_symptom
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_how_a_process_ends_because_of_another_one(
     ],
 )
 def test_who_had_ended_before_it_was_killed(end: ExitCause, *, is_own: bool) -> None:
-    assert rank_failures.is_independent_exit(end) is is_own
+    assert rank_checks.is_independent_exit(end) is is_own

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
-from weightd_daemon.generations.base import STOP_TIMEOUT_S
-from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.persisted import RECONNECT_TIMEOUT_S, record_generation, resume_generation
+from weightd_daemon.generations.process import STOP_TIMEOUT_S
+from weightd_daemon.generations.progress import FailureReason, RetryHint, describe_selftest
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
 from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RowTestSpec
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -88,8 +88,8 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
         assert not unit.is_ended
         assert (event(), group.state) == (wanted, state)
         assert (unit.progress, unit.next_tick_at - group.now) == (progress, wait)
-        assert unit.slots == ({SEAT: (R0, R1)} if state is states.SERVING else {})
-    assert (unit.is_ended, unit.cause, unit.deaths) == (True, "", 0)
+        assert unit.processes.slots == ({SEAT: (R0, R1)} if state is states.SERVING else {})
+    assert (unit.is_ended, unit.cause, unit.processes.deaths) == (True, "", 0)
     lines = [record.getMessage() for record in caplog.records]
     assert [lines.count(f"m.7: {progress}") for *_, progress, _ in steps] == [1] * len(steps)
 
@@ -101,7 +101,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     built = group.unit.built
     # Whether it is a drop-in is known before it serves; whether it computes rightly is not.
     assert built is not None
-    assert (built.inputs, built.outputs, built.selftest_digest, group.unit.selftest_description) == (
+    assert (built.inputs, built.outputs, built.selftest_digest, describe_selftest(group.unit.built)) == (
         (X, other),
         (Y,),
         "",
@@ -118,7 +118,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
         "canary",
         found,
     )
-    assert (built.handle, built.shared_bytes, group.unit.selftest_description) == ("", 0, "x [1, 4]")
+    assert (built.handle, built.shared_bytes, describe_selftest(group.unit.built)) == ("", 0, "x [1, 4]")
     assert group.unit.models == (built,)
 
 
@@ -209,7 +209,7 @@ def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int
     assert (
         group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the self-test's known answer"
     )
-    assert group.unit.slots == {}
+    assert group.unit.processes.slots == {}
 
 
 # --- one is lost ----------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ LOSSES: dict[str, tuple[Callable[[RankGroupHarness, str], list[Action]], str]] =
     "broken": (lambda group, name: group.broken(name, "step: expected 8, got 9"), "step: expected 8, got 9"),
     "hang": (lambda group, name: group.hangs(name), "silence"),
     "leaving": (lambda group, name: group.leaves(name, "no kernel"), "a predict failed: no kernel"),
-    "stray": (lambda group, name: group.strays(name, "attached"), "unexpected message attached"),
+    "stray": (lambda group, name: group.strays(name), "unexpected message attach_allowed"),
 }
 
 
@@ -242,14 +242,14 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
     others = [each for each in (BROKER, R0, R1) if not (gone and each == name)]
     dismissed: list[Action] = [RemoveSlot(SEAT)] if when == "serving" else []
     assert lose(group, name) == [*dismissed, *kills(*others)]
-    assert (group.state, group.cause, group.unit.deaths) == (GenerationState.FAILED, f"{name}: {why}", 1)
-    assert (group.unit.slots, group.unit.attach_control.is_valid) == ({}, False)
+    assert (group.state, group.cause, group.unit.processes.deaths) == (GenerationState.FAILED, f"{name}: {why}", 1)
+    assert (group.unit.processes.slots, group.unit.attach_control.is_valid) == ({}, False)
     # Nothing more is said or done, and nobody is started.
     assert group.hello(R0, R1) + group.entered(R0, R1) + group.warmed(R0, R1) + group.back(R0, R1) == []
     assert group.broken(R0, "late") + group.leaves(R1) + group.hangs(R0) + group.drain() + group.after(1e6) == []
     assert not group.unit.is_ended
     assert group.exits(*others, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)) == []
-    assert (group.unit.is_ended, group.cause, group.unit.deaths) == (True, f"{name}: {why}", 1)
+    assert (group.unit.is_ended, group.cause, group.unit.processes.deaths) == (True, f"{name}: {why}", 1)
 
 
 SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
@@ -280,7 +280,7 @@ def test_strangers_are_not_heard() -> None:
     group = RankGroupHarness().serving()
     group.wanted()
     nobody = "m.7.rank9"
-    assert group.strays(nobody, "attached") + group.hangs(nobody) + group.leaves(nobody) + group.exits(nobody) == []
+    assert group.strays(nobody) + group.hangs(nobody) + group.leaves(nobody) + group.exits(nobody) == []
     assert group.broken(nobody, "why") == []
     assert group.state is GenerationState.SERVING
 
@@ -300,7 +300,11 @@ def test_whoever_takes_too_long_ends_all(when: str) -> None:
     group.wanted()
     assert group.after(patience - 0.1) == []
     assert group.after(0.1) == kills(BROKER, R0, R1)
-    assert (group.cause, group.unit.retry_hint, group.unit.deaths) == (cause, RetryHint.SAME_FAILURE, 1)
+    assert (group.cause, group.unit.failure.retry_hint, group.unit.processes.deaths) == (
+        cause,
+        RetryHint.SAME_FAILURE,
+        1,
+    )
 
 
 def test_ranks_have_as_long_to_find_each_other_as_the_library_gives_them() -> None:
@@ -311,17 +315,13 @@ def test_ranks_have_as_long_to_find_each_other_as_the_library_gives_them() -> No
     assert group.after(0.1) == kills(BROKER, R0, R1)
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_what_the_daemon_gives_up_ends_at_once(given_up: bool) -> None:
+def test_what_the_daemon_gives_up_ends_at_once() -> None:
     group = RankGroupHarness().serving()
     group.wanted()
-    if given_up:
-        group.unit.give_up("not wanted", group.now)
-    else:
-        group.unit.fail("no drop-in", group.now)
+    group.unit.fail(FailureReason("no drop-in"), group.now)
     assert group.wanted() == [RemoveSlot(SEAT), *kills(BROKER, R0, R1)]
-    assert (group.state, group.unit.deaths) == (GenerationState.FAILED, 0)
-    assert group.cause == ("not wanted: " if given_up else "no drop-in")
+    assert (group.state, group.unit.processes.deaths) == (GenerationState.FAILED, 0)
+    assert group.cause == "no drop-in"
 
 
 # --- the first cause ------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_who_had_ended_by_itself_is_the_cause_of_what_was_noticed_first(caplog: 
     group.exits(R2, end=ExitCause(9))
     group.exits(BROKER, end=ExitCause(2))
     assert group.cause.startswith(R1)
-    assert group.unit.deaths == 1
+    assert group.unit.processes.deaths == 1
 
 
 def test_what_follows_from_a_loss_is_not_its_cause() -> None:
@@ -389,7 +389,7 @@ def test_what_the_next_one_may_expect(how: str) -> None:
     happens, outlook = OUTLOOKS[how]
     group = RankGroupHarness().loading()
     happens(group)
-    assert group.unit.retry_hint is outlook
+    assert group.unit.failure.retry_hint is outlook
 
 
 def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
@@ -399,7 +399,7 @@ def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
         (RankGroupHarness().loading(), 69),
     ):
         group.exits(BROKER, end=ExitCause(status))
-        assert group.unit.retry_hint is RetryHint.SAME_FAILURE
+        assert group.unit.failure.retry_hint is RetryHint.SAME_FAILURE
 
 
 # --- how it leaves --------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_who_loads_has_nothing_to_finish(when: str) -> None:
     group.wanted()
     assert group.drain() == kills(BROKER, R0, R1)
     group.exits(BROKER, R0, R1, end=OUR_KILL)
-    assert (group.state, group.unit.is_ended, group.unit.deaths) == (GenerationState.GONE, True, 0)
+    assert (group.state, group.unit.is_ended, group.unit.processes.deaths) == (GenerationState.GONE, True, 0)
 
 
 def test_before_it_is_pinned_nothing_is_there() -> None:
@@ -439,7 +439,11 @@ def test_who_cannot_finish_without_another_does_not_wait(how: str) -> None:
     gone = {"crash": R0, "broker": BROKER}.get(how)
     assert killed == kills(*(each for each in (BROKER, R0, R1) if each != gone))
     group.exits(*group.names, end=OUR_KILL)
-    assert (group.state, group.unit.cause, group.unit.deaths) == (GenerationState.GONE, "", int(how == "broker"))
+    assert (group.state, group.unit.cause, group.unit.processes.deaths) == (
+        GenerationState.GONE,
+        "",
+        int(how == "broker"),
+    )
 
 
 def test_a_broker_may_end_by_itself_when_its_ranks_have() -> None:
@@ -447,7 +451,7 @@ def test_a_broker_may_end_by_itself_when_its_ranks_have() -> None:
     group.drain()
     assert group.exits(BROKER, end=ExitCause(0)) == []
     assert group.exits(R0, R1, end=ExitCause(0)) == []
-    assert (group.state, group.unit.deaths) == (GenerationState.GONE, 0)
+    assert (group.state, group.unit.processes.deaths) == (GenerationState.GONE, 0)
 
 
 def test_a_second_drain_may_shorten_the_first() -> None:
@@ -465,7 +469,12 @@ def test_it_serves_again_once_all_are_back_at_the_same_step() -> None:
     built, before = group.unit.built, record_generation(group.unit, None)
     group.resumed()
     unit = group.unit
-    assert (group.state, group.wanted(), unit.slots, unit.is_reconnecting) == (GenerationState.RESUMING, [], {}, True)
+    assert (group.state, group.wanted(), unit.processes.slots, unit.is_reconnecting) == (
+        GenerationState.RESUMING,
+        [],
+        {},
+        True,
+    )
     assert (unit.built, unit.models, unit.sha256, unit.number) == (built, (built,), SHA, 7)
     assert [(each.name, each.device) for each in unit.children.values()] == [
         (BROKER, "cpu"),
@@ -476,7 +485,12 @@ def test_it_serves_again_once_all_are_back_at_the_same_step() -> None:
     assert (group.back(R1, step=41), unit.is_complete, unit.progress) == ([], False, "attaching 1/2")
     assert record_generation(unit, None) == before
     assert (group.back(R0, step=41), unit.is_complete, unit.has_all_workers) == ([AddSlot(SEAT)], True, True)
-    assert (unit.step, unit.slots, unit.next_tick_at, unit.deaths) == (41, {SEAT: (R0, R1)}, FOREVER, 0)
+    assert (unit.step, unit.processes.slots, unit.next_tick_at, unit.processes.deaths) == (
+        41,
+        {SEAT: (R0, R1)},
+        FOREVER,
+        0,
+    )
     assert (group.after(1e6), group.resumed().unit.is_reconnecting) == ([], True)
 
 
@@ -493,7 +507,7 @@ def test_if_not_all_were_written_down_none_goes_on(missing: str) -> None:
     written = record_generation(group.unit, None)
     assert written is not None
     children = tuple(each for each in written.children if each.name != missing)
-    unit = resume_rank_group("m.7", group.terms, group.unit.source, replace(written, children=children), group.now)
+    unit = resume_generation("m.7", group.terms, group.unit.source, replace(written, children=children), group.now)
     assert unit.state is GenerationState.FAILED
     assert unit.take_actions() == kills(*(each.name for each in children))
     assert unit.cause.startswith(f"expected {BROKER}, {R0}, {R1}, got ")
@@ -532,7 +546,7 @@ def test_one_process_serves_several_models() -> None:
     assert (one.inputs, one.outputs, one.selftest_digest, one.selftest_cases) == ((X,), (Y,), "one", CASES)
     assert (other.inputs, other.outputs, other.selftest_digest, other.selftest_cases) == ((Y,), (X,), "", ())
     assert other.selftest_note == "none was configured"
-    assert (group.unit.built, group.unit.slots) == (one, {SEAT: (R0,)})
+    assert (group.unit.built, group.unit.processes.slots) == (one, {SEAT: (R0,)})
     models = group.unit.models
     group.resumed()
     assert (group.back(R0), group.unit.models) == ([AddSlot(SEAT)], models)

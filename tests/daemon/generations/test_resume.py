@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn
-from weightd_daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
-from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
+from weightd_daemon.generations.persisted import RECONNECT_TIMEOUT_S, record_generation
+from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S, Generation
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import SharingTraits
@@ -66,6 +66,10 @@ UNFIT: dict[str, Callable[[GenerationHarness], object]] = {
     "failed": lambda life: life.serving().fails("why"),
     "invalid": lambda life: life.serving().generation.on_store_lost("truncated", life.now),
 }
+
+
+def ready_of(generation: Generation) -> list[str]:
+    return [name for name in generation.children if generation.processes.is_ready(name)]
 
 
 @pytest.mark.parametrize("how", UNFIT)
@@ -130,13 +134,22 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Sh
 def test_workers_serve_once_they_are_back() -> None:
     life = GenerationHarness().serving().resumed()
     generation = life.generation
-    assert (generation.state, life.wanted(), generation.ready_workers) == (GenerationState.RESUMING, [], [])
+    assert (generation.state, life.wanted(), ready_of(generation)) == (GenerationState.RESUMING, [], [])
     assert (generation.built, generation.sha256, generation.number) == (BUILT, SHA, 7)
     assert (generation.next_tick_at, generation.progress) == (life.now + PATIENCE_S, "attaching 0/2")
-    assert (life.back(W1), generation.state, generation.ready_workers) == ([AddSlot(W1)], GenerationState.SERVING, [W1])
+    assert (life.back(W1), generation.state, ready_of(generation)) == (
+        [AddSlot(W1)],
+        GenerationState.SERVING,
+        [W1],
+    )
     assert not generation.is_complete
     assert life.back(W2) == [AddSlot(W2), SETTLE]
-    assert (generation.is_complete, generation.has_all_workers, generation.next_tick_at, generation.deaths) == (
+    assert (
+        generation.is_complete,
+        generation.has_all_workers,
+        generation.next_tick_at,
+        generation.processes.deaths,
+    ) == (
         True,
         True,
         FOREVER,
@@ -161,7 +174,7 @@ def test_only_who_was_ready_before_is_back_and_only_once() -> None:
     assert life.back(W3) == []
     assert attach(W3) in life.hello(W3)
     assert life.back(W3) == []
-    assert life.generation.ready_workers == [W1]
+    assert ready_of(life.generation) == [W1]
     assert GenerationHarness().attaching().back(W1) == []
 
 
@@ -172,7 +185,7 @@ def test_who_never_comes_back_is_aborted_and_replaced() -> None:
     assert life.after(0.1) == [abort(W2), spawn(W3)]
     assert life.after(ABORT_TIMEOUT_S) == [Kill(W2)]
     life.exits(W2, end=KILLED)
-    assert (life.names(), life.generation.deaths) == ([W1, W3], 1)
+    assert (life.names(), life.generation.processes.deaths) == ([W1, W3], 1)
     assert life.back(W2) == []
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from weightd_daemon.generations.actions import Action, Role, Send, Spawn
-from weightd_daemon.generations.progress import RetryHint
+from weightd_daemon.generations.progress import RetryHint, describe_selftest
 from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.spec import SelfTestSpec
@@ -49,7 +49,7 @@ class Search(GenerationHarness):
         return order
 
     def try_(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
-        self.generation.on_announce_selftest(holder, AnnounceSelfTest(cases, unfit))
+        self.generation.on_message(holder, AnnounceSelfTest(cases, unfit), self.now)
         assert self.wanted() == ([Send(holder, ContinueSelfTest())] if cases else [])
 
 
@@ -61,7 +61,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     search.try_(x(1))
     search.try_(x(2), unfit=(x(1),))
     assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
-    assert (generation.state, generation.deaths, generation.retry_hint) == (
+    assert (generation.state, generation.processes.deaths, generation.failure.retry_hint) == (
         GenerationState.GATHERING,
         0,
         RetryHint.SAME_FAILURE,
@@ -69,7 +69,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     assert search.begin(HOLDER2) == Build((pid(W1),), failed_cases=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, selftest_cases=(x(32),)), HOLDER2)
-    assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
+    assert (generation.state, describe_selftest(generation.built)) == (GenerationState.ATTACHING, "x [1, 32]")
     assert generation.selftest_search.spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)))
 
 
@@ -89,8 +89,8 @@ def test_a_death_out_of_a_try_is_what_it_was(tries: list[SelfTestCases]) -> None
     for cases in tries:
         search.try_(*cases)
     search.exits(HOLDER, end=SEGV)
-    assert (search.state, search.generation.deaths) == (GenerationState.FAILED, 1)
-    assert search.generation.retry_hint is RetryHint.MAY_SUCCEED
+    assert (search.state, search.generation.processes.deaths) == (GenerationState.FAILED, 1)
+    assert search.generation.failure.retry_hint is RetryHint.MAY_SUCCEED
 
 
 @pytest.mark.parametrize("canary", [UNKNOWN, SelfTestSpec(should_search=False, cases=(x(7),))])
@@ -102,13 +102,13 @@ def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(ca
     assert search.begin(HOLDER2) == order
     search.try_(x(7), holder=HOLDER2)
     again = search.exits(HOLDER2, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL))
-    assert search.generation.deaths == 2
+    assert search.generation.processes.deaths == 2
     if canary.should_search:
         assert again == [holder(HOLDER3)]
         assert search.begin(HOLDER3).failed_cases == (x(7),)
     else:
         # The deployment waits, and loads it anew.
-        assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.MAY_SUCCEED)
+        assert (search.state, search.generation.failure.retry_hint) == (GenerationState.FAILED, RetryHint.MAY_SUCCEED)
 
 
 def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
@@ -121,7 +121,7 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
     order = search.begin(last)
     assert (order.search_selftest, order.selftest_cases, len(order.failed_cases)) == (False, (), MAX_HOLDER_DEATHS)
     search.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="the search was given up"), last)
-    assert (search.state, search.generation.selftest_description) == (
+    assert (search.state, describe_selftest(search.generation.built)) == (
         GenerationState.ATTACHING,
         "none: the search was given up",
     )
@@ -143,7 +143,7 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
     search.begin()
     search.try_(x(1))
     assert abort(HOLDER) in search.after(LOAD_TIMEOUT_S)
-    assert search.generation.deaths == 0
+    assert search.generation.processes.deaths == 0
     search.now += ABORT_TIMEOUT_S
     assert holder(HOLDER2) in search.exits(HOLDER, end=ExitCause(-signal.SIGABRT))
     order = search.begin(HOLDER2)
@@ -157,7 +157,7 @@ def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: Ex
     assert (order.search_selftest, order.selftest_cases) == (False, (x(7),))
     search.try_(x(7))
     search.exits(HOLDER, end=end)
-    assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, RetryHint.SAME_FAILURE)
+    assert (search.state, search.generation.failure.retry_hint) == (GenerationState.FAILED, RetryHint.SAME_FAILURE)
     assert search.cause == f"{HOLDER}: {end}; it ran the configured self-test, x [1, 7]"
 
 
@@ -188,5 +188,5 @@ def test_what_an_earlier_generation_has_found_comes_first() -> None:
 def test_nobody_else_probes() -> None:
     search = Search()
     for name in (W1, HOLDER, "stranger"):
-        search.generation.on_announce_selftest(name, AnnounceSelfTest((x(1),), ()))
+        search.generation.on_message(name, AnnounceSelfTest((x(1),), ()), search.now)
     assert search.wanted() == []

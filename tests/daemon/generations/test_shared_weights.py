@@ -11,9 +11,10 @@ import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd_daemon.generations.attach_control import ALLOW_TIMEOUT_S
-from weightd_daemon.generations.backoff import MAX_FAILED_STARTS
-from weightd_daemon.generations.base import HELLO_TIMEOUT_S, STOP_TIMEOUT_S
+from weightd_daemon.generations.base import HELLO_TIMEOUT_S
+from weightd_daemon.generations.process import STOP_TIMEOUT_S
 from weightd_daemon.generations.progress import ProgressLogger, RetryHint
+from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
@@ -174,7 +175,7 @@ def test_a_holder_that_does_not_build_ends_it_with_its_cause(
         assert not life.generation.is_ended
         assert life.exits(name) == []
     assert (life.state, life.cause) == (GenerationState.FAILED, f"{HOLDER}: {cause}")
-    assert (life.generation.is_ended, life.generation.retry_hint) == (True, outlook)
+    assert (life.generation.is_ended, life.generation.failure.retry_hint) == (True, outlook)
 
 
 def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
@@ -230,7 +231,7 @@ def test_where_pids_are_fixed_the_build_waits_for_every_worker_and_for_who_repla
 def test_a_child_that_is_not_what_was_started_is_refused(sha256: str, versions: str, cause: str) -> None:
     life, message = GenerationHarness(1).spawned(), Hello("1", sha256, {"weightd": versions} if versions else {}, CPU)
     for name, state in ((W1, GenerationState.SPAWNING), (HOLDER, GenerationState.FAILED)):
-        life.generation.on_hello(name, message, life.now)
+        life.generation.on_message(name, message, life.now)
         assert life.wanted() == [Kill(name)]
         assert (life.state, life.cause) == (state, f"{name}: {cause}")
 
@@ -413,7 +414,7 @@ def test_a_spare_is_attached_and_takes_a_place_at_once_before_a_replacement_is_s
     assert life.attached(W1) + life.attached(W2) == [AddSlot(W1), attach(W2), AddSlot(W2), attach(W3)]
     assert not life.generation.is_complete
     assert life.attached(W3) == [SETTLE]
-    assert (list(life.generation.serving_processes), life.generation.is_complete) == ([W1, W2], True)
+    assert (list(life.generation.processes.serving), life.generation.is_complete) == ([W1, W2], True)
     assert life.exits(W1) == [AddSlot(W3), spawn(W4)]
     # The replacement is the next spare.
     assert life.hello(W4) + life.attached(W4) == [attach(W4), SETTLE]
@@ -433,7 +434,7 @@ def test_each_device_has_workers_and_spares_of_its_own_and_who_is_lost_is_follow
     life = GenerationHarness(1, spares=1, devices=SETS).serving()
     where = {name: child.device for name, child in life.generation.children.items()}
     assert where == {HOLDER: "ascend:0", W1: "cpu:0", W2: "cpu:1", W3: "cpu:0", W4: "cpu:1"}
-    assert list(life.generation.serving_processes) == [W1, W2]
+    assert list(life.generation.processes.serving) == [W1, W2]
     assert life.exits(W2) == [AddSlot(W4), spawn(W5)]
     assert life.generation.children[W5].device == "cpu:1"
 
@@ -446,7 +447,7 @@ def test_where_nobody_can_attach_any_more_one_device_without_workers_is_reason_e
     life.exits(HOLDER, W4)
     assert not life.generation.should_be_replaced
     life.exits(W2)
-    assert (list(life.generation.serving_processes), life.generation.should_be_replaced) == ([W1], True)
+    assert (list(life.generation.processes.serving), life.generation.should_be_replaced) == ([W1], True)
 
 
 # --- workers that are forked of the holder --------------------------------------------------------------------------
@@ -667,7 +668,11 @@ def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own
     assert life.exits(HOLDER, end=ExitCause(0)) == [attach(W1, "")]
     assert life.attached(W1) == [AddSlot(W1), attach(W2, "")]
     assert life.attached(W2) == [AddSlot(W2)]  # and nothing to settle
-    assert (life.generation.is_complete, life.generation.should_be_replaced, life.generation.deaths) == (True, False, 0)
+    assert (life.generation.is_complete, life.generation.should_be_replaced, life.generation.processes.deaths) == (
+        True,
+        False,
+        0,
+    )
     assert life.generation.attach_control.can_trust_answers(lambda _: False)
     # Nobody need be asked for a replacement, which is held to the self-test that the holder had found.
     assert life.replaced(W1, by=W3) == [attach(W3, "")]

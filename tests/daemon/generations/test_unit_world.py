@@ -12,14 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.persisted import record_generation, resume_generation
+from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.resume import record_generation, resume_rank_group
 from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RankGroupSpec
 from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import ProcessFailed
+from weightd_protocol.messages.worker import AttachAllowed, ProcessFailed, Reconnected
 
 from .group import BROKER, CASES, SEAT, SHA, X, Y, digest, hello_of, rank_of
 
@@ -213,9 +214,9 @@ class World(RuleBasedStateMachine):
         name = self.expected[chosen % len(self.expected)]
         broken = ProcessFailed("no such file" if what == "broken" else "Launch kernel failed")
         said: dict[str, tuple[Callable[[], None], bool]] = {
-            "astray": (lambda: self.unit.on_unexpected_message(name, "built", self.now), self.counts(name)),
-            "broken": (lambda: self.unit.on_process_failed(name, broken, self.now), self.present(name)),
-            "symptom": (lambda: self.unit.on_process_failed(name, broken, self.now), self.present(name)),
+            "astray": (lambda: self.unit.on_message(name, AttachAllowed(""), self.now), self.counts(name)),
+            "broken": (lambda: self.unit.on_message(name, broken, self.now), self.present(name)),
+            "symptom": (lambda: self.unit.on_message(name, broken, self.now), self.present(name)),
             "leaving": (lambda: self.unit.on_leaving(name, self.now), self.present(name)),
             "hung": (lambda: self.unit.on_hung(name, "silence", self.now), self.present(name)),
         }
@@ -247,7 +248,7 @@ class World(RuleBasedStateMachine):
             is_last = {*self.processes} == {*self.expected} and self.all_greeted
         disagree = is_last and len({each.slice == "other" for each in self.ranks}) > 1
         is_loss = disagree or (self.counts(name) and not (is_due and is_good))
-        self.happens("" if disagree else name, lambda: self.unit.on_hello(name, said, self.now), is_loss=is_loss)
+        self.happens("" if disagree else name, lambda: self.unit.on_message(name, said, self.now), is_loss=is_loss)
 
     @property
     def all_greeted(self) -> bool:
@@ -263,7 +264,7 @@ class World(RuleBasedStateMachine):
             self.have_met = self.have_met or (self.all_are("entered") and not disagree)
         said = JoinedGroup((X,) if how == "good" else (OTHER,), (Y,))
         is_loss = disagree or (self.counts(name) and not is_due)
-        self.happens("" if disagree else name, lambda: self.unit.on_joined(name, said, self.now), is_loss=is_loss)
+        self.happens("" if disagree else name, lambda: self.unit.on_message(name, said, self.now), is_loss=is_loss)
 
     def say_warmed(self, name: str, *, proven: bool = True) -> None:
         process = self.processes.get(name)
@@ -275,7 +276,7 @@ class World(RuleBasedStateMachine):
             wrong = self.all_are("warm") and not all(each is not None and each.proven for each in named)
         said = SelfTestDone("canary" if proven else "", CASES)
         is_loss = wrong or (self.counts(name) and not is_due)
-        self.happens("" if wrong else name, lambda: self.unit.on_selftest_done(name, said, self.now), is_loss=is_loss)
+        self.happens("" if wrong else name, lambda: self.unit.on_message(name, said, self.now), is_loss=is_loss)
 
     def say_back(self, name: str, step: int = 7) -> None:
         process = self.processes.get(name)
@@ -285,7 +286,9 @@ class World(RuleBasedStateMachine):
             process.phase, process.step = "warm", step
             uneven = self.all_are("warm") and len({each.step for each in self.ranks}) > 1
         is_loss = uneven or (self.counts(name) and not is_due)
-        self.happens("" if uneven else name, lambda: self.unit.on_reconnected(name, self.now, step), is_loss=is_loss)
+        self.happens(
+            "" if uneven else name, lambda: self.unit.on_message(name, Reconnected(step), self.now), is_loss=is_loss
+        )
 
     @precondition(lambda self: self.processes)
     @rule(chosen=st.integers(0, 3), how=st.sampled_from([*ENDS]))
@@ -345,7 +348,7 @@ class World(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         was_active = self.unit.state in ACTIVE
-        self.unit.fail("the daemon says so", self.now)
+        self.unit.fail(FailureReason("the daemon says so"), self.now)
         self.perform()
         if was_active:
             self.first, self.is_doubtful = "", False
@@ -358,7 +361,9 @@ class World(RuleBasedStateMachine):
         assert written is not None
         self.enlisted = False
         self.now += 1.0
-        self.unit = resume_rank_group(SEAT, self.terms, self.unit.source, written, self.now)
+        unit = resume_generation(SEAT, self.terms, self.unit.source, written, self.now)
+        assert isinstance(unit, RankGroup)
+        self.unit = unit
         for each in self.ranks:
             each.phase, each.step = "awaited", -1
         self.perform()
@@ -369,10 +374,10 @@ class World(RuleBasedStateMachine):
     def a_seat_has_all_ranks_or_there_is_none(self) -> None:
         if not hasattr(self, "unit"):
             return
-        assert bool(self.unit.slots) == self.enlisted
+        assert bool(self.unit.processes.slots) == self.enlisted
         if self.enlisted:
             assert self.unit.state is GenerationState.SERVING
-            assert self.unit.slots == {SEAT: tuple(name for name in self.expected if name != BROKER)}
+            assert self.unit.processes.slots == {SEAT: tuple(name for name in self.expected if name != BROKER)}
             assert {*self.processes} == {*self.expected}
             assert not any(each.killed or each.stopping for each in self.processes.values())
         assert self.unit.is_complete == self.unit.has_all_workers == self.enlisted
@@ -386,7 +391,7 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "unit"):
             return
         assert {*self.unit.children} == {*self.processes}
-        assert self.unit.deaths <= 1
+        assert self.unit.processes.deaths <= 1
         if self.unit.state is GenerationState.FAILED:
             assert all(each.killed for each in self.processes.values())
             told = [name for name in self.expected if self.unit.cause.startswith(f"{name}: ")]

@@ -225,7 +225,9 @@ class FakeModel:
 
     def serving(self, workers: int = 2) -> FakeModel:
         self.is_serving, self.why_unready, self.main_generation.progress = True, "", "serving"
-        self.deployments[0].serving = SimpleNamespace(serving_processes=dict.fromkeys(map(str, range(workers))))
+        self.deployments[0].serving = SimpleNamespace(
+            processes=SimpleNamespace(serving=dict.fromkeys(map(str, range(workers))))
+        )
         return self
 
 

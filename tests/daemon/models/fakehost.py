@@ -17,7 +17,7 @@ from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
-from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.events import ProcessEventHandler, Snapshot, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.request import UNKNOWN_ORIGIN, ClientOrigin, Request
 from weightd_daemon.scheduling.tensor_location import SharedRegion
@@ -104,7 +104,7 @@ class FakeHost:
         self.snapshots = self.storage = self.messenger = self
 
     def take_snapshot(
-        self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
+        self, owner: SnapshotEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
         self.pinned.append(source)
         self.expected = expected
@@ -236,7 +236,7 @@ class ModelHarness:
         return self
 
     def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> ModelHarness:
-        self.model.on_message(child, message, frames, self.now)
+        self.model.process_events.on_message(child, message, frames, self.now)
         return self
 
     def of(self, generation: int) -> list[str]:
@@ -262,13 +262,13 @@ class ModelHarness:
         return self
 
     def dies(self, child: str, end: int = signal.SIGSEGV, by: ExitInitiator = ExitInitiator.UNKNOWN) -> ModelHarness:
-        self.model.on_exit(child, ExitCause(-end, initiator=by), self.now)
+        self.model.process_events.on_exit(child, ExitCause(-end, initiator=by), self.now)
         return self
 
     def goes(self, generation: int) -> ModelHarness:
         """Every process of a generation exits, workers first."""
         for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
-            self.model.on_exit(name, ExitCause(0), self.now)
+            self.model.process_events.on_exit(name, ExitCause(0), self.now)
         return self
 
     def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> ModelHarness:

@@ -11,7 +11,7 @@ import pytest
 
 from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
-from weightd_daemon.generations.backoff import MAX_FAILED_STARTS
+from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.models.deployment import Deployment
@@ -98,7 +98,7 @@ class DeploymentHarness:
 
     def greets(self, label: str) -> DeploymentHarness:
         for name in list(self.there[label].children):
-            self.there[label].on_hello(name, Hello(name, SHA, {"weightd": VERSION}, CARD), self.now)
+            self.there[label].on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), self.now)
         return self.settled()
 
     def builds(self, label: str, device: DeviceMemory | None = None) -> DeploymentHarness:
@@ -106,18 +106,18 @@ class DeploymentHarness:
         self.greets(label)
         handle = "/store" if self.there[label].spec.is_sharing else ""
         built = Built(handle, (X,), (X,), (), "canary", 1, device=device)
-        self.there[label].on_holder_built(f"{label}.holder", built, self.now)
+        self.there[label].on_message(f"{label}.holder", built, self.now)
         return self.settled()
 
     def cannot(self, label: str, cause: str, *, no_room: bool = False) -> DeploymentHarness:
         """Everybody says hello, and the holder cannot build."""
         self.greets(label)
-        self.there[label].on_process_failed(f"{label}.holder", ProcessFailed(cause, is_out_of_memory=no_room), self.now)
+        self.there[label].on_message(f"{label}.holder", ProcessFailed(cause, is_out_of_memory=no_room), self.now)
         return self.settled()
 
     def attaches(self, *names: str) -> DeploymentHarness:
         for name in names:
-            self.there[name.rpartition(".")[0]].on_attached(name, ATTACHED, self.now)
+            self.there[name.rpartition(".")[0]].on_message(name, ATTACHED, self.now)
             self.settled()
         return self
 
@@ -234,7 +234,7 @@ def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool)
 def test_what_it_learns_counts_for_the_next_one_too() -> None:
     life = DeploymentHarness(frozen=True).pinned().builds("m.1", DeviceMemory(1000 * MIB, 500 * MIB))
     memory, generation = DeviceMemory(1000 * MIB, 470 * MIB), life.there["m.1"]
-    generation.on_attached("m.1.w1", Attached("canary", 1, device=memory), life.now)
+    generation.on_message("m.1.w1", Attached("canary", 1, device=memory), life.now)
     life.deployment.on_device_memory(generation, memory)
     life.deployment.on_device_memory(generation, None)
     assert (life.device.free_bytes, life.device.reserved["m.1"].process_bytes) == (470 * MIB, 30 * MIB)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec
 from weightd_daemon.generations.states import ChildEvent
@@ -40,7 +41,7 @@ def attach(generation: Generation, count: int, role: Role = Role.WORKER) -> None
     [(4, 100 * NEED, 4), (4, 3 * NEED, 3), (4, 3 * NEED - 1, 2), (4, NEED - 1, 1), (4, 0, 1), (1, 100 * NEED, 1)],
 )
 def test_as_many_as_cores_and_memory_allow_and_one_always(cores: int, free_mib: int, expected: int) -> None:
-    assert Host(cores, free_mib).generation().attach_limit() == expected
+    assert Host(cores, free_mib).generation().attach_control.attach_limit() == expected
 
 
 @pytest.mark.parametrize(("cores", "free_mib"), [(5, 100 * NEED), (100, 5 * NEED)])
@@ -49,17 +50,17 @@ def test_what_others_build_is_taken_off(cores: int, free_mib: int) -> None:
     host = Host(cores, free_mib)
     ours, theirs = host.generation(), host.generation()
     attach(ours, 2)
-    assert ours.attach_limit() == 5
+    assert ours.attach_control.attach_limit() == 5
     attach(theirs, 1, Role.HOLDER)
     attach(theirs, 1)
-    assert (ours.attach_limit(), theirs.attach_limit()) == (3, 3)
+    assert (ours.attach_control.attach_limit(), theirs.attach_control.attach_limit()) == (3, 3)
     attach(theirs, 20)
-    assert ours.attach_limit() == 1
+    assert ours.attach_control.attach_limit() == 1
 
 
 def test_what_has_ended_is_forgotten() -> None:
     host = Host(4, 100 * NEED)
     ended = host.generation()
-    ended.fail("no such file", 0.0)
+    ended.fail(FailureReason("no such file"), 0.0)
     host.generation()
     assert [each.generation for each in host.attaching._generations].count(ended) == 0  # pyright: ignore[reportPrivateUsage]

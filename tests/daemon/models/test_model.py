@@ -272,7 +272,7 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     stage.answers(W2, two, four)
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, five), (W2, six)]
-    stage.model.on_exit(W1, ExitCause(75), stage.now)
+    stage.model.process_events.on_exit(W1, ExitCause(75), stage.now)
     assert (len(stage.host.refusals), stage.model.dispatcher.failed_count) == (2, 2)
     assert W1 not in stage.model.dispatcher.latencies_by_process
 
@@ -542,8 +542,8 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
 def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: ExitCause) -> None:
     stage = ModelHarness(workers=1).pinned()
     for number in itertools.count(1):
-        stage.model.on_exit(f"digits.{number}.holder", end, stage.now)
-        stage.model.on_exit(f"digits.{number}.w1", ExitCause(0), stage.now)
+        stage.model.process_events.on_exit(f"digits.{number}.holder", end, stage.now)
+        stage.model.process_events.on_exit(f"digits.{number}.w1", ExitCause(0), stage.now)
         if stage.model.has_failed:
             break
         stage.passes(10.0)
@@ -582,7 +582,7 @@ def vanished(stage: ModelHarness, child: str, lost: MissingFile = MissingFile.SN
     end = ExitCause(
         None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost
     )
-    stage.model.on_exit(child, end, stage.now)
+    stage.model.process_events.on_exit(child, end, stage.now)
     return stage
 
 

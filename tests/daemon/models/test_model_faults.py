@@ -57,29 +57,6 @@ def looks(stage: ModelHarness) -> int:
 # --- who is ended, and what becomes of what it had --------------------------------------------------------------------
 
 
-ENDS_OF_A_SEAT: dict[str, tuple[Event, list[str], int]] = {
-    "dies": (lambda stage: stage.dies(W1, signal.SIGKILL), [W2], 1),
-    "hangs": (lambda stage: stage.passes(60.0), [W1, W2], 0),
-    "answers wrongly": (lambda stage: stage.says(W1, Pong("another")), [W1, W2], 1),
-}
-
-
-@pytest.mark.parametrize(("fails", "aborted", "waits"), ENDS_OF_A_SEAT.values(), ids=ENDS_OF_A_SEAT)
-def test_a_seat_of_several_processes_is_given_and_loses_all_together(
-    fails: Event, aborted: list[str], waits: int
-) -> None:
-    stage = ModelHarness().serving()
-    scheduler = stage.model.dispatcher.scheduler
-    for worker in (W1, W2):
-        scheduler.release_slot(worker)
-    scheduler.slots.add_new("pair", (W1, W2))
-    [number] = stage.some(1)
-    assert stage.host.predicts() == [(W1, number), (W2, number)]
-    fails(stage)
-    assert stage.host.aborted == aborted
-    assert [each.number for each in scheduler.queue] == [number] * waits
-
-
 def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() -> None:
     stage = ModelHarness().serving()
     first, second = stage.some(2)

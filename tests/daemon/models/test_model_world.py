@@ -31,7 +31,7 @@ from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.memory import MIB
-from weightd_daemon.processes.events import ProcessEventHandler, Snapshot
+from weightd_daemon.processes.events import ProcessEventHandler, Snapshot, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
@@ -178,7 +178,7 @@ class ModelWorld(RuleBasedStateMachine):
     # --- what the model asks of its children ----------------------------------------------------------------------
 
     def take_snapshot(
-        self, owner: ProcessEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
+        self, owner: SnapshotEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
         assert source not in self.pinning
         assert source not in self.existing_snapshots
@@ -348,11 +348,13 @@ class ModelWorld(RuleBasedStateMachine):
                     self.blamed[number] += 1
                     self.killers.update([self.requests[number].frames, *self.requests[number].origin])
         del self.processes[process.name]
-        self.model.on_exit(process.name, ExitCause(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
+        self.model.process_events.on_exit(
+            process.name, ExitCause(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now
+        )
 
     def says(self, process: Process, message: ChildMessage) -> None:
         self.talking = process
-        self.model.on_message(process.name, message, (), self.now)
+        self.model.process_events.on_message(process.name, message, (), self.now)
         self.talking = None
 
     def obeys(self, process: Process) -> None:
@@ -675,7 +677,7 @@ class ModelWorld(RuleBasedStateMachine):
             for each in self.model.deployments
             if each.serving is not None
             for name, child in each.serving.children.items()
-            if child.state is ChildState.READY and name in each.serving.serving_processes
+            if child.state is ChildState.READY and name in each.serving.processes.serving
         }
         takes = set(self.model.dispatcher.scheduler.slots.accepting)
         assert takes == enlisted, f"{takes} take requests, {enlisted} should"
@@ -754,7 +756,7 @@ class ModelWorld(RuleBasedStateMachine):
             assert deployment.cause
         else:
             serving = deployment.serving
-            places = Counter(serving.children[name].device for name in serving.serving_processes)
+            places = Counter(serving.children[name].device for name in serving.processes.serving)
             wanted = dict.fromkeys(self.config.devices_by_weight_copy[deployment.placement.name], self.workers)
             assert places == wanted or serving.attach_control.is_attach_closed
             assert not deployment.is_busy

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
-from weightd_daemon.models.placement_ranks import CardGroup
+from weightd_daemon.models.placement import CardGroup, DeviceBudget, ResourceRequest
 from weightd_daemon.platform.memory import MIB
 
 SLICES = (100 * MIB, 50 * MIB)

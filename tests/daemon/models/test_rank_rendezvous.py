@@ -98,7 +98,7 @@ class Cut:
         return [name for name in self.of(generation) if ".rank" in name]
 
     def says(self, child: str, message: ChildMessage) -> Cut:
-        self.model.on_message(child, message, (), self.now)
+        self.model.process_events.on_message(child, message, (), self.now)
         return self
 
     def greet(self, generation: int = 1, source: int = 1) -> Cut:
@@ -137,7 +137,9 @@ class Cut:
 
     def ends(self, *names: str, end: ExitCause | None = None) -> Cut:
         for name in names:
-            self.model.on_exit(name, end or ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), self.now)
+            self.model.process_events.on_exit(
+                name, end or ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), self.now
+            )
         return self
 
     def given(self) -> list[tuple[str, int, int]]:
@@ -343,7 +345,7 @@ class Reloaded(Cut):
 
     def old_is_gone(self) -> Cut:
         for name in (R0, R1):
-            self.old.on_exit(name, ExitCause(0), self.now)
+            self.old.process_events.on_exit(name, ExitCause(0), self.now)
         return self
 
 

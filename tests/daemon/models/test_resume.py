@@ -58,10 +58,10 @@ class Daemon:
             for coming in [each.loading for each in model.deployments if each.loading is not None]:
                 holder, *workers = list(coming.children)
                 for name in (holder, *workers):
-                    model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CPU), [], self.now)
-                model.on_message(holder, BUILT, [], self.now)
+                    model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CPU), [], self.now)
+                model.process_events.on_message(holder, BUILT, [], self.now)
                 for name in workers:
-                    model.on_message(name, ATTACHED, [], self.now)
+                    model.process_events.on_message(name, ATTACHED, [], self.now)
         return self.settled()
 
     def settled(self) -> Daemon:
@@ -72,7 +72,7 @@ class Daemon:
         """The workers of the daemon before this one are back."""
         model = self.fleet.models[name]
         for child in [child for generation in model.generations for child in generation.children]:
-            model.on_message(child, Reconnected(), [], self.now)
+            model.process_events.on_message(child, Reconnected(), [], self.now)
         return self.settled()
 
     def reload(self, **configs: ModelConfig) -> Daemon:
@@ -121,7 +121,9 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     daemon.backs()
     assert (model.is_serving, model.is_complete, model.unready_reason(daemon.now)) == (True, True, "")
     assert host.told(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
-    model.on_message("m.1.w1", PredictResult(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now)
+    model.process_events.on_message(
+        "m.1.w1", PredictResult(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now
+    )
     assert host.answers == [asked.number]
 
 
@@ -141,7 +143,7 @@ def test_one_that_served_before_is_loaded_anew_if_it_cannot_go_on() -> None:
         daemon.now += 60.0
         model.tick(daemon.now)
         for name in [name for name in daemon.generation().children if ".w" in name]:
-            model.on_exit(name, ExitCause(1), daemon.now)
+            model.process_events.on_exit(name, ExitCause(1), daemon.now)
     assert not model.has_failed
     daemon.now += 60.0
     model.tick(daemon.now)
@@ -165,7 +167,7 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
     # The snapshot is still good; the number is not used again.
     assert (following.host.pinned, following.host.spawned) == ([], ["m.2.holder", "m.2.w1", "m.2.w2"])
     model = following.fleet.models["m"]
-    model.on_message("m.1.w1", Reconnected(), [], following.now)
+    model.process_events.on_message("m.1.w1", Reconnected(), [], following.now)
     assert not model.is_serving
     following.loaded("m")
     assert (following.generation().label, model.is_complete) == ("m.2", True)
@@ -236,7 +238,7 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
     [leaving] = [model for model in daemon.fleet.all_models() if model.name == "goes"]
     assert [name for name, _ in daemon.host.told(Stop) if name.startswith("goes")] == ["goes.1.w1", "goes.1.w2"]
     for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
-        leaving.on_exit(name, ExitCause(0), daemon.now)
+        leaving.process_events.on_exit(name, ExitCause(0), daemon.now)
     assert leaving not in daemon.settled().fleet.all_models()
     assert [source.path for source in daemon.host.unpinned] == ["/models/one.onnx"]
 
@@ -246,7 +248,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     old = daemon.fleet.models["m"]
     assert old.config == ONE
     for name in ("m.1.w1", "m.1.w2"):
-        old.on_exit(name, ExitCause(None, "it ended while no daemon was there"), daemon.now)
+        old.process_events.on_exit(name, ExitCause(None, "it ended while no daemon was there"), daemon.now)
     assert daemon.settled().fleet.models["m"].config == TWO
 
 

@@ -69,7 +69,7 @@ class Home:
         return self
 
     def says(self, child: str, message: ChildMessage) -> Home:
-        self.models["one"].on_message(child, message, (), self.now)
+        self.models["one"].process_events.on_message(child, message, (), self.now)
         return self
 
     def loads(self, child: str = P1) -> Home:
@@ -94,7 +94,7 @@ class Home:
         return self.says(child, PredictResult(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
     def ends(self, child: str, end: ExitCause) -> Home:
-        self.models["one"].on_exit(child, end, self.now)
+        self.models["one"].process_events.on_exit(child, end, self.now)
         return self
 
     def later(self) -> Home:

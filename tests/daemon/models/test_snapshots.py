@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from weightd_daemon.generations.spec import ModelSource, SelfTestSpec
-from weightd_daemon.models.snapshots import Snapshots
+from weightd_daemon.models.versions import Snapshots
 from weightd_daemon.processes.events import Snapshot
 
 SOURCE, OTHER = ModelSource("/m.onnx", number=1), ModelSource("/m.onnx", number=2)

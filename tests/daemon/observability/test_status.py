@@ -33,10 +33,10 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     model.start(0.0)
     model.on_snapshot_taken(ModelSource("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
     for name in (HOLDER, WORKER, SPARE):
-        model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-    model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
+        model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+    model.process_events.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
     for name in (WORKER, SPARE):
-        model.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
+        model.process_events.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = MemoryScan("s", (), TtlCache())
     survey.memory_by_pid = {

@@ -120,9 +120,9 @@ class Scene:
         self.model.start(0.0)
         self.model.on_snapshot_taken(ModelSource("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
-            self.model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-        self.model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
-        self.model.on_message(WORKER, Attached("canary", 100), (), 0.0)
+            self.model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+        self.model.process_events.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
+        self.model.process_events.on_message(WORKER, Attached("canary", 100), (), 0.0)
 
     def hear(self) -> None:
         """Wait for a message on the socket, and let it be handled."""
