@@ -73,8 +73,7 @@ from weightd_daemon.platform.timers import Timer
 from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.snapshotter import CopyProgress
 from weightd_daemon.processes.supervisor import ProcessSupervisor
-from weightd_daemon.scheduling.fair_share import FairClocks
-from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
 from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, TenantResolver, Viewer, tenant_members
@@ -139,8 +138,6 @@ class Server:
         self._shim_launcher: ShimLauncher | None = None
         self._devices: dict[str, DeviceBudget] = {}
         self._load_limiter = LoadLimiter()
-        self._offenders = OffenderTable()
-        self._fair_clocks = FairClocks()
         self._one_shot = one_shot
         self._has_logged_ready = False
         self._zygote = zygote
@@ -171,6 +168,9 @@ class Server:
         self._memory_sampler = MemorySampler()
         self._log_readers: list[LogTailReader] = []
         self._event_log, self._client_log = EventLog(), ClientLog()
+        self._shared_scheduling = SharedScheduling(
+            client_log=self._client_log, counters_of=self._counter_registry.counters_of
+        )
         self._has_changed = True
         self._started_at = time.monotonic()
         self._shutdown = Shutdown()
@@ -330,19 +330,23 @@ class Server:
 
     def _make_model(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
         notifier = ClientNotifier(self._request_router.responses, self._request_router.admin)
-        model = self._model_factory.make(name, config, self._devices, self._process_supervisor, notifier, numbers)
+        model = self._model_factory.make(
+            name,
+            config,
+            self._devices,
+            self._process_supervisor,
+            notifier,
+            numbers,
+            shared_scheduling=self._shared_scheduling,
+        )
         model.load_limiter = self._load_limiter
-        model.dispatcher.set_counters(self._counter_registry.counters_of(name))
-        model.dispatcher.scheduler.clocks = self._fair_clocks
-        model.dispatcher.fault_isolator.offenses.tenant_offenders = self._offenders
-        model.dispatcher.fault_isolator.client_log = self._client_log
         self._loop.add_timer(model.timer)
         return model
 
     def _apply_accounting(self, now: float) -> None:
         """The tables of tenants are in force."""
         self._counter_registry.keep_only(self._model_registry.models)
-        self._fair_clocks.max_batch_s = self._config.daemon.max_batch_seconds
+        self._shared_scheduling.clocks.max_batch_s = self._config.daemon.max_batch_seconds
         self._usage_reporter.configure(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:
@@ -371,7 +375,7 @@ class Server:
         _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = clock.now()
         for model in self._model_registry.all_models():
-            model.dispatcher.scheduler.on_suspended(seconds, now)
+            model.dispatcher.on_suspended(seconds, now)
         if self._manager.is_present:
             self._systemd_notifier.on_suspended(seconds)
             self._notify_timer.set(now)

@@ -86,7 +86,7 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     server._model_registry.models["m"] = SimpleNamespace(
         is_updating=False, successor=None, config=config, may_retry=False
     )
-    server._process_supervisor = SimpleNamespace(prepare_fork_servers=list)
+    server._process_supervisor = SimpleNamespace(fork_servers=SimpleNamespace(reconcile=list))
     reload(server, 0.0)
     device = server._devices["ascend:0"]
     assert device.capacity_bytes == 1000 * 2**20
@@ -195,7 +195,9 @@ def test_logs_are_read_a_file_a_turn_and_few_are_asked_for_at_once(tmp_path: Pat
         told.append((client, response))
 
     server._request_router = SimpleNamespace(responses=SimpleNamespace(reply=reply_logs))
-    server._process_supervisor = SimpleNamespace(files={"m.1": GenerationFiles(tmp_path / "m.1")})
+    server._process_supervisor = SimpleNamespace(
+        storage=SimpleNamespace(files={"m.1": GenerationFiles(tmp_path / "m.1")})
+    )
     generations = [SimpleNamespace(label=f"m.{number}", number=number) for number in (1, 2)]
     server._model_registry.models["m"] = SimpleNamespace(generations=generations)
     for number in range(4):
@@ -249,7 +251,7 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     [(admitted,)] = [call.args for call in server._zmq_proxies.update_auth.call_args_list]
     assert (admitted["default"].keys, [each.tenant for each in admitted["default"].tenants]) == ((), ["ann"])
     assert sorted(timer.due_at for timer in server._usage_reporter.timers) == [5.0, 10.0]
-    assert server._fair_clocks.max_batch_s == 0.02
+    assert server._shared_scheduling.clocks.max_batch_s == 0.02
     ann = server._tenant_resolver.get("ann")
     for broken in ('uids = ["no such user"]', 'keys = ["none.pub"]', 'models = ["[a]"]'):
         path.write_text(f"[tenants.ann]\n{broken}\n{model}")
@@ -332,7 +334,7 @@ def test_a_reload_looks_for_the_files_of_the_models_that_it_would_load(tmp_path:
     server._model_registry.models["old"] = SimpleNamespace(
         is_updating=False, successor=None, config=config, may_retry=False
     )
-    server._process_supervisor = SimpleNamespace(prepare_fork_servers=list)
+    server._process_supervisor = SimpleNamespace(fork_servers=SimpleNamespace(reconcile=list))
     # What is loaded already is served from a copy.
     assert not any(reload(server, 0.0))
     (tmp_path / "d.onnx").mkdir()
@@ -362,7 +364,10 @@ def test_only_for_who_sees_all_is_memory_measured(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text('[tenants.ann]\nuids = [1]\n[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
     server = begun(path)
-    server._process_supervisor, server._zmq_proxies = SimpleNamespace(processes={}, files={}), SimpleNamespace(pids=[])
+    server._process_supervisor, server._zmq_proxies = (
+        SimpleNamespace(processes={}, storage=SimpleNamespace(files={})),
+        SimpleNamespace(pids=[]),
+    )
     server._request_router = SimpleNamespace(
         memory_budget=SimpleNamespace(used_bytes=1, max_bytes=2), dropped_responses=3
     )

@@ -149,7 +149,7 @@ class InferenceApi:
         if tenant.config.acts_for and not self._registry.is_visible(name, tenant):
             # It may exist for the tenant that the message names.
             return None
-        signature = self._registry.find(name, tenant).dispatcher.built
+        signature = self._registry.find(name, tenant).dispatcher.signature.built
         return None if signature is None else max_request_items(len(signature.inputs), len(signature.outputs))
 
     def _locate(self, connection: ClientConnection, message: Infer) -> TensorLocations:

@@ -147,7 +147,7 @@ class RequestRouter:
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
         for model in self._model_registry.all_models():
             model.dispatcher.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), clock.now())
-            model.dispatcher.reject_metadata_requests(
+            model.dispatcher.metadata.reject(
                 functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED)
             )
 

@@ -66,7 +66,7 @@ class StatusApi:
         """Send a model's signature, as soon as it is known."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         model = self._registry.find(message.model_name, viewer.tenant)
-        model.dispatcher.request_metadata(MetadataRequest(connection.key, message.id, connection.user))
+        model.dispatcher.metadata.request(MetadataRequest(connection.key, message.id, connection.user))
 
     def on_server_metadata(
         self, connection: ClientConnection, message: ServerMetadata, frames: Sequence[Any], now: float

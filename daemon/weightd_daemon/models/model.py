@@ -32,7 +32,7 @@ from weightd_daemon.models.rollout import Rollouts
 from weightd_daemon.models.versions import IdSequence, ModelVersions
 from weightd_daemon.platform.timers import Timer
 from weightd_daemon.processes.events import Snapshot
-from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.dispatcher import Dispatcher, SharedScheduling
 from weightd_protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")
@@ -54,7 +54,7 @@ class ServedModel:
 
     load_limiter: LoadLimiter | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         name: str,
         config: ModelConfig,
@@ -62,6 +62,8 @@ class ServedModel:
         process_manager: ProcessManager,
         client_notifier: ClientNotifier,
         ids: IdSequence | None = None,
+        *,
+        shared_scheduling: SharedScheduling | None = None,
     ) -> None:
         self.name = name
         self.note = ""
@@ -74,6 +76,7 @@ class ServedModel:
             client_notifier.response_sink,
             process_manager.messenger.send_order,
             self.timer.set_no_later_than,
+            shared_scheduling,
         )
         self.deployments = [
             Deployment(placement, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
@@ -187,7 +190,6 @@ class ServedModel:
         for source in self._versions.snapshots.take_overdue(now):
             cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
-        self.dispatcher.fault_isolator.continue_fingerprint(now)
         self.process_events.run_watchdog(
             [(each, each.serving) for each in self.deployments if each.serving is not None], now
         )
@@ -367,7 +369,7 @@ class ServedModel:
 
     def unready_reason(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
-        return readiness.unready_reason(self.name, self.deployments, self.dispatcher.fault_isolator.watchdog, now)
+        return readiness.unready_reason(self.name, self.deployments, self.dispatcher.processes, now)
 
     @property
     def main_generation(self) -> GenerationBase:
@@ -428,9 +430,9 @@ class ServedModel:
     def _update_availability(self) -> None:
         """Have requests refused if nobody serves the model or loads it, those that wait included."""
         unavailable = self._unavailable = readiness.find_unavailable(self.name, self.deployments)
-        self.dispatcher.set_unavailable(None if unavailable is None else unavailable.to_error)
-        if unavailable is not None and self._phase is not ModelPhase.REPLACED:
-            self.dispatcher.close(unavailable.to_error())
+        self.dispatcher.set_unavailable(
+            None if unavailable is None else unavailable.to_error, fails_waiting=self._phase is not ModelPhase.REPLACED
+        )
 
     def _plan_retry(self, now: float) -> None:
         """Plan the next attempt to load what has failed of a cause that may go away by itself."""

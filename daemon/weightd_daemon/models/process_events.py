@@ -131,13 +131,13 @@ class ProcessEvents:
         dispatcher = self._use.active_dispatcher(generation)
         match message:
             case PredictResult():
-                out_of_step = dispatcher.on_result(child, message, frames, now)
+                out_of_step = dispatcher.results.on_result(child, message, frames, now)
             case PredictDone():
-                out_of_step = dispatcher.on_done(child, message.request, now)
+                out_of_step = dispatcher.results.on_done(child, message.request, now)
             case PredictCancelled():
-                out_of_step = dispatcher.on_cancelled(child, message.request, now)
+                out_of_step = dispatcher.results.on_cancelled(child, message.request, now)
             case PredictFailed():
-                out_of_step = dispatcher.on_batch_failed(child, message, now)
+                out_of_step = dispatcher.results.on_batch_failed(child, message, now)
         if isinstance(message, PredictFailed) and message.is_exiting:
             generation.on_leaving(child, now, message.error)
             self._reconcile_deployment(deployment, now)
@@ -173,7 +173,7 @@ class ProcessEvents:
             deployment.on_device_memory(generation, message.device, rank_number(child) or 0)
         is_watched = isinstance(generation, Generation) and isinstance(message, (Attached, Reconnected))
         if is_watched and generation.processes.is_ready(child):
-            self._use.dispatchers[0].fault_isolator.watchdog.add(child, now)
+            self._use.dispatchers[0].processes.watch(child, now)
         self._reconcile_deployment(deployment, now)
 
     def _is_refused(self, generation: GenerationBase, built: Built, now: float) -> bool:
@@ -186,7 +186,7 @@ class ProcessEvents:
 
     def _on_pong(self, child: str, generation: GenerationBase, pong: Pong, now: float) -> None:
         for dispatcher in self._use.dispatchers:
-            dispatcher.fault_isolator.watchdog.on_pong(child, now)
+            dispatcher.processes.on_pong(child, now)
         expected = "" if generation.built is None else generation.built.selftest_digest
         if pong.selftest_digest and expected and pong.selftest_digest != expected:
             generation.processes.counters.on_selftest_failed()
@@ -206,7 +206,7 @@ class ProcessEvents:
             self._release_slots(child)
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
-            dispatcher.on_exit(child, exit_cause, now)
+            dispatcher.results.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile_deployment(deployment, now)
 
@@ -237,12 +237,12 @@ class ProcessEvents:
     def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
         for dispatcher in self._use.dispatchers:
-            for process, why in list(dispatcher.overdue_processes(now)):
+            for process, why in list(dispatcher.processes.overdue(now)):
                 self.end_process(process, why, now)
-            if now >= dispatcher.fault_isolator.watchdog.next_event_at:
+            if now >= dispatcher.processes.next_ping_at:
                 for deployment, generation in serving:
                     self.verify_store(deployment, generation, now)
-                for process in list(dispatcher.ping_idle(now)):
+                for process in list(dispatcher.processes.ping_idle(now)):
                     self.end_process(process, "it has not answered a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
@@ -280,10 +280,10 @@ class ProcessEvents:
 
     def _release_slots(self, process: str) -> None:
         for dispatcher in self._use.dispatchers:
-            dispatcher.release_slot(process)
+            dispatcher.processes.release(process)
 
     def _has_answered(self, process: str) -> bool:
-        return any(dispatcher.has_answered(process) for dispatcher in self._use.dispatchers)
+        return any(dispatcher.results.has_answered(process) for dispatcher in self._use.dispatchers)
 
 
 def _is_lockstep(generation: GenerationBase) -> bool:

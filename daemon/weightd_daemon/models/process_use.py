@@ -114,7 +114,7 @@ class OneModelUse(ProcessUse):
         if isinstance(generation, RankGroup):
             ranks, reply_rank = generation.processes.slots[name], generation.group_spec.reply_rank
             reply_process = None if reply_rank == CONCAT else ranks[reply_rank]
-            self._dispatcher.add_rank_slot(
+            self._dispatcher.processes.add_ranks(
                 name,
                 LockstepTracker(ranks, reply_process, generation.step),
                 now,
@@ -125,19 +125,19 @@ class OneModelUse(ProcessUse):
         else:
             child = generation.children[name]
             concurrency = child.hello.concurrency if child.hello is not None else 1
-            self._dispatcher.add_slot(name, device=child.device, policy=policy, concurrency=concurrency)
+            self._dispatcher.processes.add(name, device=child.device, policy=policy, concurrency=concurrency)
 
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
         """Give a worker, or the ranks, no further request."""
-        self._dispatcher.remove_slot(name)
+        self._dispatcher.processes.remove(name)
         if not generation.attach_control.is_valid:
             # It will not answer what it has, and is not to blame.
-            self._dispatcher.release_slot(name)
+            self._dispatcher.processes.release(name)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
         """Let what a worker has, or the ranks, wait again."""
         if generation.processes.is_ready(name):
-            self._dispatcher.on_process_failed(name, reason, now)
+            self._dispatcher.results.on_process_failed(name, reason, now)
 
     def on_generation_ended(self, generation: GenerationBase) -> None:
         """Forget where its ranks have met."""
@@ -151,7 +151,7 @@ class OneModelUse(ProcessUse):
         """Have slots do with rows of requests what is configured, as far as it is known to be right by now."""
         policy = batching.batching_policy(self._config, generation)
         for each in generation.processes.slots:
-            self._dispatcher.scheduler.slots.set_policy(each, policy)
+            self._dispatcher.processes.set_policy(each, policy)
 
     def reconfigure(self, config: ModelConfig, serving: Iterable[GenerationBase]) -> None:
         """Have what serves do as another configuration says that has the same loaded."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from weightd_daemon.generations.states import ACTIVE
 from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.scheduling.fault_isolation.watchdog import Watchdog
+from weightd_daemon.scheduling.slot_processes import SlotProcesses
 from weightd_protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable
 from weightd_protocol.messages.worker import Built
 
@@ -84,7 +84,7 @@ def explain_error(error: RequestError, name: str, deployments: Sequence[Deployme
     return Unavailable(f"{name} has no worker: {generation.progress}, {cause}")
 
 
-def unready_reason(name: str, deployments: Sequence[Deployment], watchdog: Watchdog, now: float) -> str:
+def unready_reason(name: str, deployments: Sequence[Deployment], processes: SlotProcesses, now: float) -> str:
     """Return why the model is not ready to answer, or "" if it is: a worker has been heard of of late."""
     serving = [each.serving for each in deployments if each.serving is not None]
     if not serving:
@@ -94,9 +94,9 @@ def unready_reason(name: str, deployments: Sequence[Deployment], watchdog: Watch
             if unavailable is not None
             else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
         )
-    silence_s = watchdog.silence_s([process for each in serving for process in each.processes.serving], now)
+    silence_s = processes.silence_s([process for each in serving for process in each.processes.serving], now)
     if silence_s is None:
         return ""
     if silence_s == float("inf"):
         return f"{name}: no worker is there; they are being replaced"
-    return f"{name}: no worker has answered for {silence_s:.1f} s, watchdog is {watchdog.period_s:g} s"
+    return f"{name}: no worker has answered for {silence_s:.1f} s, watchdog is {processes.watchdog_period_s:g} s"

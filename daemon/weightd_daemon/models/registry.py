@@ -161,7 +161,7 @@ class ModelRegistry:
     def hand_over(self, now: float) -> None:
         """This daemon ends, and its children go on: nobody waits for an answer any more."""
         for model in self.all_models():
-            model.dispatcher.hand_over(now)
+            model.dispatcher.hand_over()
 
     def all_models(self) -> list[ServedModel]:
         """Return every model of which something is left."""
@@ -232,7 +232,7 @@ class ModelRegistry:
     def _remove_if_drained(self, model: ServedModel, now: float) -> None:
         replacement = self.models.get(model.name)
         if replacement is not None and model.is_draining:
-            if model.dispatcher.scheduler.queue.count:
+            if model.dispatcher.queued_by_tenant:
                 # What a worker had that died while it left.
                 replacement.adopt_requests(model, now)
         elif model.dispatcher.is_idle and not model.is_draining:

@@ -6,6 +6,7 @@ those who ask it; what it would do with generations of its own, it has the share
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.dispatcher import Dispatcher, SharedScheduling
 from weightd_daemon.scheduling.fair_share import Users
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.errors import FailedPrecondition, Unavailable
@@ -160,7 +161,7 @@ class SharedProcessGroup(ProcessUse):
         scheduler = self._schedulers.get(generation.label)
         active_slot = None if scheduler is None else scheduler.active_slot
         for dispatcher in self.dispatchers if active_slot is not None else ():
-            if any(dispatcher.scheduler.slots.slot_of(each) is active_slot for each in generation.children):
+            if any(dispatcher.processes.is_running(each, active_slot) for each in generation.children):
                 return dispatcher
         return self.members[0].dispatcher
 
@@ -201,22 +202,22 @@ class SharedProcessGroup(ProcessUse):
         scheduler = self._schedulers[generation.label] = SharedProcessScheduler()
         for process in generation.processes.slots.get(name, ()):
             for index, dispatcher in enumerate(self.dispatchers):
-                dispatcher.add_shared_slot(process, scheduler, index, now, device=generation.device)
+                dispatcher.processes.add_shared(process, scheduler, index, now, device=generation.device)
 
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
         """Give the process no further request of any member."""
         for process in [each for each in generation.children if each.startswith(f"{name}.")]:
             for dispatcher in self.dispatchers:
-                dispatcher.remove_slot(process)
+                dispatcher.processes.remove(process)
                 if not generation.attach_control.is_valid:
                     # It will not answer what it has, and is not to blame.
-                    dispatcher.release_slot(process)
+                    dispatcher.processes.release(process)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
         """Let what the process has wait again, of whichever member that is."""
-        self.active_dispatcher(generation).on_process_failed(name, reason, now)
+        self.active_dispatcher(generation).results.on_process_failed(name, reason, now)
         for dispatcher in self.dispatchers:
-            dispatcher.release_slot(name)
+            dispatcher.processes.release(name)
 
     def on_generation_ended(self, generation: GenerationBase) -> None:
         """Forget whose turn it was."""
@@ -255,13 +256,15 @@ class GroupedModel(ServedModel):
         is_marked_leaving: it was removed, and will be drained.
     """
 
-    def __init__(self, shared_process: SharedProcessGroup, *model: Any) -> None:
-        super().__init__(*model)
+    def __init__(
+        self, shared_process: SharedProcessGroup, *model: Any, shared_scheduling: SharedScheduling | None = None
+    ) -> None:
+        scheduling = dataclasses.replace(shared_scheduling or SharedScheduling(), users=shared_process.users)
+        super().__init__(*model, shared_scheduling=scheduling)
         self._shared_process = shared_process
         self._index = len(shared_process.members)
         self.is_marked_leaving = False
         self.deployments = shared_process.deployments
-        self.dispatcher.scheduler.users = shared_process.users
         self.process_events = shared_process.process_events
         shared_process.members.append(self)
 
@@ -378,7 +381,7 @@ class ModelFactory:
         self._incomplete: dict[Membership, SharedProcessGroup] = {}
         self._id_sequences: dict[str, IdSequence] = {}
 
-    def make(
+    def make(  # noqa: PLR0913
         self,
         name: str,
         config: ModelConfig,
@@ -386,16 +389,21 @@ class ModelFactory:
         process_manager: ProcessManager,
         client_notifier: ClientNotifier,
         ids: IdSequence,
+        *,
+        shared_scheduling: SharedScheduling | None = None,
     ) -> ServedModel:
         """Return a model that has not started; the arguments are those of `Model`."""
         group = config.group
         if group is None:
-            return ServedModel(name, config, devices, process_manager, client_notifier, ids)
+            return ServedModel(
+                name, config, devices, process_manager, client_notifier, ids, shared_scheduling=shared_scheduling
+            )
         shared_process = self._incomplete.pop(group, None)
         if shared_process is None:
             group_ids = self._id_sequences.setdefault(group.name, IdSequence())
             shared_process = SharedProcessGroup(config, devices, process_manager, group_ids)
-        member = GroupedModel(shared_process, name, config, devices, process_manager, client_notifier, ids)
+        model = name, config, devices, process_manager, client_notifier, ids
+        member = GroupedModel(shared_process, *model, shared_scheduling=shared_scheduling)
         if len(shared_process.members) < len(group.models):
             self._incomplete[group] = shared_process
         return member

@@ -103,11 +103,8 @@ def _all_metrics(request_id: str, metrics_time: MetricsTime, inputs: MetricsInpu
 def _model_metrics(
     model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, metrics_time: MetricsTime
 ) -> ModelMetrics:
-    counters, main_generation, dispatcher = (
-        counter_registry.counters_of(model.name),
-        model.main_generation,
-        model.dispatcher,
-    )
+    counters, main_generation = counter_registry.counters_of(model.name), model.main_generation
+    requests = model.dispatcher.status(metrics_time.now)
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
@@ -115,15 +112,15 @@ def _model_metrics(
         ready=_is_ready(model, metrics_time),
         generation=main_generation.number,
         sha256=main_generation.sha256,
-        queued=dispatcher.scheduler.queue.count,
-        running=dispatcher.scheduler.slots.running_count,
+        queued=requests.queued,
+        running=requests.running,
         processes=_process_counts(model.generations),
         executions=counters.compute.count,
         unexpected_exits=counters.unexpected_exits,
         restarts=counters.restarts,
         selftest_failures=counters.selftest_failures,
         batch_mismatches=counters.batch_mismatches,
-        quarantined=dispatcher.fault_isolator.quarantine.count(metrics_time.now),
+        quarantined=requests.quarantined,
         request_seconds=counters.requests.to_histogram(),
         queue_seconds=counters.queue.to_histogram(),
         compute_seconds=counters.compute.to_histogram(),

@@ -123,25 +123,26 @@ def build_status(memory_scan: MemoryScan, state: str, uptime_s: float, inputs: S
 
 
 def _model_status(model: ServedModel, memory_scan: MemoryScan, inputs: StatusInputs) -> ModelStatus:
+    requests = model.dispatcher.status(clock.now())
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
         path=clip(model.source.path),
         state=model.state.display_name,
-        queued=model.dispatcher.scheduler.queue.count,
-        served=model.dispatcher.latencies.count,
-        failed=model.dispatcher.failed_count,
+        queued=requests.queued,
+        served=requests.latencies.count,
+        failed=requests.failed,
         generations=tuple(
             _generation_status(model, generation, memory_scan, inputs)
             for generation in model.generations[: limits.MAX_GENERATIONS]
         ),
-        p50_us=model.dispatcher.latencies.percentile_us(50),
-        p99_us=model.dispatcher.latencies.percentile_us(99),
+        p50_us=requests.latencies.percentile_us(50),
+        p99_us=requests.latencies.percentile_us(99),
         unexpected_exits=model.deaths,
-        quarantined=model.dispatcher.fault_isolator.quarantine.count(clock.now()),
-        note=clip(_model_note(model)),
+        quarantined=requests.quarantined,
+        note=clip(_model_note(model, requests.confined_clients)),
         weights=clip(model.source.weights),
-        executions=_executions_status(model.dispatcher.scheduler.execution_counters),
+        executions=_executions_status(requests.execution_counters),
         group=model.config.group.name if model.config.group is not None else "",
         retry_s=model.retry_delay_s(clock.now()),
     )
@@ -158,8 +159,8 @@ def _executions_status(execution_counters: ExecutionCounters) -> ExecutionsStatu
     )
 
 
-def _model_note(model: ServedModel) -> str:
-    offenders = ", ".join(model.dispatcher.fault_isolator.offenses.confined_names(clock.now()))
+def _model_note(model: ServedModel, confined_clients: Sequence[str]) -> str:
+    offenders = ", ".join(confined_clients)
     offense_text = f"requests of {offenders} ended workers" if offenders else ""
     being_replaced = [
         each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced
@@ -224,7 +225,7 @@ def _find_built(model: ServedModel, generation: GenerationBase) -> Built | None:
 def _process_status(
     model: ServedModel, generation: GenerationBase, child: WorkerProcess, pid: int, memory_scan: MemoryScan
 ) -> ProcessStatus:
-    latencies = model.dispatcher.latencies_by_process.get(child.name)
+    latencies = model.dispatcher.results.latencies_by_process.get(child.name)
     hello = child.hello
     return ProcessStatus(
         name=child.name,
@@ -232,7 +233,7 @@ def _process_status(
         state=child.state.display_name,
         pid=pid,
         served=latencies.count if latencies else 0,
-        in_flight=model.dispatcher.scheduler.slots.in_flight(child.name),
+        in_flight=model.dispatcher.processes.in_flight(child.name),
         p50_us=latencies.percentile_us(50) if latencies else None,
         p99_us=latencies.percentile_us(99) if latencies else None,
         pss_bytes=memory_scan.pss_bytes(pid),

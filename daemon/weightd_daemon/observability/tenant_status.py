@@ -19,7 +19,7 @@ def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
     """Return how many requests wait, by tenant and model."""
     queued: dict[tuple[str, str], int] = {}
     for model in models:
-        for tenant, count in model.dispatcher.scheduler.queue.counts_by_tenant.items():
+        for tenant, count in model.dispatcher.queued_by_tenant.items():
             queued[tenant.name, model.name] = count
     return queued
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weightd_daemon.scheduling.batching.policy import BatchKey
 from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.fair_share import Charge
-from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
+from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request, isolate
 from weightd_protocol import limits
 
 _ALL_ROWS = range(limits.MAX_DIM)
@@ -113,7 +113,7 @@ class Batch:
     def isolate_requests(self) -> None:
         """Whatever has to run again of it, does so alone."""
         for request in self.requests:
-            request.require_isolation(Isolation.ALONE)
+            isolate(request, Isolation.ALONE)
 
     @property
     def single_request(self) -> Request | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-# Of the last batches each counts so much in the mean.
-_WEIGHT = 0.2
+from weightd_daemon.scheduling.batch import Batch
+from weightd_daemon.scheduling.batching.estimates import DurationEstimates
+from weightd_daemon.scheduling.slots import Slot
 
-# Forms of requests, on one device each; the clients choose them.
-_MAX_KINDS = 256
+# Of so many of the last answers the mean duration is taken.
+_MEAN_WINDOW = 16
+
+# A hint to try again sooner would only bring the next refusal.
+_MIN_RETRY_S = 0.01
 
 
 # Enough for a p99 that ten answers stand behind; 32 KB.
@@ -70,76 +73,43 @@ class ExecutionCounters:
         self.padded_rows += max(0, model_rows - rows)
 
 
-Kind = tuple[Any, ...]
+class BatchTimes:
+    """How long the batches of one model took, and what that says of the next ones.
 
-
-class DurationEstimates:
-    """Mean seconds of batches, on each device, of each kind of request, for numbers of rows within a factor of two."""
-
-    def __init__(self) -> None:
-        # Of each power of two that is more than the rows: the mean of the rows, and of the seconds.
-        self._means: dict[tuple[str, Kind], dict[int, tuple[float, float]]] = {}
-
-    def add(self, device: str, kind: Kind, rows: int, seconds: float) -> None:
-        """A batch has run."""
-        means = self._means.get((device, kind))
-        if means is None:
-            if len(self._means) >= _MAX_KINDS:
-                self._means.clear()
-            means = self._means[device, kind] = {}
-        mean_rows, mean_seconds = means.get(rows.bit_length(), (float(rows), seconds))
-        means[rows.bit_length()] = (
-            mean_rows + _WEIGHT * (rows - mean_rows),
-            mean_seconds + _WEIGHT * (seconds - mean_seconds),
-        )
-
-    def expected_s(self, device: str, kind: Kind, rows: int) -> float:
-        """Return the seconds that a batch with so many rows is going to take at most, about; 0.0 where nobody knows."""
-        nearest = self._nearest(device, kind, rows)
-        return nearest[1] * max(1.0, rows / nearest[0]) if nearest else 0.0
-
-    def max_rows_within(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
-        """Return how many of so many rows take no longer than this, as far as is known: at least one.
-
-        What is known of more rows tells what less of them take in proportion: less are tried then, and known.
-        """
-        while rows > 1 and (nearest := self._nearest(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
-            rows = max(1, min(rows - 1, int(seconds * nearest[0] / nearest[1])))
-        return rows
-
-    def share(self, device: str, devices: Sequence[str], kind: Kind, rows: int) -> float:
-        """Return which share of so many rows one of these devices gets if all are to be ready at once."""
-        speeds = {
-            each: rows / self.expected_s(each, kind, rows) for each in {*devices} if self.expected_s(each, kind, rows)
-        }
-        mean_speed = sum(speeds.values()) / len(speeds) if speeds else 1.0
-        return speeds.get(device, mean_speed) / sum(speeds.get(each, mean_speed) for each in devices)
-
-    def _nearest(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
-        """The mean of the rows, and of the seconds, of the batches whose rows were nearest to so many."""
-        means = self._means.get((device, kind))
-        if not means:
-            return None
-        bucket = rows.bit_length()
-        return means[min(means, key=lambda each: (abs(each - bucket), each))]
-
-
-class RollingMax:
-    """The most at any time in the last seconds: in at least as many as given, and at most twice as many.
-
-    Args:
-        window_s: how long it is remembered.
+    Attributes:
+        estimates: for batches with rows.
     """
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._window_started_at = 0.0
-        self._max = self._previous_max = 0
+    def __init__(self) -> None:
+        self.estimates = DurationEstimates()
+        # For how long each part of the last batches ran.
+        self._recent_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
 
-    def add(self, count: int, now: float) -> int:
-        """There are so many now; return the peak."""
-        if now >= self._window_started_at + self._window_s:
-            self._previous_max = self._max if now < self._window_started_at + 2 * self._window_s else 0
-            self._window_started_at, self._max = now, 0
-        self._max = max(self._max, count)
-        return max(self._max, self._previous_max)
+    def add(self, device: str, batch: Batch, seconds: float) -> None:
+        """A batch has run."""
+        self._recent_s.append(seconds / batch.item_count)
+        if batch.batch_key is not None:
+            self.estimates.add(device, batch.batch_key.kind, batch.rows, seconds)
+
+    @property
+    def mean_item_s(self) -> float:
+        """The seconds that a part took of late; 0.0 before anything was answered."""
+        return sum(self._recent_s) / len(self._recent_s) if self._recent_s else 0.0
+
+    def expected_s(self, device: str, batch: Batch) -> float:
+        """Return how many seconds a batch will take on a device, about; 0.0 where nobody knows."""
+        if batch.batch_key is None:
+            return batch.item_count * self.mean_item_s
+        estimate_s = self.estimates.expected_s(device, batch.batch_key.kind, batch.rows)
+        return estimate_s or batch.item_count * self.mean_item_s
+
+    def retry_after_s(self, queued: int, slots: Iterable[Slot], slot_count: int, now: float) -> float | None:
+        """Return in how many seconds there may be room in a queue that is full.
+
+        It has moved on by one place for each slot after the time that a request takes. Before anything was answered
+        nobody knows how long that is.
+        """
+        if not self._recent_s or not slot_count:
+            return None
+        busy_s = max((now - slot.busy_since for slot in slots if slot.batches), default=0.0)
+        return max(max(self.mean_item_s, busy_s) * queued / slot_count, _MIN_RETRY_S)

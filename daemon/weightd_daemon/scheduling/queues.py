@@ -284,6 +284,10 @@ class TenantQueues:
             self._on_change(tenant)
 
 
+AnyQueue = TenantQueue | TenantQueues
+"""What waits, of one tenant or of each by itself."""
+
+
 def make_queue(levels: int) -> TenantQueue:
     """Return an empty queue."""
     return FifoQueue() if levels == 1 else PriorityQueue(levels)

@@ -91,10 +91,6 @@ class Request:
     may_still_write: bool = False
     buffered_bytes: int = 0
 
-    def require_isolation(self, isolation: Isolation) -> None:
-        """From now on it bears no other company than this, or less."""
-        self.isolation = max(self.isolation, isolation)
-
     @property
     def content_bytes(self) -> int:
         """The bytes of its tensors, wherever they are."""
@@ -104,3 +100,8 @@ class Request:
     def is_mutable(self) -> bool:
         """Whether its client can change the content at any time: an input is in memory of the client."""
         return bool(self.locations.inputs)
+
+
+def isolate(request: Request, isolation: Isolation) -> None:
+    """From now on nothing else may run with a request but what this allows, or less."""
+    request.isolation = max(request.isolation, isolation)

@@ -18,15 +18,12 @@ from typing import TypeVar
 from weightd_daemon.scheduling.batch import BatchItem
 from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.fair_share import ActiveTenants, FairClock
-from weightd_daemon.scheduling.queues import TenantQueue, TenantQueues, make_queue, sort_key
+from weightd_daemon.scheduling.queues import AnyQueue, TenantQueue, TenantQueues, make_queue, sort_key
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
 
 # Of what has begun so many are looked at.
 _MAX_SPLITTING = 16
-
-AnyQueue = TenantQueue | TenantQueues
-"""What waits, of one tenant or of each by itself."""
 
 _QueueT = TypeVar("_QueueT", TenantQueue, AnyQueue)
 
@@ -35,49 +32,44 @@ class RequestQueue:
     """The requests that wait; iterated in the order in which they run, then those that are confined or aside.
 
     Args:
-        max_queue: requests that may wait.
-        max_queue_bytes: tensor bytes that may wait.
         levels: of priority.
-        is_confined_running: whether a slot has a request that is confined; of a tenant, if one is given.
 
     Attributes:
         normal: what waits for nothing but its turn and a slot, and has not begun.
+        confined: what waits of clients under suspicion: one of these runs at a time.
+        unchecked: what does not run before it is admitted.
         long: requests that take too long for the last free slot, see `Scheduler`; while there are several tenants.
         splitting: what runs in parts, of which some have still to be given to slots: those of the first, then the
             next's.
         splits: the requests that run in parts and have not ended, by their numbers.
         was_split: whether the last batch was a part of a request.
         is_multi_tenant: whether there are several tenants: then what waits of each is in queues of its own.
+        tenants_last_split: those whose last batch was a part of a request.
+        queues: all of these; the last is what is looked at before it may run.
         active_tenants: of tenants, while it is shared.
     """
 
-    def __init__(
-        self, max_queue: int, max_queue_bytes: int, levels: int, is_confined_running: Callable[[Tenant | None], bool]
-    ) -> None:
-        self._max_queue = max_queue
-        self._max_queue_bytes = max_queue_bytes
+    def __init__(self, levels: int) -> None:
         self._levels = levels
-        self._is_confined_running = is_confined_running
         self.splits: dict[int, SplitRequest] = {}
         self.was_split = False
         self.is_multi_tenant = False
-        self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self._runnable_of(tenant)))
-        # Those whose last batch was a part of a request.
-        self._tenants_last_split: set[Tenant] = set()
+        self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self.runnable_of(tenant)))
+        self.tenants_last_split: set[Tenant] = set()
         # The last is what is looked at before it may run.
         self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
 
     def _set_queues(
         self, normal: AnyQueue, confined: AnyQueue, splitting: AnyQueue, long: AnyQueue, unchecked: AnyQueue
     ) -> None:
-        self.normal, self._confined, self.splitting, self.long, self._unchecked = (
+        self.normal, self.confined, self.splitting, self.long, self.unchecked = (
             normal,
             confined,
             splitting,
             long,
             unchecked,
         )
-        self._queues: Sequence[AnyQueue] = (normal, confined, splitting, long, unchecked)
+        self.queues: Sequence[AnyQueue] = (normal, confined, splitting, long, unchecked)
 
     # --- who comes and goes -------------------------------------------------------------------------------------
 
@@ -91,38 +83,34 @@ class RequestQueue:
         for item in items:
             if item.split is not None:
                 item.split.put_back(item.first_row, item.rows)
-            if item.request not in requeued and not any(item.request in queue for queue in self._queues):
+            if item.request not in requeued and not any(item.request in queue for queue in self.queues):
                 requeued.append(item.request)
         self.put_first(requeued)
 
     def put_first(self, requests: Sequence[Request]) -> None:
         """They wait before what is there of their tenants, in their order."""
-        for queue in (self._confined, self.splitting, self.normal):
+        for queue in (self.confined, self.splitting, self.normal):
             queue.put_back([request for request in requests if self._queue_for(request) is queue])
-
-    def add_unchecked(self, request: Request) -> None:
-        """It does not run before it is admitted."""
-        self._unchecked.append(request)
 
     def move_to_unchecked(self, matches: Callable[[Request], bool]) -> list[Request]:
         """Put what is `matches` aside, and return it. What has begun goes on."""
-        queues = (self.normal, self._confined, self.long)
+        queues = (self.normal, self.confined, self.long)
         moved = [request for queue in queues for request in queue.take_matching(matches)]
         for request in moved:
-            self._unchecked.append(request)
+            self.unchecked.append(request)
         return moved
 
     def admit(self, request: Request) -> None:
         """What was put aside may run; one that has ended meanwhile stays ended."""
-        if request in self._unchecked:
-            self._unchecked.remove(request)
+        if request in self.unchecked:
+            self.unchecked.remove(request)
             self.append(request)
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
         """What is `matches` waits among those of which one runs at a time."""
         for queue in (self.normal, self.splitting, self.long):
             for request in queue.take_matching(matches):
-                self._confined.append(request)
+                self.confined.append(request)
 
     def remove_split(self, request: Request) -> SplitRequest | None:
         """Nothing more of it runs, if it runs in parts; return it as it was, None if it does not."""
@@ -134,18 +122,18 @@ class RequestQueue:
 
     def remove(self, request: Request) -> bool:
         """Take out a request, if it waits; return whether it did."""
-        found = [queue for queue in self._queues if request in queue]
+        found = [queue for queue in self.queues if request in queue]
         for queue in found:
             queue.remove(request)
         return bool(found)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
         """Take out all that are `should_take`, at the cost of a look at each."""
-        return [request for queue in self._queues for request in queue.take_matching(should_take)]
+        return [request for queue in self.queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None) -> list[Request]:
         """Take out a client's requests, or those of its requests that have this id."""
-        return [request for queue in self._queues for request in queue.take_of_client(client, request_id)]
+        return [request for queue in self.queues for request in queue.take_of_client(client, request_id)]
 
     # --- tenants ------------------------------------------------------------------------------------------------
 
@@ -156,7 +144,7 @@ class RequestQueue:
         on_change = self.active_tenants.mark_changed
         for request in itertools.islice(self, 1):
             on_change(request.tenant)
-        pairs = zip(levels, self._queues, strict=True)
+        pairs = zip(levels, self.queues, strict=True)
         self._set_queues(
             *(
                 old_queue if isinstance(old_queue, TenantQueues) else TenantQueues(each, old_queue, on_change)
@@ -168,22 +156,22 @@ class RequestQueue:
         """There is one tenant at most, and nothing of any other waits."""
         self.is_multi_tenant = False
         self.active_tenants.clear()
-        self._tenants_last_split.clear()
+        self.tenants_last_split.clear()
         self.normal.put_back(self.long.take_matching(lambda _: True))
-        self._set_queues(
-            *(queue.single_queue() if isinstance(queue, TenantQueues) else queue for queue in self._queues)
-        )
+        self._set_queues(*(queue.single_queue() if isinstance(queue, TenantQueues) else queue for queue in self.queues))
 
     @property
     def tenants(self) -> set[Tenant]:
         """Those of which anything waits, while it is shared."""
-        return {each for queue in self._tenant_queues for each in queue.tenants}
+        return {each for queue in self.tenant_queues for each in queue.tenants}
 
     @property
     def counts_by_tenant(self) -> dict[Tenant, int]:
         """How many requests of each tenant wait, at the cost of a look at each tenant."""
         if self.is_multi_tenant:
-            return {tenant: self._queued_amount(tenant, in_requests=True) for tenant in self.tenants}
+            return {
+                tenant: sum(queue.queue_of(tenant).count for queue in self.tenant_queues) for tenant in self.tenants
+            }
         # They are of one.
         return {request.tenant: self.count for request in itertools.islice(self, 1)}
 
@@ -194,27 +182,56 @@ class RequestQueue:
 
     def on_batch_formed(self, tenant: Tenant, *, is_split: bool) -> None:
         """While it is shared, a batch has been made of what waited of a tenant: a part of a request, or not."""
-        (self._tenants_last_split.add if is_split else self._tenants_last_split.discard)(tenant)
+        (self.tenants_last_split.add if is_split else self.tenants_last_split.discard)(tenant)
 
-    def evict_for(self, request: Request) -> list[Request] | None:
-        """Return what has given way to a request that finds no room; None if it is the one that has to.
+    # --- what it tells ------------------------------------------------------------------------------------------
 
-        That is, one after another, the newest of the tenant that has most waiting by its weight: requests, or bytes,
-        whichever bound is in the way.
-        """
-        evicted: list[tuple[AnyQueue, Request]] = []
-        while self.full_reason(request, self.count):
-            newest = self._find_eviction(request, in_requests=self.count >= self._max_queue)
-            if newest is None:
-                for queue, each in reversed(evicted):
-                    queue.append(each)
-                return None
-            queue, each = newest
-            queue.remove(each)
-            evicted.append(newest)
-        return [each for _, each in evicted]
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain(*self.queues)
 
-    # --- whose turn it is ---------------------------------------------------------------------------------------
+    @property
+    def count(self) -> int:
+        """Requests that wait."""
+        return self.normal.count + self.confined.count + self.splitting.count + self.long.count + self.unchecked.count
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits that may run. Cheap: this is asked with every answer."""
+        return not (self.normal.count or self.confined.count or self.splitting.count or self.long.count)
+
+    @property
+    def next_unchecked(self) -> Request | None:
+        """The first of those that do not run before they are admitted."""
+        return self.unchecked.first if self.unchecked.count else None
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    @property
+    def tenant_queues(self) -> list[TenantQueues]:
+        """Return `queues` while there are several tenants."""
+        return [queue for queue in self.queues if isinstance(queue, TenantQueues)]
+
+    def runnable_of(self, tenant: Tenant) -> list[TenantQueue]:
+        """Return what waits of a tenant and may run, in the order of `queues`."""
+        return [queue.queue_of(tenant) for queue in self.tenant_queues[:4]]
+
+    def _queue_for(self, request: Request) -> AnyQueue:
+        if request.isolation is Isolation.CONFINED:
+            return self.confined
+        return self.splitting if request.number in self.splits else self.normal
+
+
+class Turns:
+    """Whose turn it is of what waits in a queue.
+
+    Args:
+        queue: what waits.
+        is_confined_running: whether a slot has a request that is confined; of a tenant, if one is given.
+    """
+
+    def __init__(self, queue: RequestQueue, is_confined_running: Callable[[Tenant | None], bool]) -> None:
+        self._queue = queue
+        self._is_confined_running = is_confined_running
 
     def candidates(self) -> Iterator[tuple[AnyQueue, Request]]:
         """Yield the requests that may run next, each with its queue, in the order of their turns.
@@ -222,30 +239,36 @@ class RequestQueue:
         That is the one that has come first, and some of what has begun; these take turns, if both are of the same
         priority. The first of the long ones is before or behind these, wherever its turn is.
         """
-        return _with_long_request(self.next_unsplit_queue(), self.splitting, self.long, was_split=self.was_split)
+        return _with_long_request(
+            self.next_unsplit_queue(), self._queue.splitting, self._queue.long, was_split=self._queue.was_split
+        )
 
     def fair_candidates(
         self, clock: FairClock, is_long: Callable[[Request], bool]
     ) -> Iterator[tuple[AnyQueue, Request]]:
         """Yield what `candidates` does of one tenant after another, in their order on the device with this clock."""
-        for tenant in sorted(self.active_tenants.update(), key=clock.sort_key):
+        for tenant in sorted(self._queue.active_tenants.update(), key=clock.sort_key):
             self._move_long_of(tenant, is_long)
-            normal, confined, splitting, long = self._runnable_of(tenant)
-            shared_queues = {id(confined): self._confined, id(splitting): self.splitting, id(long): self.long}
-            unsplit, was_split = self._next_unsplit(normal, confined, tenant), tenant in self._tenants_last_split
+            normal, confined, splitting, long = self._queue.runnable_of(tenant)
+            shared_queues = {
+                id(confined): self._queue.confined,
+                id(splitting): self._queue.splitting,
+                id(long): self._queue.long,
+            }
+            unsplit, was_split = self._next_unsplit(normal, confined, tenant), tenant in self._queue.tenants_last_split
             for queue, request in _with_long_request(unsplit, splitting, long, was_split=was_split):
-                yield shared_queues.get(id(queue), self.normal), request
+                yield shared_queues.get(id(queue), self._queue.normal), request
 
     def move_long(self, is_long: Callable[[Request], bool]) -> None:
         """Have the requests at the head of `normal` that are long wait in `long`, while there are several tenants."""
-        for tenant in self.active_tenants.update():
+        for tenant in self._queue.active_tenants.update():
             self._move_long_of(tenant, is_long)
 
     def fair_order(self, clock: FairClock, expected_s: float) -> Iterator[Request]:
         """Yield what waits for nothing but its turn, as if each took so many seconds of the device with this clock."""
         heads = [
-            (clock.sort_key(tenant), index, tenant, iter(self._runnable_of(tenant)[0]))
-            for index, tenant in enumerate(self.active_tenants.update())
+            (clock.sort_key(tenant), index, tenant, iter(self._queue.runnable_of(tenant)[0]))
+            for index, tenant in enumerate(self._queue.active_tenants.update())
         ]
         heapq.heapify(heads)
         while heads:
@@ -259,84 +282,86 @@ class RequestQueue:
 
     def next_unsplit_queue(self) -> AnyQueue | None:
         """Return the queue of which the first runs next, but for what has begun; None if nothing else may run."""
-        return self._next_unsplit(self.normal, self._confined)
-
-    # --- what it tells ------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Request]:
-        return itertools.chain(*self._queues)
-
-    @property
-    def count(self) -> int:
-        """Requests that wait."""
-        return self.normal.count + self._confined.count + self.splitting.count + self.long.count + self._unchecked.count
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits that may run. Cheap: this is asked with every answer."""
-        return not (self.normal.count or self._confined.count or self.splitting.count or self.long.count)
-
-    @property
-    def next_unchecked(self) -> Request | None:
-        """The first of those that do not run before they are admitted."""
-        return self._unchecked.first if self._unchecked.count else None
-
-    def full_reason(self, request: Request, count: int) -> str:
-        """Return why there is no room for one more request beside so many, or ""."""
-        nbytes = sum(queue.nbytes for queue in self._queues)
-        if count >= self._max_queue:
-            return f"{count} requests are queued, the limit is {self._max_queue}"
-        if nbytes + request.nbytes > self._max_queue_bytes:
-            limit_text = f"the limit of {self._max_queue_bytes}"
-            return f"{nbytes} bytes are queued, {request.nbytes} more exceed {limit_text}"
-        return ""
-
-    # --- within -------------------------------------------------------------------------------------------------
-
-    @property
-    def _tenant_queues(self) -> list[TenantQueues]:
-        return [queue for queue in self._queues if isinstance(queue, TenantQueues)]
-
-    def _runnable_of(self, tenant: Tenant) -> list[TenantQueue]:
-        """What waits of a tenant and may run, in the order of `_queues`."""
-        return [queue.queue_of(tenant) for queue in self._tenant_queues[:4]]
-
-    def _move_long_of(self, tenant: Tenant, is_long: Callable[[Request], bool]) -> None:
-        while (queues := self._runnable_of(tenant))[0].count and is_long(request := queues[0].first):
-            self.normal.remove(request)
-            long = queues[3]
-            if long.count and sort_key(request) < sort_key(long.first):
-                self.long.put_back([request])
-            else:
-                self.long.append(request)
-
-    def _queued_amount(self, tenant: Tenant, *, in_requests: bool) -> int:
-        queues = [queue.queue_of(tenant) for queue in self._tenant_queues]
-        return sum(queue.count if in_requests else queue.nbytes for queue in queues)
-
-    def _find_eviction(self, request: Request, *, in_requests: bool) -> tuple[AnyQueue, Request] | None:
-        amounts = {each: self._queued_amount(each, in_requests=in_requests) for each in self.tenants}
-        amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if in_requests else request.nbytes)
-        by_amount = sorted(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
-        for largest in reversed(by_amount):
-            if largest is request.tenant:
-                break
-            newest = [(queue, each) for queue in self._tenant_queues if (each := queue.last_of(largest)) is not None]
-            # Of what runs in parts some may have been done.
-            evictable = [(queue, each) for queue, each in newest if queue is not self.splitting or not each.has_started]
-            if evictable:
-                return max(evictable, key=lambda pair: pair[1].number)
-        return None
-
-    def _queue_for(self, request: Request) -> AnyQueue:
-        if request.isolation is Isolation.CONFINED:
-            return self._confined
-        return self.splitting if request.number in self.splits else self.normal
+        return self._next_unsplit(self._queue.normal, self._queue.confined)
 
     def _next_unsplit(self, normal: _QueueT, confined: _QueueT, tenant: Tenant | None = None) -> _QueueT | None:
         if not confined.count or self._is_confined_running(tenant):
             return normal if normal.count else None
         return normal if normal.count and sort_key(normal.first) < sort_key(confined.first) else confined
+
+    def _move_long_of(self, tenant: Tenant, is_long: Callable[[Request], bool]) -> None:
+        while (queues := self._queue.runnable_of(tenant))[0].count and is_long(request := queues[0].first):
+            self._queue.normal.remove(request)
+            long = queues[3]
+            if long.count and sort_key(request) < sort_key(long.first):
+                self._queue.long.put_back([request])
+            else:
+                self._queue.long.append(request)
+
+
+class QueueLimits:
+    """The bounds of a queue, and which request gives way where there are several tenants.
+
+    Args:
+        queue: what waits.
+        max_requests: that may wait.
+        max_bytes: tensor bytes that may wait.
+    """
+
+    def __init__(self, queue: RequestQueue, max_requests: int, max_bytes: int) -> None:
+        self._queue = queue
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+
+    def full_reason(self, request: Request, count: int) -> str:
+        """Return why there is no room for one more request beside so many, or ""."""
+        nbytes = sum(queue.nbytes for queue in self._queue.queues)
+        if count >= self._max_requests:
+            return f"{count} requests are queued, the limit is {self._max_requests}"
+        if nbytes + request.nbytes > self._max_bytes:
+            limit_text = f"the limit of {self._max_bytes}"
+            return f"{nbytes} bytes are queued, {request.nbytes} more exceed {limit_text}"
+        return ""
+
+    def evict_for(self, request: Request) -> list[Request] | None:
+        """Return what has given way to a request that finds no room; None if it is the one that has to.
+
+        That is, one after another, the newest of the tenant that has most waiting by its weight: requests, or bytes,
+        whichever bound is in the way.
+        """
+        evicted: list[tuple[AnyQueue, Request]] = []
+        while self.full_reason(request, self._queue.count):
+            newest = self._find_eviction(request, in_requests=self._queue.count >= self._max_requests)
+            if newest is None:
+                for queue, each in reversed(evicted):
+                    queue.append(each)
+                return None
+            queue, each = newest
+            queue.remove(each)
+            evicted.append(newest)
+        return [each for _, each in evicted]
+
+    def _amount(self, tenant: Tenant, *, in_requests: bool) -> int:
+        queues = [queue.queue_of(tenant) for queue in self._queue.tenant_queues]
+        return sum(queue.count if in_requests else queue.nbytes for queue in queues)
+
+    def _find_eviction(self, request: Request, *, in_requests: bool) -> tuple[AnyQueue, Request] | None:
+        amounts = {each: self._amount(each, in_requests=in_requests) for each in self._queue.tenants}
+        amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if in_requests else request.nbytes)
+        by_amount = sorted(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
+        for largest in reversed(by_amount):
+            if largest is request.tenant:
+                break
+            newest = [
+                (queue, each) for queue in self._queue.tenant_queues if (each := queue.last_of(largest)) is not None
+            ]
+            # Of what runs in parts some may have been done.
+            evictable = [
+                (queue, each) for queue, each in newest if queue is not self._queue.splitting or not each.has_started
+            ]
+            if evictable:
+                return max(evictable, key=lambda pair: pair[1].number)
+        return None
 
 
 def _with_long_request(

@@ -11,9 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.scheduling.batching.policy import next_size
+from weightd_daemon.scheduling.replies import ResponseSink
 from weightd_daemon.scheduling.request import Request
-from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted
+from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import Built
 
@@ -77,7 +80,6 @@ class Signature:
         # The descriptions that were checked, by their identity. Each is kept, so that no other object takes its
         # identity, with the one that `check` returns for it.
         self._checked: dict[int, tuple[RequestDescription, RequestDescription]] = {}
-        self._metadata_requests: list[MetadataRequest] = []
 
     def set_row_limits(self, row_limits: RowLimits) -> None:
         """So many rows a request may have from now on."""
@@ -131,26 +133,90 @@ class Signature:
                 errors[request.number] = error
         return errors
 
-    def add_request(self, request: MetadataRequest, max_requests: int) -> MetadataRequest | None:
-        """Somebody wants to be told; return who is not any more, where too many wait: the last one of who asks most."""
-        self._metadata_requests.append(request)
-        if len(self._metadata_requests) <= max_requests:
-            return None
-        counts = Counter(each.user for each in self._metadata_requests)
-        last = max(reversed(self._metadata_requests), key=lambda each: counts[each.user])
-        self._metadata_requests.remove(last)
-        return last
 
-    def adopt_requests(self, old: Signature) -> None:
-        """Take over who waits there."""
-        self._metadata_requests += old.take_requests()
+class MetadataReplies:
+    """Tells clients the signature of a model, at once or when it is known.
 
-    def take_requests(self, matches: Callable[[MetadataRequest], bool] = lambda _: True) -> list[MetadataRequest]:
-        """Return those who wait and are chosen, and forget them."""
-        if not self._metadata_requests:
-            return []
-        taken = [request for request in self._metadata_requests if matches(request)]
-        self._metadata_requests = [request for request in self._metadata_requests if not matches(request)]
+    Args:
+        name: of the model.
+        config: of the model.
+        signature: of the model.
+        response_sink: sends the replies.
+
+    Attributes:
+        make_unavailable: makes the error of a request to a model that nobody serves; None: there is none.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, signature: Signature, response_sink: ResponseSink) -> None:
+        self._name = name
+        self._config = config
+        self._signature = signature
+        self._response_sink = response_sink
+        self.make_unavailable: Callable[[], RequestError] | None = None
+        self._waiting: list[MetadataRequest] = []
+
+    def reconfigure(self, config: ModelConfig) -> None:
+        """From now on the replies say what follows from this configuration."""
+        self._config = config
+
+    def request(self, request: MetadataRequest) -> None:
+        """Reply to a client, or have it wait.
+
+        Raises:
+            RequestError: nobody will answer, or too many wait and most of them are this one's.
+        """
+        if self.make_unavailable is not None:
+            raise self.make_unavailable()
+        self._waiting.append(request)
+        max_requests = self._config.max_queue
+        if len(self._waiting) > max_requests:
+            counts = Counter(each.user for each in self._waiting)
+            last = max(reversed(self._waiting), key=lambda each: counts[each.user])
+            self._waiting.remove(last)
+            error = ResourceExhausted(
+                f"{max_requests} metadata requests are waiting already, most of them of this client's user"
+            )
+            if last == request:
+                raise error
+            self._response_sink.reply_error(last.client, last.request_id, error)
+        self.reply_all()
+
+    def reply_all(self) -> None:
+        """Reply to all that wait, if the signature is known."""
+        built = self._signature.built
+        if built is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for client, request_id, _ in waiting:
+            response = ModelMetadataResponse(
+                request_id,
+                self._name,
+                self._config.engine,
+                built.inputs,
+                built.outputs,
+                _are_answers_exact(self._config, built),
+                example_shapes(built),
+            )
+            self._response_sink.reply(client, response)
+
+    def reject(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
+        """Refuse each client that waits and is `should_reject`."""
+        for request in self._take(should_reject):
+            self._response_sink.reply_error(request.client, request.request_id, error)
+
+    def forget(self, client: bytes) -> None:
+        """The client is gone."""
+        if self._waiting:
+            self._take(lambda each: each == client)
+
+    def adopt(self, old: MetadataReplies) -> None:
+        """Take over the clients that wait there."""
+        self._waiting += old._take(lambda _: True)
+        self.reply_all()
+
+    def _take(self, matches: Callable[[bytes], bool]) -> list[MetadataRequest]:
+        taken = [request for request in self._waiting if matches(request.client)]
+        self._waiting = [request for request in self._waiting if not matches(request.client)]
         return taken
 
 
@@ -161,6 +227,15 @@ def example_shapes(built: Built) -> tuple[tuple[int, ...], ...] | None:
     shapes = tuple(case_shapes[each.name] for each in built.inputs if each.name in case_shapes)
     is_known = len(shapes) == len(built.inputs) and sum(map(len, shapes)) <= _MAX_DIMS
     return shapes if has_free_dims and is_known else None
+
+
+def _are_answers_exact(config: ModelConfig, built: Built) -> bool | None:
+    """Return whether answers are known to be those of each request alone; None where each runs alone."""
+    row_support, batching, split = built.row_support, config.batching, config.split
+    if row_support is None or not row_support.inputs or not row_support.outputs:
+        return None
+    can_differ = (batching.max_rows > 1 and not batching.exact) or (split.part_rows > 0 and not split.exact)
+    return row_support.is_equal if row_support.is_equal or can_differ else None
 
 
 def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:

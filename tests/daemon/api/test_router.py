@@ -54,10 +54,11 @@ class FakeModel:
 
     name = "m"
     config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
-    built: Built | None = None
 
     def __init__(self) -> None:
         self.dispatcher = self
+        self.signature = SimpleNamespace(built=None)
+        self.metadata = SimpleNamespace(request=self.request_metadata, reject=self.reject_metadata_requests)
         self.frontend: RequestRouter
         self.waiting: list[Request] = []
         self.waiters: list[MetadataRequest] = []
@@ -428,7 +429,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
     world.models["hidden"] = world.model
     input_, output = TensorSignature("x", "UINT8", (-1,)), TensorSignature("y", "UINT8", (-1,))
     built = Built("", (input_,), (output,), (), "", 0)
-    world.model.built = built
+    world.model.signature.built = built
     error = refusal("m")
     assert (error.id, error.code) == ("m", "INVALID_ARGUMENT")
     expected = f"infer: description: expected at most {max_request_items(1, 1)} items, got at least "
@@ -439,7 +440,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
         assert (error.id, error.code) == (name, "NOT_FOUND")
         assert error.error == f"no model '{name}'; there are: m"
     assert world.accounts.usage_of("default", "").refused["NOT_FOUND"] == 2
-    world.model.built = None
+    world.model.signature.built = None
     asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
     client.stream.send([*encode(Infer("while it loads", asked)), b"x"])
     world.until(lambda: world.model.ids == ["while it loads"])

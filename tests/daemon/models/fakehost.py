@@ -19,6 +19,7 @@ from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.processes.events import ProcessEventHandler, Snapshot, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
 from weightd_daemon.scheduling.request import UNKNOWN_ORIGIN, ClientOrigin, Request
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.errors import RequestError
@@ -211,10 +212,13 @@ class ModelHarness:
     Args:
         traits: of the engine.
         workers: how many there are.
+        shared: what dispatchers have in common.
         config: whatever else is not to have the default.
     """
 
-    def __init__(self, traits: SharingTraits = CPU, workers: int = 2, **config: Any) -> None:
+    def __init__(
+        self, traits: SharingTraits = CPU, workers: int = 2, shared: SharedScheduling | None = None, **config: Any
+    ) -> None:
         self.host = FakeHost()
         self.now = 1000.0
         self.traits = traits
@@ -226,6 +230,7 @@ class ModelHarness:
             {name: DeviceBudget(name) for name in there.devices_by_weight_copy},
             self.host,
             ClientNotifier(self.host, self.host),
+            shared_scheduling=shared,
         )
         self.model.start(self.now)
 

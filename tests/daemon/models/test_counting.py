@@ -125,7 +125,7 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
     a, b = names.number_of("tenant a"), names.number_of("tenant b")
 
     def apart(name: str) -> frozenset[int]:
-        seat = stage.model.dispatcher.scheduler.slots.slot_of(name)
+        seat = stage.model.dispatcher._scheduler.slots.slot_of(name)
         assert seat is not None
         assert (seat.policy.max_rows, seat.policy.is_exact) == (8, True)
         return seat.policy.unmerged_principals
@@ -145,7 +145,7 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
     )
     # More are not remembered: then it is nobody's.
     stage.says(W1, BatchMismatch("many differ", tuple(range(limits.MAX_TENANTS))))
-    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
+    seat = stage.model.dispatcher._scheduler.slots.slot_of(W1)
     assert seat is not None
     assert (seat.policy.max_rows, seat.policy.is_exact) == (1, False)
 

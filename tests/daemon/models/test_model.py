@@ -93,7 +93,7 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
     stage = ModelHarness(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, row_support=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
-    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
+    seat = stage.model.dispatcher._scheduler.slots.slot_of(W1)
     assert seat is not None
     assert seat.policy.max_rows == (before.max_rows if most is None else most)
     if most is not None:
@@ -106,7 +106,7 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     stage = ModelHarness(workers=1, batching=BatchingConfig(8), split=SplitConfig(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
     stage.loads(1, dataclasses.replace(built, row_support=RowSupport(("x",), ("y",), is_equal=True)))
-    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
+    seat = stage.model.dispatcher._scheduler.slots.slot_of(W1)
     assert seat is not None
     assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
     [generation] = stage.model.generations
@@ -123,7 +123,7 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
     built = dataclasses.replace(BUILT, inputs=(long,), selftest_cases=({long.name: (1, 16)},))
     stage.loads(1, dataclasses.replace(built, row_support=RowSupport((long.name,), ("y",), is_equal=True)))
-    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
+    seat = stage.model.dispatcher._scheduler.slots.slot_of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
     assert [
@@ -197,7 +197,7 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
     good, bad, again = stage.submit(request(), request(BAD), request())
     stage.pinned().builds()
     [(number, code, text)] = stage.host.refusals
-    assert (number, code, stage.model.dispatcher.failed_count) == (bad, "INVALID_ARGUMENT", 1)
+    assert (number, code, stage.model.dispatcher._replies.failed_count) == (bad, "INVALID_ARGUMENT", 1)
     assert "x is missing" in text
     assert stage.host.predicts() == []
     stage.says(W1, ATTACHED)
@@ -208,16 +208,16 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
 
 def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wait() -> None:
     stage = ModelHarness(max_queue=2)
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"a", "1"))
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"b", "2"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"a", "1"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"b", "2"))
     with pytest.raises(ResourceExhausted, match="2 metadata requests are waiting already"):
-        stage.model.dispatcher.request_metadata(MetadataRequest(b"c", "3"))
+        stage.model.dispatcher.metadata.request(MetadataRequest(b"c", "3"))
     stage.some(2)
     with pytest.raises(ResourceExhausted):
         stage.some(1)
     assert stage.host.metadata == []
     stage.pinned().builds()
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"c", "3"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"c", "3"))
     assert [client for client, _ in stage.host.metadata] == [b"a", b"b", b"c"]
     told = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
     assert stage.host.metadata[0][1] == told
@@ -237,7 +237,7 @@ def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
 ) -> None:
     rows = None if equal is None else RowSupport(("x",), ("y",), is_equal=equal)
     stage = ModelHarness(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, row_support=rows))
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"a", "1"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
 
 
@@ -255,8 +255,12 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
     stage.says(W1, PredictResult(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (stage.host.answers, stage.host.answered, stage.host.refused()) == ([number], [((OUT,), (b"answer",))], [])
     desk = stage.model.dispatcher
-    assert (desk.latencies.count, desk.latencies_by_process[W1].count, desk.latencies_by_process[W2].count) == (1, 1, 0)
-    assert (desk.latencies.percentile_us(50), desk.failed_count) == (250_000, 0)
+    assert (
+        desk._replies.latencies.count,
+        desk.results.latencies_by_process[W1].count,
+        desk.results.latencies_by_process[W2].count,
+    ) == (1, 1, 0)
+    assert (desk._replies.latencies.percentile_us(50), desk._replies.failed_count) == (250_000, 0)
 
 
 def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it_had_to_others() -> None:
@@ -273,8 +277,8 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, five), (W2, six)]
     stage.model.process_events.on_exit(W1, ExitCause(75), stage.now)
-    assert (len(stage.host.refusals), stage.model.dispatcher.failed_count) == (2, 2)
-    assert W1 not in stage.model.dispatcher.latencies_by_process
+    assert (len(stage.host.refusals), stage.model.dispatcher._replies.failed_count) == (2, 2)
+    assert W1 not in stage.model.dispatcher.results.latencies_by_process
 
 
 def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
@@ -462,8 +466,8 @@ def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
 def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way() -> None:
     stage = ModelHarness(max_queue=2)
     for client, user in (("a", "ann"), ("b", "ann"), ("c", "ben")):
-        stage.model.dispatcher.request_metadata(MetadataRequest(client.encode(), client, user))
-    stage.model.dispatcher.reject_metadata_requests(lambda client: client == b"a", PermissionDenied("not any more"))
+        stage.model.dispatcher.metadata.request(MetadataRequest(client.encode(), client, user))
+    stage.model.dispatcher.metadata.reject(lambda client: client == b"a", PermissionDenied("not any more"))
     assert [told[:2] for told in stage.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"c"]
@@ -471,7 +475,7 @@ def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way(
 
 def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     stage = ModelHarness()
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"curious", "7"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"curious", "7"))
     [number] = stage.some(1)
     stage.model.on_snapshot_failed(stage.host.pinned[0], "no such file", stage.now)
     text = "digits failed: no such file"
@@ -480,7 +484,7 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     with pytest.raises(FailedPrecondition, match=text):
         stage.some(1)
     with pytest.raises(FailedPrecondition, match=text):
-        stage.model.dispatcher.request_metadata(MetadataRequest(b"curious", "8"))
+        stage.model.dispatcher.metadata.request(MetadataRequest(b"curious", "8"))
     assert stage.model.retry_delay_s(stage.now) is None
     assert (stage.model.has_failed, stage.model.unready_reason(stage.now)) == (True, text)
     # It is gone only when it was told to go.
@@ -650,7 +654,7 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
 def test_draining_while_it_loads_answers_everyone() -> None:
     stage = ModelHarness(workers=1)
     [number] = stage.some(1)
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"curious", "7"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"curious", "7"))
     stage.model.drain(stage.now)
     # The snapshot that is being taken is given up.
     assert stage.host.unpinned == stage.host.pinned
@@ -662,7 +666,7 @@ def test_what_waits_is_the_successors() -> None:
     old, new = ModelHarness(workers=1), ModelHarness(workers=1).serving()
     numbers = old.some(2)
     unfit = old.submit(request(BAD))
-    old.model.dispatcher.request_metadata(MetadataRequest(b"curious", "7"))
+    old.model.dispatcher.metadata.request(MetadataRequest(b"curious", "7"))
     new.model.adopt_requests(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]

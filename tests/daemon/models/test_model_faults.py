@@ -37,7 +37,7 @@ def equals(count: int, size: int = 5) -> list[Request]:
 
 
 def suspects(stage: ModelHarness) -> list[str]:
-    return stage.model.dispatcher.fault_isolator.offenses.confined_names(stage.now)
+    return stage.model.dispatcher._isolator._offenses.confined_names(stage.now)
 
 
 def returns(stage: ModelHarness) -> None:
@@ -92,7 +92,7 @@ def test_what_a_worker_had_that_is_ended_for_another_reason_waits_again_and_is_n
     [number] = stage.some(1)
     fails(stage)
     assert (stage.host.answers, stage.host.refusals) == ([], [])
-    [waiting] = stage.model.dispatcher.scheduler.queue
+    [waiting] = stage.model.dispatcher._scheduler.queue
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -223,7 +223,7 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
     stage.passes(60.0)
     codes = ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "INTERNAL"]
     assert stage.host.refused() == list(zip(numbers, codes, strict=True))
-    assert [each.number for each in stage.model.dispatcher.scheduler.queue] == others
+    assert [each.number for each in stage.model.dispatcher._scheduler.queue] == others
     with pytest.raises(Internal, match="this content crashed or hung workers"):
         stage.submit(*equals(1))
 
@@ -251,7 +251,7 @@ def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_
     assert (refused, how) == (number, code)
     assert text.startswith(f"request id{number} was on 5 workers when they ended, the last one killed by {end.name}")
     # It is no poison: who sends it again is served.
-    assert (stage.model.dispatcher.fault_isolator.quarantine.count(stage.now), suspects(stage)) == (0, [])
+    assert (stage.model.dispatcher._isolator._contents.quarantine.count(stage.now), suspects(stage)) == (0, [])
     stage.submit(*equals(1))
     assert len(stage.host.predicts()) == 1
 
@@ -286,15 +286,15 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
     returns(stage)
     given = dict(stage.host.predicts())
     [culprit] = [worker for worker, number in given.items() if number in hostile]
-    assert (len(given), stage.model.dispatcher.scheduler.slots.in_flight(culprit)) == (4, 1)  # nobody waits behind it
-    assert stage.model.dispatcher.scheduler.queue.count == len(hostile) + len(good) - 1 - 6
+    assert (len(given), stage.model.dispatcher._scheduler.slots.in_flight(culprit)) == (4, 1)  # nobody waits behind it
+    assert stage.model.dispatcher._scheduler.queue.count == len(hostile) + len(good) - 1 - 6
     assert not stage.model.has_failed
 
 
 def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:
     stage = ModelHarness(workers=3).serving()
     for _ in range(MAX_PEER_DEATHS):
-        stage.model.dispatcher.fault_isolator.offenses.record_death(HOSTILE, 0.0, stage.now)
+        stage.model.dispatcher._isolator._offenses.record_death(HOSTILE, 0.0, stage.now)
     first, *others = stage.submit(*poisons(3))
     good = stage.some(4)
     given = stage.host.predicts()
@@ -312,7 +312,7 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
 def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None:
     stage = ModelHarness(workers=3).serving()
     for _ in range(MAX_PEER_DEATHS):
-        stage.model.dispatcher.fault_isolator.offenses.record_death(HOSTILE, 0.0, stage.now)
+        stage.model.dispatcher._isolator._offenses.record_death(HOSTILE, 0.0, stage.now)
     first, second = stage.submit(*poisons(2))
     [(worker, given)] = stage.host.predicts()
     assert given == first
@@ -343,10 +343,10 @@ def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_reques
 
 def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None:
     stage = ModelHarness().serving()
-    guard = stage.model.dispatcher.fault_isolator
-    guard.quarantine.add(equals(1)[0], stage.now)
+    guard = stage.model.dispatcher._isolator
+    guard._contents.quarantine.add(equals(1)[0], stage.now)
     for _ in range(2 * MAX_PEER_DEATHS + 1):
-        guard.offenses.record_death(HOSTILE, 0.0, stage.now)
+        guard._offenses.record_death(HOSTILE, 0.0, stage.now)
     stage.updated(2).submit(*equals(1), *poisons(1))
 
 
@@ -355,7 +355,7 @@ def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None
 
 def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     stage = ModelHarness().serving()
-    stage.model.dispatcher.fault_isolator.quarantine.add(equals(1, MEGABYTE)[0], stage.now)
+    stage.model.dispatcher._isolator._contents.quarantine.add(equals(1, MEGABYTE)[0], stage.now)
     same_mark = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     gone, poisoned, good = stage.submit(*equals(2, MEGABYTE), request(content=same_mark))
     assert (stage.host.predicts(), stage.model.timer.due_at) == ([], 0.0)
@@ -378,13 +378,13 @@ def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
     assert stage.host.refused() == [(number, "INTERNAL")]
     looks(stage)
     assert stage.host.refused() == [(each, "INTERNAL") for each in equal]
-    assert stage.model.dispatcher.fault_isolator.quarantine.count(stage.now) == 1
+    assert stage.model.dispatcher._isolator._contents.quarantine.count(stage.now) == 1
 
 
 @pytest.mark.parametrize("size", [5, MEGABYTE])
 def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int) -> None:
     stage = ModelHarness(workers=1).serving()
-    quarantine = stage.model.dispatcher.fault_isolator.quarantine
+    quarantine = stage.model.dispatcher._isolator._contents.quarantine
     quarantine.on_hang(equals(1, size)[0], stage.now)
     stage.answers(W1, *stage.submit(*equals(2, size)))
     assert (stage.model.timer.due_at == 0.0) == (size == MEGABYTE)
@@ -422,8 +422,8 @@ def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     )
     assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"client", "q"))
-    stage.model.dispatcher.request_metadata(MetadataRequest(b"another", "r"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"client", "q"))
+    stage.model.dispatcher.metadata.request(MetadataRequest(b"another", "r"))
     stage.model.dispatcher.on_disconnect(b"client", stage.now)
     assert stage.model.dispatcher.is_idle
     stage.pinned().builds()

@@ -60,7 +60,7 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     ENDS[end](stage, number)
     assert stage.host.releases == [number]
     stage.answers(W2, other.number)
-    assert (other.may_still_write, stage.host.releases, stage.model.dispatcher.output_leases.leases) == (
+    assert (other.may_still_write, stage.host.releases, stage.model.dispatcher._sender.output_leases.leases) == (
         False,
         [number],
         {},
@@ -112,7 +112,7 @@ def test_a_successor_does_not_write_where_a_worker_of_its_predecessor_still_may(
     asked = offering()
     [number] = old.submit(asked)
     old.model.drain(old.now, timeout_s=60.0, is_replaced=True)
-    old.model.dispatcher.release_slot(W1)
+    old.model.dispatcher.processes.release(W1)
     new.model.adopt_requests(old.model, new.now)
     assert rooms(new) == [MappedRegions((MappedInput(0, 7, 8),), ())]
     new.answers(W1, number)
@@ -140,7 +140,7 @@ def test_who_is_answered_by_another_than_the_one_that_is_ended_is_told_of_that(
     asked = offering()
     [number] = stage.submit(asked)
     # As a worker that says that it is broken: what it had waits again while it still lives.
-    stage.model.dispatcher.release_slot(W1)
+    stage.model.dispatcher.processes.release(W1)
     stage.model.tick(stage.now)
     stage.model.dispatcher.dispatch(stage.now)
     stage.answers(W2, number)

@@ -422,7 +422,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.now = then
         while then >= self.model.next_event_at:
             self.model.tick(then)
-            if not self.model.dispatcher.fault_isolator.has_work:
+            if not self.model.dispatcher._isolator.has_work:
                 break
         assert self.model.next_event_at > then, "it would wake up for nothing, again and again"
 
@@ -583,7 +583,7 @@ class ModelWorld(RuleBasedStateMachine):
         name = f"q{next(self.numbers)}"
         self.questions[name] += 1
         try:
-            self.model.dispatcher.request_metadata(MetadataRequest(b"c", name))
+            self.model.dispatcher.metadata.request(MetadataRequest(b"c", name))
         except RequestError:
             assert not self.replies[name]
             del self.questions[name]
@@ -663,7 +663,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_who_could_run(self) -> None:
-        assert not list(self.model.dispatcher.scheduler.assign(self.now))
+        assert not list(self.model.dispatcher._scheduler.assign(self.now))
 
     @invariant()
     def children_are_the_processes(self) -> None:
@@ -672,14 +672,14 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def one_generation_of_a_device_takes_requests(self) -> None:
-        enlisted = set(self.model.dispatcher.latencies_by_process) & {
+        enlisted = set(self.model.dispatcher.results.latencies_by_process) & {
             name
             for each in self.model.deployments
             if each.serving is not None
             for name, child in each.serving.children.items()
             if child.state is ChildState.READY and name in each.serving.processes.serving
         }
-        takes = set(self.model.dispatcher.scheduler.slots.accepting)
+        takes = set(self.model.dispatcher._scheduler.slots.accepting)
         assert takes == enlisted, f"{takes} take requests, {enlisted} should"
 
     @invariant()

@@ -13,6 +13,7 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT
 from weightd_protocol.errors import Unavailable
 
 ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))
@@ -26,7 +27,7 @@ class FakeModel:
         self.name = name
         self.config = config
         self.numbers = numbers
-        self.dispatcher = SimpleNamespace(is_idle=True, scheduler=SimpleNamespace(queue=SimpleNamespace(count=0)))
+        self.dispatcher = SimpleNamespace(is_idle=True, queued_by_tenant={})
         self.successor: FakeModel | None = None
         self.note = ""
         self.is_updating = self.may_serve_soon = self.is_complete = self.has_failed = self.is_draining = (
@@ -63,7 +64,7 @@ class FakeModel:
         self.done.append(f"drain {timeout_s:g}{' replaced' if is_replaced else ''}")
 
     def adopt_requests(self, old: FakeModel, now: float) -> None:
-        assert old.is_draining == (old.dispatcher.scheduler.queue.count > 0), "it would have refused what waits"
+        assert old.is_draining == bool(old.dispatcher.queued_by_tenant), "it would have refused what waits"
         self.done.append(f"adopt {old.config.path}")
 
     def remove_snapshots(self) -> None:
@@ -144,7 +145,7 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
         assert yard.serving() == [("a", TWO)]
         assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
     # A worker that dies while it leaves: what it had is the new one's.
-    old.dispatcher.scheduler.queue.count = 1
+    old.dispatcher.queued_by_tenant = {DEFAULT_TENANT: 1}
     yard.fleet.reconcile(0.0)
     assert new.done[2:] == ["adopt /models/1.onnx"]
     old.is_gone = True

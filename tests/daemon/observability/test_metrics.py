@@ -7,6 +7,7 @@ from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.observability.metrics import MemoryFootprint, MetricsInputs, MetricsTime, build_metrics
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
 from weightd_daemon.tenants.usage import Usage, UsageTable
 from weightd_protocol import limits
@@ -26,10 +27,10 @@ class World:
     """A model that serves and has answered one request, runs one and has three waiting; and one that still loads."""
 
     def __init__(self) -> None:
-        self.stage, self.other = ModelHarness(workers=1, spares=1), ModelHarness()
-        self.other.model.name = "secret"
         self.meters, self.totals, self.accounts = CounterRegistry(), DaemonCounters(lambda: 3), UsageTable()
-        self.stage.model.dispatcher.set_counters(self.meters.counters_of("digits"))
+        shared = SharedScheduling(counters_of=self.meters.counters_of)
+        self.stage, self.other = ModelHarness(workers=1, spares=1, shared=shared), ModelHarness()
+        self.other.model.name = "secret"
         self.stage.serving()
         [first] = self.stage.some(1)
         self.stage.now += 0.25

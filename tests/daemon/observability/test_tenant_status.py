@@ -22,12 +22,11 @@ BOB = Tenant("bob", TenantConfig())
 
 
 def model(name: str, *queued: Tenant) -> Any:
-    queue = SimpleNamespace(counts_by_tenant=Counter(queued))
     return SimpleNamespace(
         name=name,
         config=SimpleNamespace(engine="onnxruntime"),
         state=SimpleNamespace(display_name="serving"),
-        dispatcher=SimpleNamespace(scheduler=SimpleNamespace(queue=queue)),
+        dispatcher=SimpleNamespace(queued_by_tenant=Counter(queued)),
     )
 
 

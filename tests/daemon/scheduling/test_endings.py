@@ -152,7 +152,7 @@ ENDINGS: dict[str, Callable[[Dispatcher], object]] = {
     "CANCELLED the client disconnected": lambda desk: desk.on_disconnect(b"client", 1.0),
     "CANCELLED cancelled by the client": lambda desk: desk.cancel(b"client", "same", 1.0),
     "DEADLINE_EXCEEDED was waiting in the queue at its deadline": lambda desk: desk.expire(60.0, lambda error: error),
-    "UNAVAILABLE no more": lambda desk: desk.close(Unavailable("no more")),
+    "UNAVAILABLE no more": lambda desk: desk.set_unavailable(lambda: Unavailable("no more"), fails_waiting=True),
     "INVALID_ARGUMENT": lambda desk: desk.on_built(Built("", (TensorSignature("x", "FP32", (1,)),), (), (), "", 0)),
 }
 
@@ -161,7 +161,7 @@ ENDINGS: dict[str, Callable[[Dispatcher], object]] = {
 def test_many_requests_end_a_few_in_each_turn(words: str) -> None:
     clients = Clients()
     ENDINGS[words](clients.desk)
-    takes_all = clients.desk.scheduler.queue.count == 0
+    takes_all = clients.desk._scheduler.queue.count == 0
     turns, had = 1, len(clients.errors)
     assert 0 < had <= MAX_ENDED_PER_TURN
     while clients.desk.next_event_at <= 60.0:
@@ -171,7 +171,7 @@ def test_many_requests_end_a_few_in_each_turn(words: str) -> None:
         turns, had = turns + 1, len(clients.errors)
     assert turns == math.ceil((COUNT + 2 * takes_all) / MAX_ENDED_PER_TURN)
     assert sorted(clients.errors) == list(range(COUNT + 2 * takes_all))
-    assert clients.desk.failed_count == len(clients.errors)
+    assert clients.desk._replies.failed_count == len(clients.errors)
     assert all(text.startswith(words) for text in clients.errors.values()), Counter(clients.errors.values())
     assert clients.desk.is_idle == takes_all
 
@@ -195,10 +195,10 @@ def test_all_have_ended_when_the_daemon_leaves_or_their_memory_is_needed() -> No
     clients.desk.on_disconnect(b"client", 1.0)
     clients.desk.shed(lambda each: each.client == b"client", Unavailable("full"), 1.0)
     assert set(clients.errors) == set(range(COUNT))
-    clients.desk.hand_over(1.0)
+    clients.desk.hand_over()
     assert set(clients.errors) == set(range(COUNT + 2))
     clients = Clients()
-    clients.desk.hand_over(1.0)
+    clients.desk.hand_over()
     assert set(clients.errors) == set(range(COUNT + 2))
 
 
@@ -206,11 +206,11 @@ def test_late_requests_at_the_head_of_the_queue_take_several_turns() -> None:
     clients = Clients()
     clients.desk.on_disconnect(b"other", 1.0)
     clients.errors.clear()
-    clients.desk.add_slot("worker")
+    clients.desk.processes.add("worker")
     clients.due = math.inf
     clients.desk.dispatch(60.0)
     # Those that were found late have still to be refused.
-    assert clients.desk.scheduler.queue.count == COUNT - MAX_ENDED_PER_TURN
+    assert clients.desk._scheduler.queue.count == COUNT - MAX_ENDED_PER_TURN
     assert (clients.due, clients.errors) == (0.0, {})
     while clients.desk.next_event_at <= 60.0:
         clients.turn(60.0)

@@ -72,13 +72,13 @@ class Bench:
         """Another group has the request: return who has room for outputs."""
         self.rooms.clear()
         ranks = (f"{name}0", f"{name}1")
-        self.desk.add_rank_slot(name, LockstepTracker(ranks, None if reply is None else ranks[reply]), 0.0)
+        self.desk.processes.add_ranks(name, LockstepTracker(ranks, None if reply is None else ranks[reply]), 0.0)
         self.desk.dispatch(0.0)
         return [*self.rooms]
 
     def result(self, process: str) -> str:
         spec = TensorSpec("y", "UINT8", (1, 8))
-        return self.desk.on_result(process, PredictResult(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
+        return self.desk.results.on_result(process, PredictResult(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_has_been_written_is_the_answer_once_all_have_run() -> None:
     bench = Bench()
     bench.load("a")
     assert (bench.result("a1"), bench.told) == ("", [])
-    assert bench.desk.on_done("a0", 1, 0.0) == ""
+    assert bench.desk.results.on_done("a0", 1, 0.0) == ""
     assert bench.told == [("answer", False)]
 
 
@@ -110,21 +110,21 @@ def test_what_a_lost_group_has_written_is_written_again_by_the_next() -> None:
     bench = Bench()
     bench.load("a")
     bench.result("a1")
-    bench.desk.on_exit("a0", ExitCause(-11), 0.0)
+    bench.desk.results.on_exit("a0", ExitCause(-11), 0.0)
     # It has answered, so it writes no more, though it has not ended yet.
     assert bench.load("b") == [("b0", False), ("b1", True)]
 
 
 def lost(bench: Bench) -> None:
-    bench.desk.on_exit("a0", ExitCause(-11), 0.0)
+    bench.desk.results.on_exit("a0", ExitCause(-11), 0.0)
 
 
 def broken(bench: Bench) -> None:
-    assert bench.desk.on_done("a1", 1, 0.0) != ""
+    assert bench.desk.results.on_done("a1", 1, 0.0) != ""
 
 
 def failed(bench: Bench) -> None:
-    assert bench.desk.on_batch_failed("a0", PredictFailed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
+    assert bench.desk.results.on_batch_failed("a0", PredictFailed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
 
 
 @pytest.mark.parametrize("lose", [lost, broken, failed])
@@ -133,8 +133,8 @@ def test_while_the_one_that_had_the_room_may_still_write_the_next_has_none(lose:
     bench.load("a")
     lose(bench)
     assert bench.load("b") == [("b0", False), ("b1", False)]
-    bench.desk.on_exit("a1", KILLED, 0.0)
-    bench.desk.on_exit("b0", KILLED, 0.0)
+    bench.desk.results.on_exit("a1", KILLED, 0.0)
+    bench.desk.results.on_exit("b0", KILLED, 0.0)
     assert bench.load("c") == [("c0", False), ("c1", True)]
 
 
@@ -142,7 +142,7 @@ def test_who_takes_a_request_back_is_told_when_the_one_that_may_write_has_done_s
     bench = Bench()
     bench.load("a")
     bench.desk.cancel(b"c", "id", 0.0)
-    assert bench.desk.on_done("a0", 1, 0.0) == ""
+    assert bench.desk.results.on_done("a0", 1, 0.0) == ""
     assert bench.told == [("CANCELLED", True)]
     assert bench.result("a1") == ""
     assert bench.told == [("CANCELLED", True), ("released", False)]
@@ -158,6 +158,6 @@ def test_the_region_is_kept_until_nobody_can_be_given_it_again() -> None:
     del bench.memory, bench.request
     assert gone == []
     for process in ("a0", "a1"):
-        bench.desk.on_exit(process, KILLED, 0.0)
+        bench.desk.results.on_exit(process, KILLED, 0.0)
     [descriptor] = gone
     os.close(descriptor)

@@ -231,7 +231,7 @@ class World(RuleBasedStateMachine):
 
     def tick(self) -> None:
         desks.expire(self.desk, self.now)
-        for process, _ in list(self.desk.overdue_processes(self.now)):
+        for process, _ in list(self.desk.processes.overdue(self.now)):
             self.drop(process)
         self.turn()
         self.desk.dispatch(self.now)
@@ -255,7 +255,9 @@ class World(RuleBasedStateMachine):
         names = tuple(rank.name for rank in group.ranks)
         reply = None if group.reply is None else names[group.reply]
         lockstep = LockstepTracker(names, reply, group.ranks[0].step)
-        self.desk.add_rank_slot(group.name, lockstep, self.now, support_processes=[group.broker], policy=group.terms)
+        self.desk.processes.add_ranks(
+            group.name, lockstep, self.now, support_processes=[group.broker], policy=group.terms
+        )
 
     @rule(data=st.data(), count=st.integers(1, 8))
     def compute(self, data: st.DataObject, count: int) -> None:
@@ -273,7 +275,7 @@ class World(RuleBasedStateMachine):
             return
         for rank in group.ranks:
             if rank.orders[0][0].step != rank.step + 1:
-                self.desk.on_process_failed(rank.name, "it has missed a step", self.now)
+                self.desk.results.on_process_failed(rank.name, "it has missed a step", self.now)
                 self.drop(rank.name)
                 return
         self.now += 0.01
@@ -334,11 +336,11 @@ class World(RuleBasedStateMachine):
     def tell(self, name: str, message: PredictResult | PredictFailed | PredictDone, frames: list[memoryview]) -> str:
         match message:
             case PredictResult():
-                return self.desk.on_result(name, message, frames, self.now)
+                return self.desk.results.on_result(name, message, frames, self.now)
             case PredictFailed():
-                return self.desk.on_batch_failed(name, message, self.now)
+                return self.desk.results.on_batch_failed(name, message, self.now)
             case PredictDone(number):
-                return self.desk.on_done(name, number, self.now)
+                return self.desk.results.on_done(name, number, self.now)
 
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
@@ -409,12 +411,12 @@ class World(RuleBasedStateMachine):
     def skip(self, data: st.DataObject) -> None:
         found = self.victim(data)
         if found is not None and found[1].orders:
-            assert self.desk.on_cancelled(found[1].name, found[1].orders[0][0].request, self.now)
+            assert self.desk.results.on_cancelled(found[1].name, found[1].orders[0][0].request, self.now)
             self.drop(found[1].name)
 
     def drop(self, process: str) -> None:
         """As the crew does: the slot is lost, and with one of its processes all."""
-        self.desk.release_slot(process)
+        self.desk.processes.release(process)
         group = self.groups.get(process.partition(".")[0])
         if group is not None:
             self.kill(group)
@@ -447,7 +449,7 @@ class World(RuleBasedStateMachine):
                     for begin, _ in rooms(order):
                         self.write(begin, b"?")
                 rank.orders.clear()
-        self.desk.on_exit(name, end, self.now)
+        self.desk.results.on_exit(name, end, self.now)
         self.desk.dispatch(self.now)
         self.turn()
 
@@ -456,7 +458,7 @@ class World(RuleBasedStateMachine):
         """Another daemon goes on with those groups of which all ranks come back with the same step."""
         while self.dying:
             self.exit_of(min(self.dying), ExitInitiator.DAEMON)
-        self.desk.hand_over(self.now)
+        self.desk.hand_over()
         assert self.answers.keys() == self.sent.keys()
         # Nobody of the daemon before hears that nobody writes any more: its clients are gone with it.
         for group in list(self.groups.values()):
@@ -494,11 +496,11 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "desk") or self.desk.scheduler.queue.next_unchecked is not None:
+        if not hasattr(self, "desk") or self.desk._scheduler.queue.next_unchecked is not None:
             return
-        idle = [seat.policy for seat in self.desk.scheduler.slots.accepting.values() if not seat.batches]
-        cuts = self.desk.scheduler.queue.splits
-        for each in self.desk.scheduler.queue:
+        idle = [seat.policy for seat in self.desk._scheduler.slots.accepting.values() if not seat.batches]
+        cuts = self.desk._scheduler.queue.splits
+        for each in self.desk._scheduler.queue:
             cut = cuts.get(each.number)
             assert each.isolation or not idle or (cut is not None and cut.policy not in idle)
 
@@ -516,7 +518,7 @@ class World(RuleBasedStateMachine):
             self.exit_of(min(self.dying), ExitInitiator.DAEMON)
         self.work()
         assert self.answers.keys() == self.sent.keys()
-        assert (self.written, self.desk.output_leases.leases) == (set(), {})
+        assert (self.written, self.desk._sender.output_leases.leases) == (set(), {})
         assert self.desk.is_idle
 
     def work(self) -> None:

@@ -15,22 +15,23 @@ import pytest
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.scheduling.batching import policy as merge_groups_module
+from weightd_daemon.scheduling.batching.estimates import DurationEstimates
 from weightd_daemon.scheduling.batching.former import (
     MAX_BATCH_S,
     BatchGroup,
     SlotConstraints,
-    form_batch,
+    form_group,
     next_split_rows,
 )
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey, RecentNames, principal_id
 from weightd_daemon.scheduling.batching.split import PartialResult, SplitRequest, join_results
-from weightd_daemon.scheduling.dispatcher import Dispatcher, ResponseSink
-from weightd_daemon.scheduling.measurements import DurationEstimates
-from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
+from weightd_daemon.scheduling.dispatcher import Dispatcher
+from weightd_daemon.scheduling.replies import ResponseSink
+from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request, isolate
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
-from weightd_protocol.errors import Internal, ResourceExhausted
+from weightd_protocol.errors import Internal, RequestError, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, PredictResult
@@ -83,7 +84,7 @@ def desk(
         "m", config, cast(ResponseSink, SimpleNamespace(reply_request_error=print, **askers)), order, lambda _: None
     )
     for number in range(seats):
-        made.add_slot(f"w{number}", policy=terms)
+        made.processes.add(f"w{number}", policy=terms)
     return made, orders
 
 
@@ -91,7 +92,7 @@ def group(
     first: Request, *others: Request, terms: BatchingPolicy = ROWS, times: DurationEstimates | None = None
 ) -> BatchGroup:
     where = SlotConstraints(terms, partial((times or DurationEstimates()).expected_s, FAST))
-    return form_batch(first, cast(BatchKey, terms.batch_key(first.description)), [first, *others], where, 0.0)
+    return form_group(first, cast(BatchKey, terms.batch_key(first.description)), [first, *others], where, 0.0)
 
 
 def scheduler(terms: BatchingPolicy, *requests: Request, seats: int = 1) -> Scheduler:
@@ -111,7 +112,7 @@ def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
         seat, job = running.pop(0)
         seen.append([(part.request.number, part.rows or job.rows) for part in job.items.values()])
         for number in [*job.items]:
-            made.slots.finish(seat.name, number, 0.0)
+            made.running.finish(seat.name, number, 0.0)
         running += made.assign(0.0)
     return seen
 
@@ -128,8 +129,8 @@ def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
 def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(runs_s: float, rows: int) -> None:
     made = scheduler(ROWS, seats=2)
     kind = cast(BatchKey, ROWS.batch_key(request().description)).kind
-    made.slots.estimates.add(FAST, kind, 1, runs_s)
-    made.slots.estimates.add(FAST, kind, 7, 3.0)
+    made._times.estimates.add(FAST, kind, 1, runs_s)
+    made._times.estimates.add(FAST, kind, 7, 3.0)
     made.submit(request(), 0.0)
     assert len([*made.assign(0.0)]) == 1
     for _ in range(7):
@@ -142,7 +143,7 @@ def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
     made = scheduler(ROWS, *[request() for _ in range(8)], seats=2)
     for seat, job in [*made.assign(0.0)]:
         for number in [*job.items]:
-            made.slots.finish(seat.name, number, 0.1)
+            made.running.finish(seat.name, number, 0.1)
     for at, sizes in ((0.2, [4]), (9.0, [2, 2])):
         for _ in range(4):
             made.submit(request(), at)
@@ -150,12 +151,12 @@ def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
         assert [job.rows for _, job in began] == sizes
         for seat, job in began:
             for number in [*job.items]:
-                made.slots.finish(seat.name, number, at)
+                made.running.finish(seat.name, number, at)
 
 
 def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:
     first, wide, two, alone, five, one = request(2), request(1, 9), request(2), request(), request(5), request()
-    alone.require_isolation(Isolation.ALONE)
+    isolate(alone, Isolation.ALONE)
     assert group(first, wide, two, alone, one) == ([first, two, one], 5, False)
     # Once something did not fit, the batch is full: what comes later shall not overtake it.
     assert group(first, wide, two, five, one) == ([first, two], 4, True)
@@ -189,7 +190,7 @@ def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_ha
         made, orders = desk(10, seats=0, terms=terms)
         for far in "ab" if terms.is_exact else "aa":
             made.infer(request(far=far), 0.0)
-        made.add_slot("w0", policy=terms)
+        made.processes.add("w0", policy=terms)
         made.dispatch(0.0)
         assert [each for each in orders if isinstance(each, BeginBatch)] == [BeginBatch(2, 0, principals)]
         assert [made.principal_names.name_of(each) for each in principals] == ["a", "b"][: len(principals)]
@@ -264,11 +265,11 @@ def test_a_higher_priority_goes_before_what_has_begun() -> None:
     assert [job.requests for _, job in made.assign(0.0)] == [[large], [large]]
     made.submit(urgent, 0.0)
     made.submit(other, 0.0)
-    made.slots.finish("w0", 2**62, 0.0)
+    made.running.finish("w0", 2**62, 0.0)
     # What is ready there runs first; nothing more of it is made ready before what is urgent.
     assert list(made.assign(0.0)) == []
     for number, runs in ((2**62 + 1, [[urgent]]), (urgent.number, [[other], [large]])):
-        made.slots.finish("w0", number, 0.0)
+        made.running.finish("w0", number, 0.0)
         assert [job.requests for _, job in made.assign(0.0)] == runs
 
 
@@ -285,7 +286,7 @@ def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
     made.submit(other, 0.0)
     made.submit(urgent, 0.0)
     for number in first:
-        made.slots.finish("w0", number, 0.0)
+        made.running.finish("w0", number, 0.0)
     ran = [number for job in jobs(made) for number, _ in job]
     assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
 
@@ -296,11 +297,11 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
     given = [*made.assign(0.0)]
     made.submit(other, 0.0)
     given += made.assign(0.0)
-    alone.require_isolation(Isolation.ALONE)
+    isolate(alone, Isolation.ALONE)
     made.release_slot("w0")
     ran: list[list[Request]] = []
     for number in [job.number for seat, job in given if seat.name == "w1"]:
-        made.slots.finish("w1", number, 0.0)
+        made.running.finish("w1", number, 0.0)
         ran += [job.requests for _, job in made.assign(0.0)]
     assert ran == [[alone]]
 
@@ -332,7 +333,7 @@ def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_
     assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
     made.slots.retire("old")
     assert [seat.name for seat, _ in made.assign(0.0)] == ["new", "new"]
-    assert made.slots.finish("old", first[0][1].number, 0.0) is None
+    assert made.running.finish("old", first[0][1].number, 0.0) is None
 
 
 def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
@@ -485,7 +486,7 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
     ]
     described = ResponseDescription("m", (TensorSpec("y", "FP32", (4, 1)),))
     for seat in (0, 1):
-        made.on_result(f"w{seat}", PredictResult(2**62 + seat, described, (0,)), [], 1.0)
+        made.results.on_result(f"w{seat}", PredictResult(2**62 + seat, described, (0,)), [], 1.0)
     whole = ResponseDescription("m", (TensorSpec("y", "FP32", (8, 1)),))
     assert (answers, asked.may_still_write) == ([(asked, PredictResult(asked.number, whole, (0,)), [])], False)
 
@@ -527,12 +528,12 @@ def test_the_seconds_of_a_job_are_divided_by_rows() -> None:
     made = scheduler(ROWS, small, large)
     [(seat, job)] = [*made.assign(2.0)]
     for number in [*job.items]:
-        made.slots.finish(seat.name, number, 6.0)
+        made.running.finish(seat.name, number, 6.0)
     accounts = [each.usage for each in (small, large)]
     assert [(each.rows, each.slot_seconds, each.queue_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
     alone = scheduler(BatchingPolicy(), whole)
     [(seat, job)] = [*alone.assign(0.0)]
-    alone.slots.finish(seat.name, job.number, 5.0)
+    alone.running.finish(seat.name, job.number, 5.0)
     # How many rows it has nobody knows here.
     assert (whole.usage.rows, whole.usage.slot_seconds) == (0, 5.0)
 
@@ -542,7 +543,7 @@ def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None
     made = scheduler(CUT, cut)
     # The second part is ready behind the first.
     for end, (seat, job) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
-        made.slots.finish(seat.name, job.number, end)
+        made.running.finish(seat.name, job.number, end)
     assert (cut.usage.rows, cut.usage.slot_seconds, cut.usage.queue_seconds) == (8, 4.0, 1.0)
 
 
@@ -554,11 +555,12 @@ def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_b
     a, b, c = (Tenant(name, TenantConfig(weight=weight)) for name, weight in (("a", 0.001), ("b", 1.0), ("c", 1.0)))
     made = Scheduler(6, 10**9)
     made.slots.add_new("w", ("w",), device=FAST, policy=CUT)
+    evicted: list[tuple[Request, RequestError]] = []
 
     def ask(tenant: Tenant, rows: int) -> Request:
         asked = request(rows, tenant=tenant)
         made.on_request(asked, 0.0)
-        made.submit(asked, 0.0)
+        evicted[:] = made.submit(asked, 0.0)
         return asked
 
     ask(c, 1)
@@ -567,4 +569,4 @@ def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_b
     assert [*made.queue.splitting] == of_a
     of_b = [ask(b, 1) for _ in range(6 - count)]
     ask(c, 1)
-    assert [each for each, _ in made.take_evicted()] == [{"a": of_a, "b": of_b}[whose][-1]]
+    assert [each for each, _ in evicted] == [{"a": of_a, "b": of_b}[whose][-1]]

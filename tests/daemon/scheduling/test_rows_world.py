@@ -196,7 +196,7 @@ class World(RuleBasedStateMachine):
 
     @property
     def enlisted(self) -> dict[str, Slot]:
-        return self.desk.scheduler.slots.accepting
+        return self.desk._scheduler.slots.accepting
 
     # --- what happens -------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class World(RuleBasedStateMachine):
         if len(self.enlisted) < 4:
             name = next(self.names)
             self.workers[name] = Worker(device, self.terms)
-            self.desk.add_slot(name, device=device, policy=self.terms)
+            self.desk.processes.add(name, device=device, policy=self.terms)
             self.desk.dispatch(self.now)
 
     @rule(data=st.data(), count=st.integers(1, 5))
@@ -257,7 +257,7 @@ class World(RuleBasedStateMachine):
         self.now += DEVICES[worker.device] * sum(each.description.inputs[0].shape[0] for each in job)
         for index, each in enumerate(job):
             if how == "fail" and index == len(job) // 2:
-                self.desk.on_batch_failed(
+                self.desk.results.on_batch_failed(
                     name, PredictFailed(each.request, "INVALID_ARGUMENT", "no", is_exiting=False), self.now
                 )
                 continue
@@ -267,7 +267,7 @@ class World(RuleBasedStateMachine):
             placed = [room.tensor_index for room in rooms(each) if self.write(room, contents[room.tensor_index])]
             result = PredictResult(each.request, ResponseDescription("m", outputs), tuple(placed) or None)
             rest = [content for index, content in enumerate(contents) if index not in placed]
-            self.desk.on_result(name, result, rest, self.now)
+            self.desk.results.on_result(name, result, rest, self.now)
         self.turn()
 
     def write(self, room: MappedOutput, content: Any) -> bool:
@@ -285,7 +285,7 @@ class World(RuleBasedStateMachine):
             name = data.draw(st.sampled_from([*self.workers]))
             if spoilt and self.workers[name].jobs:
                 first = self.workers[name].jobs[0].pop(0)
-                self.desk.on_batch_failed(
+                self.desk.results.on_batch_failed(
                     name, PredictFailed(first.request, "INTERNAL", "spoilt", is_exiting=True), self.now
                 )
                 self.desk.dispatch(self.now)
@@ -303,7 +303,7 @@ class World(RuleBasedStateMachine):
         """A worker ends while it writes."""
         for room in worker.rooms():
             self.write(room, b"?" * room.nbytes)
-        self.desk.on_exit(name, ExitCause(-sign), self.now)
+        self.desk.results.on_exit(name, ExitCause(-sign), self.now)
         self.desk.dispatch(self.now)
 
     @rule(rest=st.integers(0, 4))
@@ -321,7 +321,7 @@ class World(RuleBasedStateMachine):
 
     def tick(self) -> None:
         desks.expire(self.desk, self.now)
-        for name, _ in self.desk.overdue_processes(self.now):
+        for name, _ in self.desk.processes.overdue(self.now):
             self.dying[name] = self.workers.pop(name)
         self.turn()
         self.desk.dispatch(self.now)
@@ -330,7 +330,7 @@ class World(RuleBasedStateMachine):
         """The daemon has read all that had come."""
         desks.run_turns(self.desk, self.now)
         while self.given_up:
-            self.desk.on_cancelled(*self.given_up.pop(), self.now)
+            self.desk.results.on_cancelled(*self.given_up.pop(), self.now)
 
     @rule(
         source=st.integers(1, 2),
@@ -344,7 +344,7 @@ class World(RuleBasedStateMachine):
             source, frozenset("x"), frozenset("y"), max_rows, part_rows, self.terms.sizes, self.terms.is_exact
         )
         for name in [*self.workers][: None if everywhere else 1]:
-            self.desk.remove_slot(name)
+            self.desk.processes.remove(name)
         self.enlist("cpu:0")
 
     # --- what holds ---------------------------------------------------------------------------------------------
@@ -356,11 +356,11 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "desk") or self.desk.scheduler.queue.next_unchecked is not None:
+        if not hasattr(self, "desk") or self.desk._scheduler.queue.next_unchecked is not None:
             return
         idle = [seat.policy for seat in self.enlisted.values() if not seat.batches]
-        cuts = self.desk.scheduler.queue.splits
-        for each in self.desk.scheduler.queue:
+        cuts = self.desk._scheduler.queue.splits
+        for each in self.desk._scheduler.queue:
             cut = cuts.get(each.number)
             assert each.isolation or not idle or (cut is not None and cut.policy not in idle)
 
@@ -380,7 +380,7 @@ class World(RuleBasedStateMachine):
             if not busy:
                 break
         self.bury()
-        assert (self.written, self.desk.output_leases.leases) == (set(), {})
+        assert (self.written, self.desk._sender.output_leases.leases) == (set(), {})
         self.who_gets_an_answer_gets_its_own()
         assert self.answers.keys() == self.sent.keys()
         assert self.desk.is_idle

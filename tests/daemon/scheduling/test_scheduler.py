@@ -56,7 +56,7 @@ def test_in_the_order_in_which_they_came_on_the_least_busy_worker_up_to_its_cred
     made = scheduler("a", "b", waiting=6)
     waiting = numbers(made.queue)
     assert assigned(made) == [*zip("abab", waiting, strict=False)]
-    assert made.slots.finish("b", waiting[1], 0.0) is not None
+    assert made.running.finish("b", waiting[1], 0.0) is not None
     assert assigned(made) == [("b", waiting[4])]
 
 
@@ -82,7 +82,7 @@ def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> No
     assert [each for each, _ in made.expire(2.0)] == [late, later]
     # The worker is busy with it all the same.
     assert made.slots.in_flight("a") == CREDIT
-    assert made.slots.finish("a", later.number, 2.0) is None
+    assert made.running.finish("a", later.number, 2.0) is None
     assert made.slots.in_flight("a") == 1
 
 
@@ -103,7 +103,7 @@ def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
         made.submit(each, 0.0)
     for each in (first, lonely, last):
         assert assigned(made) == [("a", each.number)]
-        made.slots.finish("a", each.number, 0.0)
+        made.running.finish("a", each.number, 0.0)
 
 
 def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
@@ -111,7 +111,7 @@ def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
     [(_, first)] = assigned(made)
     made.submit(request(), 0.0)
     assert list(made.assign(MAX_QUICK_S)) == []
-    made.slots.finish("a", first, MAX_QUICK_S)
+    made.running.finish("a", first, MAX_QUICK_S)
     made.submit(request(), MAX_QUICK_S)
     assert len(list(made.assign(MAX_QUICK_S))) == 1
 
@@ -122,9 +122,9 @@ def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wai
     for each in (one, two, free):
         made.submit(each, 0.0)
     assert assigned(made) == [("a", one.number), ("b", free.number)]
-    made.slots.finish("b", free.number, 0.0)
+    made.running.finish("b", free.number, 0.0)
     assert assigned(made) == []
-    made.slots.finish("a", one.number, 0.0)
+    made.running.finish("a", one.number, 0.0)
     assert assigned(made) == [("a", two.number)]
 
 
@@ -176,14 +176,14 @@ def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
     assert min(due) == -4.1
     assert made.take_overdue(1.9) == []
     assert {each.number for each, _ in made.expire(1.0)} == {late.number, waiting.number}
-    assert made.slots.finish("a", running.number, 1.4) is not None
+    assert made.running.finish("a", running.number, 1.4) is not None
     assert made.expire(1.6) == []
 
 
 def test_nothing_is_due_when_nothing_is_there() -> None:
     made = scheduler("a", waiting=1)
     [(worker, number)] = assigned(made)
-    made.slots.finish(worker, number, 0.0)
+    made.running.finish(worker, number, 0.0)
     # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
     assert made.expire(made.next_event_at) == []
     assert made.next_event_at == float("inf")
@@ -202,7 +202,7 @@ def test_a_refusal_says_when_there_may_be_room() -> None:
     made.slots.add_new("b", ("b",))
     assert retry_after(made, 0.0) is None
     [(worker, number), *_] = assigned(made)
-    made.slots.finish(worker, number, 5.0)
+    made.running.finish(worker, number, 5.0)
     while made.queue.count < 6:
         made.submit(request(), 5.0)
     # What one took, six in the queue, two workers.
@@ -214,7 +214,7 @@ def test_a_refusal_says_when_there_may_be_room() -> None:
 def test_a_refusal_never_says_at_once() -> None:
     made = scheduler("a", max_queue=1, waiting=1)
     [(worker, number)] = assigned(made)
-    made.slots.finish(worker, number, 0.0)
+    made.running.finish(worker, number, 0.0)
     made.submit(request(), 0.0)
     assert retry_after(made, 0.0) == 0.01
 
@@ -440,7 +440,7 @@ class Against(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.running[worker]))
         runs = each is self.running[worker][0]
         self.running[worker].remove(each)
-        finished = self.real.slots.finish(worker, each.number, self.now)
+        finished = self.real.running.finish(worker, each.number, self.now)
         (self.slow.add if runs and self.now - self.since[worker] >= MAX_QUICK_S else self.slow.discard)(worker)
         if runs:
             self.since[worker] = self.now
@@ -454,7 +454,7 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
     def answer_nonsense(self, worker: str, number: int) -> None:
         if number not in [each.number for each in self.running.get(worker, [])]:
-            assert self.real.slots.finish(worker, number, self.now) is None
+            assert self.real.running.finish(worker, number, self.now) is None
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
@@ -574,7 +574,7 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def what_is_recalled_is_not_the_workers_any_more(self) -> None:
-        for seat, number in self.real.slots.take_recalled():
+        for seat, number in self.real.running.take_recalled():
             assert number not in numbers(self.running.get(seat.name, []))
 
     @invariant()

@@ -124,7 +124,7 @@ class House:
         name = next(self.names)
         there = self.processes[name] = Process()
         for each in self.members:
-            each.desk.add_shared_slot(name, there.turns, each.index, self.now, policy=each.terms)
+            each.desk.processes.add_shared(name, there.turns, each.index, self.now, policy=each.terms)
         for each in self.members:
             each.desk.dispatch(self.now)
         return name
@@ -137,7 +137,7 @@ class House:
         for at, (index, number) in enumerate(jobs):
             # What comes next it gets behind the last of these.
             assert there.jobs == [] or at == len(jobs)
-            self.members[index].desk.on_result(name, PredictResult(number, ANSWERED), [b"y"], self.now)
+            self.members[index].desk.results.on_result(name, PredictResult(number, ANSWERED), [b"y"], self.now)
         for each in self.members:
             each.look()
 
@@ -145,7 +145,7 @@ class House:
         """The process has ended: all dispatchers are told before any of them goes on."""
         del self.processes[name]
         for each in self.members:
-            each.desk.on_exit(name, end, self.now)
+            each.desk.results.on_exit(name, end, self.now)
         for each in self.members:
             each.desk.dispatch(self.now)
 
@@ -197,7 +197,7 @@ def test_a_death_blames_the_one_whose_job_ran_alone() -> None:
     [killer], [innocent] = one.asked.values(), other.asked.values()
     assert (killer.deaths, innocent.deaths, one.answers) == (2, 0, {killer.number: "INTERNAL"})
     assert (innocent.lost_slots, other.answers) == (0, {})
-    assert other.desk.fault_isolator.offenses.has_offenders is False
+    assert not any(each.offenders for each in other.desk._isolator._offenses.tables)
     made.serve(made.load())
     assert other.answers == {innocent.number: "answer"}
 
@@ -209,8 +209,8 @@ def test_a_hang_is_seen_by_the_one_whose_job_runs_and_nobody_gets_anything_behin
     one.ask()
     number = other.ask()
     made.now += TIMEOUT_S
-    assert [process for process, _ in other.desk.overdue_processes(made.now)] == []
-    assert [process for process, _ in one.desk.overdue_processes(made.now)] == [name]
+    assert [process for process, _ in other.desk.processes.overdue(made.now)] == []
+    assert [process for process, _ in one.desk.processes.overdue(made.now)] == [name]
     other.ask()
     assert made.ran == [0]
     made.end(name, OURS)
@@ -223,7 +223,7 @@ def test_what_leaves_is_given_nothing_more() -> None:
     name = made.load()
     number = one.ask()
     other.ask()
-    one.desk.on_batch_failed(name, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
+    one.desk.results.on_batch_failed(name, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
     assert (one.answers, made.ran) == ({number: "INTERNAL"}, [0])
     made.end(name, CRASH)
     assert other.asked[number + 1].deaths == 0
@@ -233,7 +233,7 @@ def test_a_process_that_one_has_given_up_is_given_nothing_by_the_others() -> Non
     made = house(2)
     one, other = made.members
     name = made.load()
-    one.desk.release_slot(name)
+    one.desk.processes.release(name)
     other.ask()
     assert made.ran == []
 
@@ -244,7 +244,7 @@ def test_who_joins_while_another_one_runs_waits_for_its_turn() -> None:
     made.members[0].ask()
     late = Member(1, made, BatchingPolicy())
     made.members.append(late)
-    late.desk.add_shared_slot(name, made.processes[name].turns, 1, made.now)
+    late.desk.processes.add_shared(name, made.processes[name].turns, 1, made.now)
     late.ask()
     assert made.ran == [0]
     made.serve(name)
@@ -256,13 +256,13 @@ def test_while_it_computes_for_one_the_others_do_not_ping_it_and_never_with_the_
     name = made.load()
     number = made.members[0].ask()
     made.now += 1000.0
-    assert [list(each.desk.ping_idle(made.now)) for each in made.members] == [[], []]
+    assert [list(each.desk.processes.ping_idle(made.now)) for each in made.members] == [[], []]
     assert made.pinged == []
     made.serve(name)
     assert made.members[0].answers == {number: "answer"}
     made.now += 1000.0
     for each in made.members:
-        assert list(each.desk.ping_idle(made.now)) == []
+        assert list(each.desk.processes.ping_idle(made.now)) == []
     assert made.pinged == [(0, name), (1, name)]
 
 
@@ -271,7 +271,7 @@ def test_one_that_is_dismissed_has_no_turn() -> None:
     one, other = made.members
     name = made.load()
     one.ask()
-    other.desk.remove_slot(name)
+    other.desk.processes.remove(name)
     other.ask()
     made.serve(name)
     assert made.ran == [0]
@@ -284,7 +284,8 @@ def test_how_soon_to_try_again_is_told_while_another_has_its_turn() -> None:
     other.ask()
     made.serve(name)
     one.ask()
-    assert other.desk.scheduler.slots.retry_after_s(3, made.now) is not None
+    slots = other.desk._scheduler.slots
+    assert other.desk._scheduler._times.retry_after_s(3, slots, slots.count, made.now) is not None
 
 
 class World(RuleBasedStateMachine):
@@ -342,7 +343,7 @@ class World(RuleBasedStateMachine):
     def tick(self) -> None:
         for member in self.house.members:
             desks.expire(member.desk, self.house.now)
-            for name, _ in list(member.desk.overdue_processes(self.house.now)):
+            for name, _ in list(member.desk.processes.overdue(self.house.now)):
                 self.house.end(name, OURS)
             member.look()
 
@@ -350,7 +351,7 @@ class World(RuleBasedStateMachine):
     def no_process_idles_while_something_waits(self) -> None:
         idle = [each for each in self.house.processes.values() if not each.jobs]
         for member in self.house.members:
-            line = member.desk.scheduler.queue
+            line = member.desk._scheduler.queue
             assert line.next_unchecked is not None or not idle or all(each.isolation for each in line)
 
     @invariant()

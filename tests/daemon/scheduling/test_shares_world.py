@@ -21,8 +21,8 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
-from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.fair_share import ACTIVE_S, MULTI_TENANT_HOLD_S, Durations, FairClocks
+from weightd_daemon.scheduling.dispatcher import Dispatcher, SharedScheduling
+from weightd_daemon.scheduling.fair_share import ACTIVE_S, MULTI_TENANT_HOLD_S, Durations, FairClocks, Users
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_daemon.tenants.tenant import Tenant
@@ -60,7 +60,13 @@ class Model:
     """A dispatcher, and what it is told to do."""
 
     def __init__(
-        self, world: World, max_queue: int, max_queue_bytes: int, workers: int, predict_timeout: float
+        self,
+        world: World,
+        max_queue: int,
+        max_queue_bytes: int,
+        workers: int,
+        predict_timeout: float,
+        users: Users | None = None,
     ) -> None:
         config = ModelConfig(
             path="/m.onnx",
@@ -70,7 +76,8 @@ class Model:
             predict_timeout=predict_timeout,
             workers=workers,
         )
-        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None, world.clocks)
+        shared = SharedScheduling(clocks=world.clocks, users=users)
+        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None, shared)
         self.world = world
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
@@ -154,21 +161,20 @@ class World:
 
     def household(self, models: int, processes: int) -> list[Model]:
         """Return models that are served by each of some processes, one batch at a time."""
-        made = [Model(self, 1000, 2**40, processes, 1000.0) for _ in range(models)]
+        users = Users()
+        made = [Model(self, 1000, 2**40, processes, 1000.0, users) for _ in range(models)]
         self.models += made
-        for each in made:
-            each.desk.scheduler.users = made[0].desk.scheduler.users
         for _ in range(processes):
             name, turns = f"w{next(self._numbers)}", SharedProcessScheduler()
             self.seats[name] = SimulatedWorker(made[0], "ascend:0")
             for index, each in enumerate(made):
-                each.desk.add_shared_slot(name, turns, index, self.now, device="ascend:0")
+                each.desk.processes.add_shared(name, turns, index, self.now, device="ascend:0")
         return made
 
     def enlist(self, model: Model, device: str, terms: BatchingPolicy = NO_BATCHING) -> str:
         name = f"w{next(self._numbers)}"
         self.seats[name] = SimulatedWorker(model, device)
-        model.desk.add_slot(name, device=device, policy=terms)
+        model.desk.processes.add(name, device=device, policy=terms)
         model.desk.dispatch(self.now)
         return name
 
@@ -247,14 +253,14 @@ class World:
         if seat.jobs:
             self.begin(name, seat)
         for number in job:
-            self.whose[number].desk.on_result(name, PredictResult(number, ANSWERED), (b"",), self.now)
+            self.whose[number].desk.results.on_result(name, PredictResult(number, ANSWERED), (b"",), self.now)
         self.gather(seat.model)
 
     def die(self, name: str, end: ExitCause = CRASH) -> None:
         seat = self.seats.pop(name)
         for number in seat.jobs[0] if seat.jobs else ():
             self.had[self.asked[number].tenant.name] += self.now - seat.since  # type: ignore[assignment]
-        seat.model.desk.on_exit(name, end, self.now)
+        seat.model.desk.results.on_exit(name, end, self.now)
         seat.model.desk.dispatch(self.now)
 
     def ended(self, request: Request, code: str) -> None:
@@ -303,7 +309,7 @@ class World:
         return all(
             seat.jobs or not any(not each.isolation and each not in line.long for each in line)
             for seat in self.seats.values()
-            for line in [seat.model.desk.scheduler.queue]
+            for line in [seat.model.desk._scheduler.queue]
         )
 
 
@@ -315,7 +321,7 @@ def error(had: Mapping[str, float], expected: Mapping[str, float]) -> float:
 
 def counted(models: Iterable[Model]) -> bool:
     """Whether each line tells of each tenant how many of its requests wait."""
-    lines = [model.desk.scheduler.queue for model in models]
+    lines = [model.desk._scheduler.queue for model in models]
     return all(Counter(line.counts_by_tenant) == Counter(request.tenant for request in line) for line in lines)
 
 
@@ -530,7 +536,7 @@ def test_what_runs_is_charged_once_though_there_are_several_tenants_again() -> N
         world.ask(model, b, 100.0)
         world.run(2 * MULTI_TENANT_HOLD_S)
         model.desk.dispatch(world.now)
-        assert not model.desk.scheduler.queue.is_multi_tenant
+        assert not model.desk._scheduler.queue.is_multi_tenant
     world.run(200.0)
     world.ask(model, a, 0.01)
     world.run(1.0)
@@ -684,7 +690,7 @@ def test_a_tenant_that_asks_now_and_then_finds_a_worker_too() -> None:
         assert world.waited[rare.number] == 0.0
     world.run(2 * ACTIVE_S)
     model.desk.dispatch(world.now)
-    assert not model.desk.scheduler.queue.is_multi_tenant
+    assert not model.desk._scheduler.queue.is_multi_tenant
     assert all(seat.jobs for seat in world.seats.values())
 
 
@@ -732,7 +738,7 @@ def test_a_request_that_hung_is_long_for_the_next_time() -> None:
     waits = one_after_another(world, model, b, SHORT)
     world.ask(model, a, 1000.0, nbytes=LONG.nbytes)
     world.run(5.0)
-    for name, _ in list(model.desk.overdue_processes(world.now)):
+    for name, _ in list(model.desk.processes.overdue(world.now)):
         world.seats.pop(name)
     assert len(world.seats) == 1
     world.enlist(model, "cpu")
@@ -797,7 +803,7 @@ def test_weights_count_for_what_waits() -> None:
     for each in (a, b):
         for _ in range(10):
             world.ask(model, each, 1.0)
-    left = Counter(each.tenant.name for each in model.desk.scheduler.queue)
+    left = Counter(each.tenant.name for each in model.desk._scheduler.queue)
     assert left == {"a": 8, "b": 2}
 
 
@@ -809,7 +815,7 @@ def test_bytes_give_way_to_bytes_or_nothing_does() -> None:
     assert world.answers == {of_a[1]: "RESOURCE_EXHAUSTED"}
     large = world.ask(model, b, 1.0, rows=8).number
     assert world.answers.keys() == {of_a[1], large}
-    assert [each.number for each in model.desk.scheduler.queue] == [of_a[0], small]
+    assert [each.number for each in model.desk._scheduler.queue] == [of_a[0], small]
 
 
 # --- anything at all --------------------------------------------------------------------------------------------------
@@ -888,4 +894,4 @@ def test_one_tenant_is_served_in_the_order_in_which_it_asks(events: Iterable[str
     for _ in range(2):
         world.ask(model, a, 0.05)
         world.run(20.0)
-    assert not model.desk.scheduler.queue.is_multi_tenant
+    assert not model.desk._scheduler.queue.is_multi_tenant

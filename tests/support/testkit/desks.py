@@ -9,7 +9,7 @@ from weightd_daemon.scheduling.scheduler import AT_ONCE
 def expire(desk: Dispatcher, now: float) -> None:
     """End every request whose deadline has passed. The desk ends only some of them in each turn of the loop."""
     desk.expire(now, lambda error: error)
-    while desk.has_pending_failures or desk.scheduler.deadlines.next_deadline <= now:
+    while desk.has_pending_failures or desk._scheduler.deadlines.next_deadline <= now:
         desk.expire(now, lambda error: error)
 
 
@@ -17,5 +17,5 @@ def run_turns(desk: Dispatcher, now: float) -> None:
     """Do what the desk has to do at once, as if no other message had come."""
     while desk.next_event_at == AT_ONCE:
         desk.expire(now, lambda error: error)
-        desk.fault_isolator.continue_fingerprint(now)
+        desk._isolator.continue_fingerprint(now)
         desk.dispatch_gathered(now)

@@ -1,4 +1,4 @@
-"""Which requests share a batch: the one whose turn it is, and what waits and fits it."""
+"""Which requests share a batch, and how many rows the next part of a large one has."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from weightd_daemon.scheduling.batching.estimates import DurationEstimates, Kind
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey
 from weightd_daemon.scheduling.batching.split import SplitRequest
-from weightd_daemon.scheduling.measurements import DurationEstimates, Kind
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 
@@ -41,20 +41,6 @@ class SlotConstraints(NamedTuple):
     max_s: float = math.inf
 
 
-class BatchCandidates(NamedTuple):
-    """What may share a batch.
-
-    Attributes:
-        requests: in the order in which they are to run.
-        request_count: how many they are.
-        max_s: seconds that a batch of several may take, about.
-    """
-
-    requests: Iterable[Request]
-    request_count: int
-    max_s: float = math.inf
-
-
 class BatchGroup(NamedTuple):
     """Requests that share a batch, or one that has it for itself.
 
@@ -69,7 +55,7 @@ class BatchGroup(NamedTuple):
     is_full: bool
 
 
-def form_batch(
+def form_group(
     first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float
 ) -> BatchGroup:
     """Return the first request, and those that share its batch.

@@ -39,6 +39,11 @@ class RecentNames:
             self._names[number] = principal
         return number
 
+    def update(self, other: RecentNames) -> None:
+        """Remember the names that another one does, too."""
+        for name in other._names.values():
+            self.number_of(name)
+
     def name_of(self, number: int) -> str:
         """Return the tenant or the user with this number."""
         return self._names.get(number, "a tenant or user of a previous daemon")

@@ -7,20 +7,18 @@ other part: where it had several, each of them runs again alone, and what happen
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batch import Batch, record_death
-from weightd_daemon.scheduling.fault_isolation.contents import FingerprintTask, Quarantine, compute_digest, is_small
-from weightd_daemon.scheduling.fault_isolation.offenders import ClientOffenses
+from weightd_daemon.scheduling.fault_isolation.content_guard import ContentGuard, FailRequest
+from weightd_daemon.scheduling.fault_isolation.offenders import ClientOffenses, OffenderTable
 from weightd_daemon.scheduling.fault_isolation.rank_groups import MAX_LOST_GROUPS, GroupLoss, RankGroupFailures
 from weightd_daemon.scheduling.fault_isolation.watchdog import Watchdog
-from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
-from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
+from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request, isolate
+from weightd_daemon.scheduling.scheduler import Scheduler
 from weightd_daemon.scheduling.slots import Slot
 from weightd_protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
 from weightd_protocol.messages.worker import Ping
@@ -36,17 +34,6 @@ MAX_LOST_SLOTS = 5
 # What a process may have to finish before it comes to the self-test: two predicts. The self-test is the third.
 _SELFTEST_TIMEOUT_FACTOR = 3
 
-FailRequest = Callable[[Request, RequestError], None]
-DigestAction = Callable[[Request, float], None]
-
-
-class _PendingAction(NamedTuple):
-    """A request that something was learned of, what follows from that, and the error in which the request ends then."""
-
-    request: Request
-    action: DigestAction
-    error: RequestError | None = None
-
 
 class FaultIsolator:
     """Watches the slots and requests of one model.
@@ -56,9 +43,12 @@ class FaultIsolator:
         scheduler: of the model.
         fail_request: called with each request that ends here, and the error in which it ends.
         schedule_by: called with the time when `continue_fingerprint` or `due_pings` will have something to do.
+        tenant_offenders: the tenants whose requests have crashed slots; one object for all models.
+        client_log: of what clients do; one object for all models.
 
     Attributes:
-        client_log: of what clients do; one object for all models.
+        watchdog: of the processes.
+        suspected: contents of which it is not known yet whether they crash slots.
     """
 
     def __init__(
@@ -67,99 +57,78 @@ class FaultIsolator:
         scheduler: Scheduler,
         fail_request: FailRequest,
         schedule_by: Callable[[float], object] = lambda _: None,
+        tenant_offenders: OffenderTable | None = None,
+        client_log: ClientLog | None = None,
     ) -> None:
-        self.quarantine = Quarantine()
-        self.offenses = ClientOffenses()
-        self.client_log = ClientLog()
+        self._client_log = client_log or ClientLog()
+        self._contents = ContentGuard(scheduler, fail_request, schedule_by, self._client_log)
+        self._quarantined = self._contents.quarantine.quarantined
+        self.suspected = self._contents.quarantine.suspected
+        self._offenses = ClientOffenses(tenant_offenders)
+        self._offender_tables = self._offenses.tables
         self.watchdog = Watchdog(
             config.watchdog, config.selftest_interval, _SELFTEST_TIMEOUT_FACTOR * config.predict_timeout, schedule_by
         )
         self._predict_timeout = config.predict_timeout
         self._scheduler = scheduler
+        self._slots = scheduler.slots
         self._group_failures = RankGroupFailures(MAX_LOST_SLOTS)
         self._fail_request = fail_request
-        self._schedule_by = schedule_by
-        # Requests that something was learned of, and what follows from that once their digests are known.
         # Tenants that this model has answered: until then one has one slot at a time, so that the first of its requests
         # cannot take several slots along at once.
         self._trusted_tenants: set[str] = set()
-        self._pending_actions: deque[_PendingAction] = deque()
-        self._fingerprint_task: FingerprintTask | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def needs_check(self, request: Request) -> bool:
-        """Whether a request that has come has to be checked: cheap, where nobody is a suspect."""
-        has_known_contents = self.quarantine.quarantined or (request.is_mutable and self.quarantine.suspected)
-        return self.offenses.has_offenders or bool(has_known_contents) or self._is_untrusted(request)
-
     def check_request(self, request: Request, now: float) -> bool:
-        """A request has come: return whether it may be one that has killed, so that it is checked first.
-
-        While no request `needs_check`, there is nothing to check.
+        """A request has come: return whether its content has to be read before it runs, as it may have crashed a slot.
 
         Raises:
             RequestError: it is refused.
         """
-        self.offenses.check_not_refused(request.origin, now)
-        if self.offenses.is_confined(request.origin, now) or self._is_untrusted(request):
-            request.require_isolation(Isolation.CONFINED)
-        # What is in memory of the client has to be read before it runs: the memory is the client's after the answer.
-        may_be_suspected = request.is_mutable and self.quarantine.may_be_suspected(request, now)
-        if not (may_be_suspected or self.quarantine.may_be_quarantined(request, now)):
+        tenants, clients = self._offender_tables
+        has_offenders = tenants.offenders or clients.offenders
+        is_untrusted = request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
+        if not (has_offenders or is_untrusted or self._quarantined or (self.suspected and request.is_mutable)):
             return False
-        if is_small(request):
-            compute_digest(request)
-            self.quarantine.check_request(request, now)
-            return False
-        return True
+        self._offenses.check_not_refused(request.origin, now)
+        if is_untrusted or self._offenses.is_confined(request.origin, now):
+            isolate(request, Isolation.CONFINED)
+        return self._contents.check_request(request, now)
 
     def on_answered(self, request: Request, now: float) -> None:
         """A slot has answered the request."""
         if request.origin.is_tenant:
             self._trusted_tenants.add(request.tenant.name)
-        if (request.is_mutable and not request.digest) or not self.quarantine.may_be_suspected(request, now):
-            return
-        # One at a time: if that is another content, there will be further answers.
-        if not any(each.action == self.quarantine.on_answered for each in self._pending_actions):
-            self._act_on_digest(request, self.quarantine.on_answered, now)
+        self._contents.on_answered(request, now)
+
+    def clear(self) -> None:
+        """Another model is served: what crashed the last one says nothing."""
+        self._contents.fail_pending()
+        self._trusted_tenants.clear()
+        self._contents.quarantine.clear()
+        self._offenses.clear()
 
     def fail_pending(self) -> None:
         """End each request that waits for its content to be read."""
-        pending, self._pending_actions, self._fingerprint_task = self._pending_actions, deque(), None
-        for request, _, error in pending:
-            if error is not None:
-                self._fail_request(request, error)
-
-    def clear(self) -> None:
-        """Another model is served: what killed the last one says nothing."""
-        self.fail_pending()
-        self._trusted_tenants.clear()
-        self.quarantine.clear()
-        self.offenses.clear()
+        self._contents.fail_pending()
 
     @property
     def has_work(self) -> bool:
         """Whether `continue_fingerprint` has something to do."""
-        return bool(self._pending_actions) or self._scheduler.queue.next_unchecked is not None
+        return self._contents.has_work
 
     def continue_fingerprint(self, now: float) -> None:
-        """Read on in a request that may be one that has killed, for less than a millisecond."""
-        request = self._pending_actions[0].request if self._pending_actions else self._scheduler.queue.next_unchecked
-        if request is None:
-            return
-        if self._fingerprint_task is None or self._fingerprint_task.request is not request:
-            self._fingerprint_task = FingerprintTask(request)
-        if not self._fingerprint_task.step():
-            return
-        self._fingerprint_task = None
-        if self._pending_actions:
-            _, action, error = self._pending_actions.popleft()
-            action(request, now)
-            if error is not None:
-                self._fail_request(request, error)
-        else:
-            self._admit_or_reject(request, now)
+        """Read on in a request that may be one that has crashed a slot, for less than a millisecond."""
+        self._contents.continue_fingerprint(now)
+
+    def quarantined_count(self, now: float) -> int:
+        """Return how many contents are refused."""
+        return self._contents.quarantine.count(now)
+
+    def confined_clients(self, now: float) -> Sequence[str]:
+        """Return the clients whose requests run one at a time."""
+        return self._offenses.confined_names(now)
 
     # --- slots --------------------------------------------------------------------------------------------------
 
@@ -167,8 +136,8 @@ class FaultIsolator:
         """A process has ended, and may have died of what its slot had."""
         forgiven = self._group_failures.on_exit(process, exit_cause)
         if forgiven is not None:
-            self._act_on_digest(forgiven, self.quarantine.on_answered, now)
-        slot = self._scheduler.slots.slot_of(process)
+            self._contents.on_forgiven(forgiven, now)
+        slot = self._slots.slot_of(process)
         if slot is None or not slot.batches:
             self._scheduler.release_slot(process)
             return
@@ -196,15 +165,15 @@ class FaultIsolator:
         quarantined = single_request if single_request is not None and single_request.deaths >= MAX_DEATHS else None
         for request, error in errors:
             if request in awaited:
-                self._fail_and_act(request, error, self._quarantine_content if request is quarantined else None, now)
+                self._fail(request, error, now, is_quarantined=request is quarantined)
         if quarantined is not None and quarantined not in awaited:
-            self._act_if_unchanged(quarantined, self._quarantine_content, now)
+            self._contents.on_crash(quarantined, now)
         for origin in origins:
             self._restrict_client(origin, now)
 
     def on_process_failed(self, process: str, reason: str, now: float) -> None:
         """A process can go on no more, for this reason, and its slot is lost with it; what that ran waits again."""
-        slot = self._scheduler.slots.slot_of(process)
+        slot = self._slots.slot_of(process)
         if slot is not None and slot.lockstep is not None:
             self._on_group_lost(slot, GroupLoss(reason, Internal), now)
         else:
@@ -213,7 +182,7 @@ class FaultIsolator:
 
     def on_leaving(self, process: str, number: int, now: float) -> None:
         """A slot ends, because its model may be spoilt by a batch that failed: it is as lost as one that died."""
-        slot = self._scheduler.slots.slot_of(process)
+        slot = self._slots.slot_of(process)
         batch = slot.batch_of(number) if slot is not None else None
         if batch is not None:
             _record_times([batch], now)
@@ -232,17 +201,17 @@ class FaultIsolator:
                 continue
             request = batch.single_request
             if request is None:
-                self._scheduler.retry_items_alone(batch)
+                self._scheduler.retry_alone(list(batch.items.values()))
             self._record_loss(batch, self._predict_timeout, now)
             if request is not None and batch.awaited_items:
-                self._fail_and_act(request, DeadlineExceeded(f"request {request.id}: {reason}"), self._on_hang, now)
+                self._contents.fail_hung(request, DeadlineExceeded(f"request {request.id}: {reason}"), now)
             elif request is not None:
-                self._act_if_unchanged(request, self._on_hang, now)
+                self._contents.on_hang(request, now)
             yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
 
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
-        due = self.watchdog.take_due(now, self._scheduler.slots.is_busy)
+        due = self.watchdog.take_due(now, self._slots.is_busy)
         yield from ((process, Ping(run_selftest=False)) for process in due.pings)
         yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
         yield from ((process, None) for process in due.unresponsive)
@@ -261,21 +230,18 @@ class FaultIsolator:
     def _on_batch_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> None:
         """A group of ranks is lost, of which this batch was taken: it waits again, but for what ends."""
         ended = self._group_failures.on_lost(slot, batch, loss, now)
-        self._scheduler.retry_items_alone(batch, excluding=[request for request, _ in ended])
+        self._scheduler.retry_alone(list(batch.items.values()), excluding=[request for request, _ in ended])
         suspect = batch.single_request if loss.error_type is not None else None
         quarantined = suspect if suspect is not None and suspect.deaths >= MAX_LOST_GROUPS else None
         for request, error in ended:
-            self._fail_and_act(request, error, self._quarantine_content if request is quarantined else None, now)
+            self._fail(request, error, now, is_quarantined=request is quarantined)
         if quarantined is not None:
             if quarantined not in [request for request, _ in ended]:
-                self._act_if_unchanged(quarantined, self._quarantine_content, now)
+                self._contents.on_crash(quarantined, now)
             self._record_loss(batch, now - batch.started_at, now)
         elif suspect is not None:
             record_death([batch])
-            self._act_on_digest(suspect, self._on_group_loss, now)
-
-    def _is_untrusted(self, request: Request) -> bool:
-        return request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
+            self._contents.on_group_loss(suspect, now)
 
     def _isolate_requests(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
         """A slot has died of one of these batches: what they are of runs alone; return who has asked."""
@@ -297,14 +263,14 @@ class FaultIsolator:
         """A slot was lost to what these have asked: that counts against who has asked all of it."""
         if len(origins) == 1:
             [origin] = origins
-            self.offenses.record_death(origin, ran_s, now)
+            self._offenses.record_death(origin, ran_s, now)
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
         """A slot is about to be lost to these batches: to a tenant, if all of it is one's."""
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
-            self._scheduler.slots.record_tenant_loss(tenant, now)
+            self._slots.record_tenant_loss(tenant, now)
 
     def _find_errors(
         self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool
@@ -327,7 +293,7 @@ class FaultIsolator:
         if is_proven and request.deaths >= MAX_DEATHS:
             details = f"was on {request.deaths} workers when they died, the last one {exit_cause.description}"
             return Internal(f"request {request.id} {details}")
-        if is_proven and self.offenses.should_fail_next(request.origin, now):
+        if is_proven and self._offenses.should_fail_next(request.origin, now):
             return Internal(
                 f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were"
             )
@@ -341,14 +307,14 @@ class FaultIsolator:
 
     def _restrict_client(self, origin: ClientOrigin, now: float) -> None:
         """A slot was lost to what this client asked: see that not all are."""
-        if not self.offenses.is_confined(origin, now):
+        if not self._offenses.is_confined(origin, now):
             return
-        self._scheduler.confine(lambda each: self.offenses.is_confined(each.origin, now))
+        self._scheduler.confine(lambda each: self._offenses.is_confined(each.origin, now))
         rejected: list[tuple[Request, RequestError]] = []
 
         def is_refused(request: Request) -> bool:
             try:
-                self.offenses.check_not_refused(request.origin, now)
+                self._offenses.check_not_refused(request.origin, now)
             except RequestError as error:
                 rejected.append((request, error))
                 return True
@@ -359,73 +325,13 @@ class FaultIsolator:
             self._fail_request(request, error)
         client_name = origin.principal if origin.is_tenant else origin.peer
         text = "requests of %s ended workers: they run one at a time, or are rejected"
-        self.client_log.log(_log, logging.WARNING, origin.principal, text, client_name)
+        self._client_log.log(_log, logging.WARNING, origin.principal, text, client_name)
 
-    def _fail_and_act(self, request: Request, error: RequestError, action: DigestAction | None, now: float) -> None:
-        """End a request in an error, and learn something of it.
-
-        Its memory is the client's once it has ended, so what is there has to be read before.
-        """
-        if action is None:
-            self._fail_request(request, error)
-        elif request.is_mutable and not (request.digest or is_small(request)):
-            # The client gets one response, so none of the other parts may end the request meanwhile.
-            request.is_ended = True
-            self._scheduler.end_split(request)
-            self._pending_actions.append(_PendingAction(request, action, error))
-            self._schedule_by(AT_ONCE)
-        elif request.is_mutable:
-            action(request, now)
-            self._fail_request(request, error)
+    def _fail(self, request: Request, error: RequestError, now: float, *, is_quarantined: bool) -> None:
+        if is_quarantined:
+            self._contents.fail_crashed(request, error, now)
         else:
             self._fail_request(request, error)
-            self._act_on_digest(request, action, now)
-
-    def _act_if_unchanged(self, request: Request, action: DigestAction, now: float) -> None:
-        """Learn something of a request that has ended before, unless its content may have changed since."""
-        if request.digest or not request.is_mutable:
-            self._act_on_digest(request, action, now)
-
-    def _act_on_digest(self, request: Request, action: DigestAction, now: float) -> None:
-        if is_small(request):
-            action(request, now)
-        else:
-            self._pending_actions.append(_PendingAction(request, action))
-            self._schedule_by(AT_ONCE)
-
-    def _quarantine_content(self, request: Request, now: float) -> None:
-        self._log_quarantine(request, "request %s is in quarantine: it crashed workers")
-        self.quarantine.add(request, now)
-        self._reject_quarantined(now)
-
-    def _on_hang(self, request: Request, now: float) -> None:
-        if self.quarantine.on_hang(request, now):
-            self._log_quarantine(request, "request %s is in quarantine: it hung workers")
-            self._reject_quarantined(now)
-
-    def _on_group_loss(self, request: Request, now: float) -> None:
-        if self.quarantine.on_hang(request, now):
-            self._log_quarantine(request, "request %s is in quarantine: its content ended rank groups")
-            self._reject_quarantined(now)
-
-    def _log_quarantine(self, request: Request, text: str) -> None:
-        self.client_log.log(_log, logging.WARNING, request.origin.principal, text, request.id)
-
-    def _reject_quarantined(self, now: float) -> None:
-        """Whoever waits with a content that is held would only kill, or stop, the next slot."""
-        for request in self._scheduler.require_check(lambda each: self.quarantine.may_be_quarantined(each, now)):
-            if is_small(request):
-                self._admit_or_reject(request, now)
-
-    def _admit_or_reject(self, request: Request, now: float) -> None:
-        """A request that was put aside ends, or may run."""
-        try:
-            self.quarantine.check_request(request, now)
-        except RequestError as error:
-            self._scheduler.take_matching(lambda each: each is request)
-            self._fail_request(request, error)
-        else:
-            self._scheduler.queue.admit(request)
 
 
 def _record_times(batches: Sequence[Batch], now: float) -> None:

@@ -97,18 +97,17 @@ class OffenderTable:
 class ClientOffenses:
     """The clients of one model that slots were lost to. Times are monotonic seconds.
 
-    Attributes:
+    Args:
         tenant_offenders: those to whom slots of any model were lost: one object for all models.
+
+    Attributes:
+        tables: of all offenders; while they are empty, nobody is refused or confined.
     """
 
-    def __init__(self) -> None:
-        self.tenant_offenders = OffenderTable()
+    def __init__(self, tenant_offenders: OffenderTable | None = None) -> None:
+        self.tenant_offenders = tenant_offenders if tenant_offenders is not None else OffenderTable()
         self._client_offenders = OffenderTable()
-
-    @property
-    def has_offenders(self) -> bool:
-        """Whether there are any; else nobody is refused, or confined."""
-        return bool(self._client_offenders.offenders or self.tenant_offenders.offenders)
+        self.tables = self.tenant_offenders, self._client_offenders
 
     def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
         """A slot has died, left or had to be ended of what this client asked, which it had run for `ran_s` seconds."""

@@ -116,7 +116,7 @@ def hang(bench: Bench, request: Request) -> None:
     """Have a slot hang in a request."""
     seat = bench.scheduler.slots.slot_of(bench.seat())
     assert seat is not None
-    bench.scheduler.slots.assign(seat, batch(request), bench.now)
+    bench.scheduler.running.assign(seat, batch(request), bench.now)
     bench.now += TIMEOUT_S
     assert len(list(bench.guard.take_overdue(bench.now))) == 1
 
@@ -125,7 +125,7 @@ def check(bench: Bench, request: Request) -> None:
     """Have the guard check a request, and read its content if need be."""
     if bench.guard.check_request(request, bench.now):
         compute_digest(request)
-        bench.guard.quarantine.check_request(request, bench.now)
+        bench.guard._contents.quarantine.check_request(request, bench.now)
 
 
 def batch(*requests: Request) -> Batch:
@@ -137,13 +137,13 @@ def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() ->
     requests = bench.requests(ANN, BOB, ANN)
     bench.guard.on_exit(bench.seat(batch(*requests)), CRASH, bench.now)
     assert [(each.isolation, each.deaths) for each in requests] == [(Isolation.ALONE, 0)] * 3
-    assert bench.guard.offenses.confined_names(bench.now) == []
+    assert bench.guard._offenses.confined_names(bench.now) == []
     for _ in range(2):  # the first one kills, and only when it was alone that counts
         assert bench.refused == {}
         assert bench.runs() == [[0]]
         bench.guard.on_exit(bench.last, CRASH, bench.now)
     assert bench.refused == {0: "INTERNAL"}
-    assert bench.guard.quarantine.count(bench.now) == 1
+    assert bench.guard._contents.quarantine.count(bench.now) == 1
     assert [bench.runs(), bench.runs()] == [[[1]], [[2]]]
     assert [each.deaths for each in requests] == [2, 0, 0]
 
@@ -159,16 +159,16 @@ def test_of_a_job_of_several_and_one_behind_it_nothing_is_known_either() -> None
 def test_who_has_asked_all_of_a_job_answers_for_it_at_once() -> None:
     bench = Bench()
     for _ in range(4):
-        assert bench.guard.offenses.confined_names(bench.now) == []
+        assert bench.guard._offenses.confined_names(bench.now) == []
         bench.guard.on_exit(bench.seat(batch(*bench.requests(BOB, BOB))), CRASH, bench.now)
-    assert bench.guard.offenses.confined_names(bench.now) == [BOB.peer]
+    assert bench.guard._offenses.confined_names(bench.now) == [BOB.peer]
 
 
 def test_a_job_of_several_clients_accuses_none_of_them() -> None:
     bench = Bench()
     for _ in range(20):
         bench.guard.on_exit(bench.seat(batch(*bench.requests(ANN, BOB))), CRASH, bench.now)
-    assert bench.guard.offenses.confined_names(bench.now) == []
+    assert bench.guard._offenses.confined_names(bench.now) == []
 
 
 @pytest.mark.parametrize("end", [CRASH, KILL])
@@ -218,7 +218,7 @@ def test_of_a_job_behind_another_what_nobody_waits_for_is_recalled() -> None:
     bench.seat(batch(first), batch(two, three))
     assert bench.scheduler.end_matching(lambda each: each is two) == [(two, False)]
     assert bench.scheduler.end_matching(lambda each: each is three) == [(three, False)]
-    assert [(seat.name, number) for seat, number in bench.scheduler.slots.take_recalled()] == [("s1", 1), ("s1", 2)]
+    assert [(seat.name, number) for seat, number in bench.scheduler.running.take_recalled()] == [("s1", 1), ("s1", 2)]
     assert bench.scheduler.slots.in_flight("s1.0") == 1
 
 
@@ -248,8 +248,8 @@ def test_an_answer_of_any_process_is_its_seats() -> None:
     second = bench.seat(batch(request))
     first = second.replace(".1", ".0")
     assert (bench.scheduler.slots.in_flight(first), bench.scheduler.slots.in_flight(second)) == (1, 1)
-    assert bench.scheduler.slots.finish(first, 0, bench.now) is not None
-    assert bench.scheduler.slots.finish(second, 0, bench.now) is None
+    assert bench.scheduler.running.finish(first, 0, bench.now) is not None
+    assert bench.scheduler.running.finish(second, 0, bench.now) is None
     bench.scheduler.release_slot(first)
     assert (bench.scheduler.slots.slot_of(first), bench.scheduler.slots.slot_of(second)) == (None, None)
 
@@ -278,18 +278,18 @@ def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
     first.tenant = later.tenant = Tenant("ann", TenantConfig())
     other.tenant = Tenant("ben", TenantConfig())
     for each in (first, other, nobody):
-        if bench.guard.needs_check(each):
-            bench.guard.check_request(each, 0.0)
+        bench.guard.check_request(each, 0.0)
     assert [each.isolation for each in (first, other, nobody)] == [
         Isolation.CONFINED,
         Isolation.CONFINED,
         Isolation.BATCHABLE,
     ]
     bench.guard.on_answered(first, 0.0)
-    assert not bench.guard.needs_check(later)
-    assert bench.guard.needs_check(other)
-    bench.guard.clear()
-    assert bench.guard.needs_check(later)
+    for forgets in (False, True):
+        if forgets:
+            bench.guard.clear()
+        bench.guard.check_request(later, 0.0)
+        assert (later.isolation is Isolation.CONFINED) == forgets
 
 
 def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced() -> None:
@@ -300,7 +300,7 @@ def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced()
     innocent.tenant = Tenant("ben", TenantConfig())
     seats = bench.scheduler.slots
     bench.guard.on_exit(bench.seat(batch(poison)), CRASH, bench.now)
-    assert bench.guard.offenses.confined_names(bench.now) == ["tenant eve"]
+    assert bench.guard._offenses.confined_names(bench.now) == ["tenant eve"]
     assert (bench.refused, poison.deaths) == ({}, 1)
     assert (seats.is_confined_running(poison.tenant), seats.is_confined_running(innocent.tenant)) == (True, False)
     bench.seat()
@@ -320,13 +320,13 @@ def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
     request.tenant = Tenant("eve", TenantConfig())
     bench.guard.on_exit(bench.seat(batch(request)), KILL, bench.now)
     assert not bench.scheduler.slots.is_confined_running(request.tenant)
-    assert bench.guard.offenses.confined_names(bench.now) == []
+    assert bench.guard._offenses.confined_names(bench.now) == []
 
 
 def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     for request in bench.requests(*[ClientOrigin("process 1 of uid 1", "uid 1")] * 20):
-        bench.guard._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
+        bench.guard._contents._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
     lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
     # A period may end meanwhile.
     assert 1 <= len(lines) <= 2
@@ -365,7 +365,7 @@ def test_a_request_in_shared_memory_that_hangs_ends_once_its_content_was_read() 
         look(bench)
         assert bench.refused[number] == "DEADLINE_EXCEEDED"
         shared.write(b"2")
-    assert bench.guard.quarantine.count(bench.now) == 1
+    assert bench.guard._contents.quarantine.count(bench.now) == 1
     assert not bench.guard.check_request(shared.request(), bench.now)
 
 
@@ -402,7 +402,7 @@ def test_nothing_is_learned_of_shared_memory_whose_request_had_ended_before(
     request.is_ended = True
     lose(bench, request)
     assert not bench.guard.has_work
-    assert (bench.guard.quarantine.quarantined, bench.guard.quarantine.suspected) == ({}, {})
+    assert (bench.guard._contents.quarantine.quarantined, bench.guard._contents.quarantine.suspected) == ({}, {})
 
 
 def test_what_waits_for_its_content_to_be_read_ends_when_all_is_given_up() -> None:
@@ -416,18 +416,17 @@ def test_a_suspected_content_in_shared_memory_is_cleared_by_what_was_read_before
     bench, shared = Bench(), Shared()
     hang(bench, shared.request())
     look(bench)
-    assert bench.guard.quarantine.suspected
+    assert bench.guard._contents.quarantine.suspected
     unread, harmless = shared.request(), shared.request()
     bench.guard.on_answered(unread, bench.now)
     assert not bench.guard.has_work
-    assert bench.guard.needs_check(harmless)
     assert bench.guard.check_request(harmless, bench.now)
     bench.scheduler.submit(harmless, bench.now, needs_check=True)
     assert look(bench) == 3
     shared.write(b"2")
     bench.guard.on_answered(harmless, bench.now)
     look(bench)
-    assert not bench.guard.quarantine.suspected
+    assert not bench.guard._contents.quarantine.suspected
 
 
 def test_a_tenant_cannot_have_the_content_of_another_refused() -> None:

@@ -129,12 +129,12 @@ def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
 
 def test_a_tenant_is_confined_at_its_first_death_and_refused_soon_whatever_its_process_and_the_model() -> None:
     one, other = (ClientOrigin(f"process {number}", "tenant ann", is_tenant=True) for number in (1, 2))
-    here, elsewhere = ClientOffenses(), ClientOffenses()
-    elsewhere.tenant_offenders = here.tenant_offenders
+    here = ClientOffenses()
+    elsewhere = ClientOffenses(here.tenant_offenders)
     stranger = ClientOrigin("process 1", "tenant ben", is_tenant=True)
     deaths(here, one, 1)
     for each in (here, elsewhere):
-        assert each.has_offenders
+        assert any(table.offenders for table in each.tables)
         assert [each.is_confined(who, 0.0) for who in (one, other, stranger)] == [True, True, False]
         assert refused_for(each, other, 0.0) == 0.0
     # Another model is served: what the tenant has done to the last one, it may do to this one, too.

@@ -76,32 +76,34 @@ class Bench:
 
     def look(self) -> None:
         while self.desk.next_event_at == AT_ONCE:
-            self.desk.fault_isolator.continue_fingerprint(self.now)
+            self.desk._isolator.continue_fingerprint(self.now)
             self.desk.dispatch_gathered(self.now)
 
     def load(self) -> str:
         """Another group comes, and has what waits: return its name."""
         name = f"g{next(self.groups)}"
         lockstep = LockstepTracker((f"{name}.rank0", f"{name}.rank1"), f"{name}.rank1")
-        self.desk.add_rank_slot(name, lockstep, self.now, support_processes=[f"{name}.broker"], policy=self.terms)
+        self.desk.processes.add_ranks(name, lockstep, self.now, support_processes=[f"{name}.broker"], policy=self.terms)
         self.desk.dispatch(self.now)
         return name
 
     def running(self, name: str) -> list[int]:
         """What a group has, by the numbers of the requests."""
-        seat = self.desk.scheduler.slots.slot_of(name)
+        seat = self.desk._scheduler.slots.slot_of(name)
         return [] if seat is None else [each.number for job in seat.batches.values() for each in job.requests]
 
     def bury(self, name: str, but: str = "") -> None:
         """All its processes are ended, and it is told how."""
         for each in ("rank0", "rank1", "broker"):
             if each != but:
-                self.desk.on_exit(f"{name}.{each}", OURS, self.now)
+                self.desk.results.on_exit(f"{name}.{each}", OURS, self.now)
 
     def serve(self, name: str, number: int) -> None:
-        self.desk.on_done(f"{name}.rank0", number, self.now)
+        self.desk.results.on_done(f"{name}.rank0", number, self.now)
         spec = TensorSpec("y", "UINT8", (1, 1))
-        self.desk.on_result(f"{name}.rank1", PredictResult(number, ResponseDescription("m", (spec,))), [b"y"], self.now)
+        self.desk.results.on_result(
+            f"{name}.rank1", PredictResult(number, ResponseDescription("m", (spec,))), [b"y"], self.now
+        )
         self.look()
 
 
@@ -109,32 +111,32 @@ Lose = Callable[[Bench, str], None]
 
 
 def crash(bench: Bench, name: str) -> None:
-    bench.desk.on_exit(f"{name}.rank0", CRASH, bench.now)
+    bench.desk.results.on_exit(f"{name}.rank0", CRASH, bench.now)
     bench.bury(name, but="rank0")
 
 
 def hang(bench: Bench, name: str) -> None:
     bench.now += TIMEOUT_S
-    ended = [process for process, _ in bench.desk.overdue_processes(bench.now)]
+    ended = [process for process, _ in bench.desk.processes.overdue(bench.now)]
     assert ended == [f"{name}.rank0", f"{name}.rank1"]
     bench.bury(name)
 
 
 def leave(bench: Bench, name: str) -> None:
     failed = PredictFailed(bench.running(name)[0], "INTERNAL", "launch failed", is_exiting=True)
-    assert bench.desk.on_batch_failed(f"{name}.rank0", failed, bench.now) == f"{name}.rank0: launch failed"
+    assert bench.desk.results.on_batch_failed(f"{name}.rank0", failed, bench.now) == f"{name}.rank0: launch failed"
     bench.bury(name)
 
 
 def break_up(bench: Bench, name: str) -> None:
-    bench.desk.on_process_failed(f"{name}.rank1", "step: expected 2, got 3", bench.now)
+    bench.desk.results.on_process_failed(f"{name}.rank1", "step: expected 2, got 3", bench.now)
     bench.bury(name)
 
 
 def speak_twice(bench: Bench, name: str) -> None:
     [number] = bench.running(name)
-    assert bench.desk.on_done(f"{name}.rank0", number, bench.now) == ""
-    assert "expected one report" in bench.desk.on_done(f"{name}.rank0", number, bench.now)
+    assert bench.desk.results.on_done(f"{name}.rank0", number, bench.now) == ""
+    assert "expected one report" in bench.desk.results.on_done(f"{name}.rank0", number, bench.now)
     bench.bury(name)
 
 
@@ -162,14 +164,14 @@ def test_the_second_group_that_is_lost_to_a_request_ends_it(lose: Lose, words: s
     bench.ask()
     for _ in range(2):
         assert bench.answers == {}
-        assert bench.desk.fault_isolator.offenses.has_offenders is False
+        assert not any(each.offenders for each in bench.desk._isolator._offenses.tables)
         first = bench.load()
         assert bench.running(first) == [1]
         lose(bench, first)
         bench.look()
     assert bench.answers == {1: words}
-    assert bench.desk.fault_isolator.quarantine.count(bench.now) == 1
-    assert bench.desk.fault_isolator.offenses.has_offenders
+    assert bench.desk._isolator._contents.quarantine.count(bench.now) == 1
+    assert any(table.offenders for table in bench.desk._isolator._offenses.tables)
 
 
 @pytest.mark.parametrize("lose", [crash, hang, leave, break_up, speak_twice])
@@ -185,14 +187,14 @@ def test_what_one_group_is_lost_to_waits_again_and_is_answered_by_the_next(lose:
     assert bench.running(name) == [2]
     assert bench.answers == {1: "answer"}
     # Its content is beyond suspicion again.
-    assert not bench.desk.fault_isolator.quarantine.suspected
+    assert not bench.desk._isolator._contents.quarantine.suspected
 
 
 def test_what_a_lost_group_says_late_is_not_heard() -> None:
     bench = Bench()
     bench.ask(1)
     lost = bench.load()
-    assert bench.desk.on_done(f"{lost}.rank0", 1, bench.now) == ""
+    assert bench.desk.results.on_done(f"{lost}.rank0", 1, bench.now) == ""
     break_up(bench, lost)
     name = bench.load()
     bench.serve(lost, 1)
@@ -209,16 +211,16 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
         name = bench.load()
         # Rank 0 fails as it has lost the other, and is heard of first.
         assert (
-            bench.desk.on_batch_failed(
+            bench.desk.results.on_batch_failed(
                 f"{name}.rank0", PredictFailed(1, "INTERNAL", "lost", is_exiting=True), bench.now
             )
             != ""
         )
         assert request.deaths == 1
-        bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
-        bench.desk.on_exit(f"{name}.rank0", KILL, bench.now)
+        bench.desk.results.on_exit(f"{name}.{who}", KILL, bench.now)
+        bench.desk.results.on_exit(f"{name}.rank0", KILL, bench.now)
         assert request.deaths == 0
-        assert not bench.desk.fault_isolator.quarantine.suspected
+        assert not bench.desk._isolator._contents.quarantine.suspected
         bench.bury(name, but=who)
     assert bench.answers == {}
 
@@ -230,13 +232,13 @@ def test_what_comes_from_outside_ends_a_request_only_if_it_never_stops(who: str)
     for _ in range(MAX_LOST_SLOTS):
         assert bench.answers == {}
         name = bench.load()
-        bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
+        bench.desk.results.on_exit(f"{name}.{who}", KILL, bench.now)
         bench.bury(name, but=who)
     assert request.deaths == 0
     assert bench.answers[1].startswith("UNAVAILABLE: request id1: 5 rank groups failed while running it")
     assert (
-        bench.desk.fault_isolator.quarantine.count(bench.now),
-        bench.desk.fault_isolator.offenses.has_offenders,
+        bench.desk._isolator._contents.quarantine.count(bench.now),
+        any(each.offenders for each in bench.desk._isolator._offenses.tables),
     ) == (0, False)
 
 
@@ -277,17 +279,17 @@ def test_ranks_are_pinged_and_never_with_the_canary() -> None:
     bench = Bench()
     name = bench.load()
     bench.now += 1000.0
-    assert list(bench.desk.ping_idle(bench.now)) == []
+    assert list(bench.desk.processes.ping_idle(bench.now)) == []
     assert bench.orders == [(f"{name}.rank{each}", Ping(run_selftest=False)) for each in (0, 1)]
     bench.now += 1000.0
-    assert list(bench.desk.ping_idle(bench.now)) == [f"{name}.rank0", f"{name}.rank1"]
+    assert list(bench.desk.processes.ping_idle(bench.now)) == [f"{name}.rank0", f"{name}.rank1"]
 
 
 def test_a_seat_that_is_dismissed_by_its_name_has_none_of_its_ranks_pinged() -> None:
     bench = Bench()
-    bench.desk.remove_slot(bench.load())
+    bench.desk.processes.remove(bench.load())
     bench.now += 1000.0
-    assert (list(bench.desk.ping_idle(bench.now)), bench.orders) == ([], [])
+    assert (list(bench.desk.processes.ping_idle(bench.now)), bench.orders) == ([], [])
 
 
 def test_all_ranks_are_given_the_same_with_the_next_step_one_at_a_time() -> None:
@@ -300,8 +302,8 @@ def test_all_ranks_are_given_the_same_with_the_next_step_one_at_a_time() -> None
         bench.serve(name, number)
     predicts = [(process, each.request, each.step) for process, each in bench.orders if isinstance(each, Predict)]
     assert predicts == [(f"{name}.rank{rank}", step, step) for step in (1, 2) for rank in (0, 1)]
-    assert [bench.desk.has_answered(f"{name}.{each}") for each in ("rank0", "rank1", "broker")] == [True] * 3
-    assert bench.desk.slot_processes(f"{name}.rank0") == (f"{name}.rank0", f"{name}.rank1", f"{name}.broker")
+    assert [bench.desk.results.has_answered(f"{name}.{each}") for each in ("rank0", "rank1", "broker")] == [True] * 3
+    assert bench.desk.processes.of_slot(f"{name}.rank0") == (f"{name}.rank0", f"{name}.rank1", f"{name}.broker")
 
 
 def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
@@ -312,9 +314,9 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
     for rank in (0, 1):
         assert bench.answers == {}
         failed = PredictFailed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
-        assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
+        assert bench.desk.results.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     assert bench.answers == {1: "INVALID_ARGUMENT: no"}
-    assert (bench.running(name), bench.desk.fault_isolator.offenses.has_offenders) == ([2], False)
+    assert (bench.running(name), any(each.offenders for each in bench.desk._isolator._offenses.tables)) == ([2], False)
 
 
 def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
@@ -326,7 +328,7 @@ def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
     for number in (1, 2):
         for rank in (0, 1):
             failed = PredictFailed(number, "INVALID_ARGUMENT", "no", is_exiting=False)
-            assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
+            assert bench.desk.results.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     for _ in range(2):
         bench.look()
         [number] = bench.running(name)
@@ -347,9 +349,9 @@ def test_rows_are_divided_among_groups_as_among_devices() -> None:
     for name in reversed(groups):
         assert bench.answers == {}
         number = parts[f"{name}.rank0"].request
-        assert bench.desk.on_done(f"{name}.rank0", number, bench.now) == ""
+        assert bench.desk.results.on_done(f"{name}.rank0", number, bench.now) == ""
         result = PredictResult(number, ResponseDescription("m", (spec,)))
-        assert bench.desk.on_result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
+        assert bench.desk.results.on_result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
     assert bench.answers == {1: "answer"}
 
 
@@ -368,8 +370,8 @@ def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
     spec = TensorSpec("y", "UINT8", (4, 1))
     for group, number in ((other, part), (name, again[0][1].request)):
         assert bench.answers == {}
-        bench.desk.on_done(f"{group}.rank0", number, bench.now)
-        bench.desk.on_result(
+        bench.desk.results.on_done(f"{group}.rank0", number, bench.now)
+        bench.desk.results.on_result(
             f"{group}.rank1", PredictResult(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now
         )
     assert bench.answers == {1: "answer"}

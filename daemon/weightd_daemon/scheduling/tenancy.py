@@ -1,0 +1,187 @@
+"""Several tenants at one model: whether there are others, which requests are long, and what batches are charged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from weightd_daemon.scheduling.batch import Batch
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING
+from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, Durations, FairClocks, Users
+from weightd_daemon.scheduling.measurements import BatchTimes
+from weightd_daemon.scheduling.queues import AnyQueue
+from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.request_queue import RequestQueue
+from weightd_daemon.scheduling.slots import Slot, SlotPool
+from weightd_daemon.tenants.tenant import Tenant
+
+# So long after another tenant has asked a model, a slot gets nothing ahead: it may ask again.
+_RECENT_REQUEST_S = 1.0
+
+
+class Tenancy:
+    """Decides for one model what holds only while several tenants send requests. While one does, nothing is measured.
+
+    Args:
+        queue: of the model.
+        slots: of the model.
+        times: of its batches.
+        clocks: of the devices, for all models.
+        users: the tenants that use the slots; one object for all models of one process.
+        concurrency: how many batches the slots can run at once when all of them are there.
+        schedule_by: called with the time when a long request may start that may not now.
+
+    Attributes:
+        next_long_at: when a long request may be given to a slot that it was not given to, without any other event.
+        clocks: as above.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        queue: RequestQueue,
+        slots: SlotPool,
+        times: BatchTimes,
+        clocks: FairClocks,
+        users: Users,
+        *,
+        concurrency: int,
+        schedule_by: Callable[[float], object],
+    ) -> None:
+        self._queue = queue
+        self._slots = slots
+        self._times = times
+        self.clocks = clocks
+        self._users = users
+        self._concurrency = concurrency
+        self._schedule_by = schedule_by
+        self._durations = Durations()
+        # Who has asked this model last, and when; and when anybody else has. While there is one tenant no time is told.
+        self._last_tenant: Tenant | None = None
+        self._last_request_at = self._other_request_at = -math.inf
+        self.next_long_at = math.inf
+        self._device_count = 0
+
+    def on_request(self, request: Request, now: float) -> bool:
+        """A request has come; return whether several tenants send requests, be it to any model."""
+        clocks, tenant = self.clocks, request.tenant
+        if tenant is clocks.last_tenant and tenant is self._last_tenant and now >= clocks.multi_tenant_until:
+            return False
+        clocks.on_request(tenant, now)
+        if self._last_tenant not in (None, tenant):
+            clocks.multi_tenant_until = now + MULTI_TENANT_HOLD_S
+        if now >= clocks.multi_tenant_until:
+            self._last_tenant = tenant
+            return False
+        self._users.on_request(tenant, now)
+        if not self._queue.is_multi_tenant:
+            self._start()
+            self._last_request_at = now
+            if self._last_tenant is not None:
+                # When that was is not known.
+                self._users.on_request(self._last_tenant, now)
+        if tenant is not self._last_tenant:
+            self._last_tenant, self._other_request_at = tenant, self._last_request_at
+        self._last_request_at = now
+        return True
+
+    def update(self, now: float) -> None:
+        """See whether there are still several tenants, or by now."""
+        request_queue, clocks = self._queue, self.clocks
+        if len(self._slots.seen_devices) != self._device_count:
+            self._update_devices()
+        if not request_queue.is_multi_tenant:
+            self._start()
+        elif len(request_queue.tenants) > 1:
+            clocks.multi_tenant_until = max(clocks.multi_tenant_until, now + MULTI_TENANT_HOLD_S)
+        elif now >= clocks.multi_tenant_until:
+            # What runs may have to wait again.
+            active = {each.tenant for each in self._queue} | {each.request.tenant for each in self._slots.awaited_items}
+            if len(active) > 1:
+                clocks.multi_tenant_until = now + MULTI_TENANT_HOLD_S
+                return
+            known = active if self._last_tenant is None else {*active, self._last_tenant}
+            if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
+                # The last slot is left to other tenants that were active.
+                return
+            # Whoever asks next is another one, if it is not the one who is there.
+            self._last_tenant = next(iter(active), self._last_tenant)
+            request_queue.stop_multi_tenant()
+
+    def has_others(self, now: float) -> bool:
+        """Whether another tenant waits beside the first that does, or has asked of late, and may do so again."""
+        active = self._queue.active_tenants.update()
+        other_request_at = self._other_request_at if self._last_tenant in active else self._last_request_at
+        return len(active) > 1 or now < other_request_at + _RECENT_REQUEST_S
+
+    def max_batch_s(self, default_s: float, now: float) -> float:
+        """How many seconds a batch may take of which that can be told; `default_s`: where no other tenant asks."""
+        return self.clocks.max_batch_s if self._queue.is_multi_tenant and self.has_others(now) else default_s
+
+    def is_long(self, request: Request, now: float) -> bool:
+        """Whether a request is expected to take so long that other tenants should not have to wait for it."""
+        seconds = self._durations.expected_s(request.tenant, request.content_bytes)
+        if seconds <= self.clocks.max_batch_s or seconds <= self._long_threshold_s(request.tenant, now):
+            return False
+        policy = next((slot.policy for slot in self._slots), NO_BATCHING)
+        batch_key = policy.batch_key(request.description)
+        return batch_key is None or not policy.should_split(batch_key, request.origin.principal)
+
+    def is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
+        """Return the same of the first request of a queue: `normal` has no long one there, see `move_long`."""
+        request_queue = self._queue
+        return request_queue.is_multi_tenant and queue is not request_queue.normal and self.is_long(request, now)
+
+    def may_start(self, queue: AnyQueue, request: Request, now: float) -> bool:
+        """Whether the first request of a queue may have a free slot: a long one leaves the last one to other tenants.
+
+        Where there is only one it may have that, and rests afterwards, so that its tenant gets no more than its share
+        of the time even while nothing of the others waits.
+        """
+        if not self.is_head_long(queue, request, now):
+            return True
+        if self._concurrency > 1:
+            allowed_at = now if self._slots.count_spare(now, self.clocks.max_batch_s) > 1 else math.inf
+        else:
+            allowed_at = self._users.long_allowed_at(request.tenant, now)
+        if allowed_at <= now:
+            return True
+        self.next_long_at = min(self.next_long_at, allowed_at, self._users.active_until(request.tenant, now))
+        self._schedule_by(self.next_long_at)
+        return False
+
+    def on_ran(self, request: Request, seconds: float, now: float) -> None:
+        """A slot has run a request."""
+        tenant = request.tenant
+        self._durations.add(tenant, request.content_bytes, seconds, now)
+        self._users.add_time(tenant, seconds)
+        if self._concurrency == 1 and seconds > self.clocks.max_batch_s:
+            self._users.add_long_time(tenant, seconds, now)
+
+    def charge(self, slot: Slot, batch: Batch) -> None:
+        """What a batch takes goes by its rows, if it is of several tenants."""
+        shares: dict[Tenant, float] = {}
+        rows = sum([item.rows for item in batch.items.values()])
+        for item in batch.items.values():
+            share = item.rows / rows if rows else 1.0 / len(batch.items)
+            shares[item.request.tenant] = shares.get(item.request.tenant, 0.0) + share
+        batch.charge = self.clocks.clock_of(slot.device).start_batch(shares, self._times.expected_s(slot.device, batch))
+
+    def _start(self) -> None:
+        """What runs has not been charged yet."""
+        self._queue.start_multi_tenant()
+        self._update_devices()
+        for slot in self._slots:
+            for batch in slot.batches.values():
+                if batch.charge is None:
+                    self.charge(slot, batch)
+
+    def _update_devices(self) -> None:
+        """Have the tenants with requests in the queue count on the clocks of all devices of the model."""
+        self._device_count = len(self._slots.seen_devices)
+        if self._queue.is_multi_tenant:
+            self._queue.active_tenants.set_clocks(
+                dict.fromkeys(self.clocks.clock_of(device) for device in self._slots.seen_devices)
+            )
+
+    def _long_threshold_s(self, tenant: Tenant, now: float) -> float:
+        return self._users.long_threshold_s(tenant, self.clocks.max_batch_s, now)
