@@ -15,7 +15,7 @@ import pytest
 
 from weightd_common.stream import Stream
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_worker.channel import ChannelConnection
+from weightd_worker.connection import ChannelConnection
 
 LIMIT_S = 20
 

@@ -34,12 +34,10 @@ from weightd_protocol.messages.worker import (
     UnmapRegion,
 )
 from weightd_protocol.tensors import frame_of, spec_of
-from weightd_worker import exit_codes
-from weightd_worker.batching import shadow_check
-from weightd_worker.concurrent_session import ConcurrentSession
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import MaybeCorrupted, ModelCorrupted
-from weightd_worker.session import ChildFiles
+from weightd_worker import batch_guard, exit_codes
+from weightd_worker.engines.engine import Arrays, MaybeCorrupted, ModelCorrupted, ModelSignature
+from weightd_worker.sessions.build import ModelInputs
+from weightd_worker.sessions.concurrent import ConcurrentSession
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 1)),), (TensorSignature("y", "FP32", (-1, 1)),))
 SIZE = 3
@@ -98,7 +96,7 @@ class Script:
         self._orders = list(orders)
         self._choose = choose
         self._late = late
-        self.session: Any = cast(Any, ConcurrentSession)(self, engine, ChildFiles("/m", "/s"))
+        self.session: Any = cast(Any, ConcurrentSession)(self, engine, ModelInputs("/m", "/s"))
         self.session._predictor.regions.unmap = self._unmap
 
     def run(self) -> int:
@@ -295,7 +293,7 @@ class Two(FakeEngine):
 
 
 def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_check, "_RECHECK_INTERVAL", 1)
+    monkeypatch.setattr(batch_guard, "_RECHECK_INTERVAL", 1)
     engine = Two(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
     job = [encode(BeginBatch(2)), predict(1), predict(2)]
     orders: List[List[Frames]] = [job, job, [], [STOP]]
@@ -308,7 +306,7 @@ def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch:
             return orders.pop(0) if timeout_s else []
 
     socket = Quiet(cast(Any, engine), (), lambda _: None)
-    socket.session._predictor.configure_batching(2, (), is_exact=True)
+    socket.session._batch_guard.configure(2, (), is_exact=True)
     assert socket.run() == exit_codes.OK
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 1, 1, 2, 1, 1]
 

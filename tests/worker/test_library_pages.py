@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd_worker import library_pages
-from weightd_worker.library_pages import unchanged_mappings
+from weightd_worker import process_memory
+from weightd_worker.process_memory import unchanged_mappings
 
 LINES = """\
 1000-3000 r-xp 00000000 fe:00 11 /lib/libone.so.1
@@ -28,7 +28,7 @@ Anonymous: 0 kB
 # The code of a library that has been used, in KiB, before and after; and whether it can be used again.
 SCRIPT = """
 import re, sys, numpy
-from weightd_worker import library_pages
+from weightd_worker import process_memory as library_pages
 def mapped():
     text = open("/proc/self/smaps").read()
     return sum(map(int, re.findall(r" r-xp .*numpy.*\\.so\\n(?:.*\\n)??Size.*\\n(?:.*\\n)*?Rss: *(\\d+)", text)))
@@ -52,5 +52,5 @@ def test_what_was_let_go_comes_again_when_it_is_used() -> None:
 
 
 def test_where_the_kernel_does_not_tell_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library_pages, "_SMAPS", str(tmp_path / "none"))
-    library_pages.drop_unchanged_pages()
+    monkeypatch.setattr(process_memory, "_SMAPS", str(tmp_path / "none"))
+    process_memory.drop_unchanged_pages()

@@ -15,7 +15,7 @@ _BEFORE = """
 import resource
 import numpy as np
 from weightd_worker import pagesharing
-from weightd_worker.malloc_trim import MAX_RETAINED_BYTES, MallocTuner, private_bytes
+from weightd_worker.process_memory import MAX_RETAINED_BYTES, MallocTuner, private_bytes
 pagesharing.prepare()
 asked = []
 tuner = MallocTuner(lambda: asked.append(1))

@@ -31,7 +31,7 @@ from weightd_protocol.messages.worker import (
 from weightd_protocol.tensors import frame_of, spec_of
 from weightd_worker import exit_codes
 from weightd_worker.engines.engine import ModelSignature
-from weightd_worker.multi_model_session import MultiModelSession
+from weightd_worker.sessions.group import MultiModelSession
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

@@ -21,9 +21,7 @@ from weightd_protocol.errors import Internal, InvalidArgument
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import frame_of, from_frame, to_wire
 from weightd_worker import regions as module
-from weightd_worker import userfault
-from weightd_worker.regions import RegionTable
-from weightd_worker.userfault import UserFaults
+from weightd_worker.regions import RegionTable, UserFaults
 
 _BYTES = 1 << 16
 
@@ -123,7 +121,7 @@ def test_nothing_is_written_to_a_hole(regions: RegionTable, memory: int) -> None
 def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
     memory: int, kind: str, replaced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(userfault, "_REPLACE_CHUNK_BYTES", replaced)
+    monkeypatch.setattr(module, "_REPLACE_CHUNK_BYTES", replaced)
     window = UserFaults().map(memory, _BYTES)
     copy = window.read if kind == "read" else window.write
     array = np.ones(_BYTES, np.uint8)

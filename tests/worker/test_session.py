@@ -53,20 +53,29 @@ from weightd_protocol.messages.worker import (
 from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
 from weightd_protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
-from weightd_worker import exit_codes, nativelog, predictor, session_base
-from weightd_worker import session as session_module
-from weightd_worker.batching import shadow_check
-from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd_worker.engines.errors import AttachRefused, BuildError, ModelCorrupted, NotRun, OutOfDeviceMemory
-from weightd_worker.engines.sharing import SharedWeights
-from weightd_worker.forking.fork import InheritedModel, ReportForked
+from weightd_worker import batch_guard, exit_codes, nativelog
+from weightd_worker.engines.engine import (
+    Arrays,
+    AttachRefused,
+    BuildError,
+    Engine,
+    ModelCorrupted,
+    ModelSignature,
+    NotRun,
+    OutOfDeviceMemory,
+    SharedWeights,
+)
+from weightd_worker.forking import InheritedModel, ReportForked
 from weightd_worker.selftest import selftest
-from weightd_worker.session import ChildFiles, ProcessOrigin, SharingPlan, WorkerSession
+from weightd_worker.sessions import base
+from weightd_worker.sessions import model as session_module
+from weightd_worker.sessions.build import ModelInputs
+from weightd_worker.sessions.model import ProcessOrigin, SharingPlan, WorkerSession
 
 M = TypeVar("M")
 
 SHA256 = "ab" * 32
-FILES = ChildFiles("/m/model", "/s/store")
+FILES = ModelInputs("/m/model", "/s/store")
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
 CASES = cases.of(SIGNATURE, 1, 2)
 STOP = encode(Stop())
@@ -102,8 +111,10 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
     return done
 
 
-def session(connection: Any, engine: Engine, files: ChildFiles = FILES, **settings: Any) -> WorkerSession:
-    return WorkerSession(connection, engine, files, **settings)
+def session(
+    connection: Any, engine: Engine, files: ModelInputs = FILES, tolerance: float = 0.0, **settings: Any
+) -> WorkerSession:
+    return WorkerSession(connection, engine, files._replace(tolerance=tolerance), **settings)
 
 
 def twice(inputs: Arrays) -> Arrays:
@@ -133,7 +144,7 @@ def play(
     *orders: Optional[Sequence[Any]],
     ahead: int = 0,
     late: int = 0,
-    files: ChildFiles = FILES,
+    files: ModelInputs = FILES,
     **settings: Any,
 ) -> Tuple[int, Script]:
     """Run a session over the orders, to its end: `ahead` come with the first one, `late` while that is obeyed."""
@@ -234,7 +245,7 @@ def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
 def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path: Path) -> None:
     def played(order: Sequence[Any], factor: float, tolerance: float) -> Script:
         engine = fake(lambda inputs: {"y": inputs["x"] * np.float32(factor)})
-        files = ChildFiles("/m/model", str(tmp_path / "store"))
+        files = ModelInputs("/m/model", str(tmp_path / "store"))
         return play(engine, order, encode(Ping(run_selftest=True)), STOP, files=files, tolerance=tolerance)[1]
 
     canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).selftest_digest
@@ -258,7 +269,7 @@ def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Pa
             assert [each() for each in answers] == [None] * 4
             return super().export(store)
 
-    files = ChildFiles("/m/model", str(tmp_path / "store"))
+    files = ModelInputs("/m/model", str(tmp_path / "store"))
     _, socket = play(Looking(answer, SIGNATURE), BUILD, STOP, files=files, tolerance=tolerance)
     assert only(Built, socket).selftest_digest
 
@@ -371,7 +382,7 @@ def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     grows(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
-    status, socket = play(engine, FORK, BUILD, FORK, STOP, fork_targets=SharingPlan(2, cast(Any, forker)))
+    status, socket = play(engine, FORK, BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))
     assert status == exit_codes.OK
     built = only(Built, socket)
     assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
@@ -398,7 +409,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
     monkeypatch.setattr(FakeEngine, "is_stochastic", draws)
     forker = FakeForker(refusal)
-    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, fork_targets=SharingPlan(2, cast(Any, forker)))
+    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
     assert handle or built.note.startswith("weights are not shared: 31 MiB, by 2 processes, are less than the 32 MiB")
@@ -407,7 +418,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
 def test_a_holder_that_may_be_one_takes_no_request() -> None:
     with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
-        play(fake(), predict(1), STOP, fork_targets=SharingPlan(2, cast(Any, FakeForker())))
+        play(fake(), predict(1), STOP, sharing_plan=SharingPlan(2, cast(Any, FakeForker())))
 
 
 def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
@@ -709,7 +720,7 @@ def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_n
     assert heap == ["keep", "give back", *at_once, *rest, *at_once, *rest]
     assert engine.done.count("give back") == 2 + 2
     heap.clear()
-    monkeypatch.setattr(session_base, "HOUSEKEEPING_INTERVAL_S", 0)
+    monkeypatch.setattr(base, "HOUSEKEEPING_INTERVAL_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
     assert heap == ["keep", "give back", *at_once, *at_once, *at_once]
     heap.clear()
@@ -869,7 +880,7 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     assert rows is not None
     assert (rows.inputs, rows.outputs, rows.is_equal, rows.note) == (("x",), ("y",), True, "")
     # Where answers may differ a little, none is compared.
-    _, near = play(fake(), build, STOP, tolerance=0.1, files=ChildFiles("/m", str(tmp_path / "store")))
+    _, near = play(fake(), build, STOP, tolerance=0.1, files=ModelInputs("/m", str(tmp_path / "store")))
     assert only(Built, near).row_support == dataclasses.replace(rows, batch_digest="")
     attach = encode(Attach("7", CASES, 8, row_support=rows))
     unsure = encode(Attach("7", CASES, 8, row_support=dataclasses.replace(rows, batch_digest="")))
@@ -978,7 +989,7 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
 
 
 def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "_MAX_SPECIAL_REQUESTS", 2)
+    monkeypatch.setattr(batch_guard, "_MAX_SPECIAL_REQUESTS", 2)
     rows = RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan",))
     job = [encode(BeginBatch(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
     _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
@@ -988,7 +999,7 @@ def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monk
 
 
 def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "_MAX_UNBATCHABLE_PRINCIPALS", 1)
+    monkeypatch.setattr(batch_guard, "_MAX_UNBATCHABLE_PRINCIPALS", 1)
     engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})
     parts = of_rows(1, 1), of_rows(2, 2)
     _, socket = play(engine, ATTACH, encode(BeginBatch(2, 0, (7, 8))), *parts, STOP)
@@ -1002,7 +1013,7 @@ def test_whose_the_requests_are_is_said_of_each_or_of_none(principal_ids: Tuple[
 
 
 def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_check, "_MAX_TESTED_SPECS", 0)
+    monkeypatch.setattr(batch_guard, "_MAX_TESTED_SPECS", 0)
     engine = fake()
     job = together(predict(1), predict(2))
     _, socket = play(engine, ATTACH, *job, *together(predict(3), predict(4), predict(5)), STOP)
@@ -1014,8 +1025,8 @@ def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pyt
 def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     tidy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shadow_check, "_RECHECK_INTERVAL", 1)
-    monkeypatch.setattr(session_base, "HOUSEKEEPING_INTERVAL_S", tidy_s)
+    monkeypatch.setattr(batch_guard, "_RECHECK_INTERVAL", 1)
+    monkeypatch.setattr(base, "HOUSEKEEPING_INTERVAL_S", tidy_s)
     good, bad = together(of_rows(1, 1), of_rows(2, 2)), together(of_rows(3, 3), of_rows(4, 5))
     engine = fake(seldom)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)

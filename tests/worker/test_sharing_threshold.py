@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd_worker.sharing_threshold import HOLDER_COST_BYTES, is_holder_worthwhile
+from weightd_worker.process_memory import HOLDER_COST_BYTES, is_holder_worthwhile
 
 
 @pytest.mark.parametrize(

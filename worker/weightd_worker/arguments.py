@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Sequence, Tuple, cast
 
 from weightd_common.process_attributes import SCORES_ABOVE_DAEMON
 from weightd_worker.engines import ENGINES, RANK_ENGINES
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.engine import BuildError
 
 PROGRAM = ("-m", "weightd_worker")
 

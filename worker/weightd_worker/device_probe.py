@@ -18,8 +18,7 @@ from typing import Any, Dict
 from weightd_common import process_start
 from weightd_common.process_start import die_with_parent
 from weightd_worker import exit_codes
-from weightd_worker.engines.engine import BuildSettings
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.engine import BuildError, BuildSettings
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 
 # The import of CANN alone takes many seconds on a busy host.

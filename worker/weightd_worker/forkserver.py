@@ -30,11 +30,11 @@ from weightd_protocol.codec import Decoder, encode, type_name
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.worker import TO_CHILD, Fork, Forked, Stop
 from weightd_worker import arguments as child_arguments
-from weightd_worker import channel as channels
+from weightd_worker import connection as channels
 from weightd_worker import exit_codes, main_loop
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
-from weightd_worker.forking.fork import Forker
+from weightd_worker.forking import Forker
 
 _log = logging.getLogger("weightd.worker")
 

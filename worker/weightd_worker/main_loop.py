@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Callable, Optional, Sequence, Union
+from typing import Callable, Optional, Sequence
 
 import zmq
 
@@ -25,21 +25,18 @@ from weightd_protocol.errors import WeightdError
 from weightd_protocol.messages.worker import ProcessFailed
 from weightd_worker import arguments as child_arguments
 from weightd_worker import exit_codes, pagesharing
-from weightd_worker.channel import ChannelConnection
-from weightd_worker.concurrent_session import ConcurrentSession
-from weightd_worker.connection import WorkerConnection
+from weightd_worker.connection import ChannelConnection, Connection, WorkerConnection
 from weightd_worker.engines import ENGINES, RANK_ENGINES
-from weightd_worker.engines.engine import BuildSettings, Engine
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.engine import BuildError, BuildSettings, Engine
 from weightd_worker.engines.mindspore import read_signature
 from weightd_worker.engines.mindspore_lite.group import ModelGroup
 from weightd_worker.engines.ranks import RankRendezvous
-from weightd_worker.forking.fork import Forker, InheritedModel
-from weightd_worker.forking.process_state import ProcessState
-from weightd_worker.multi_model_session import MultiModelSession
-from weightd_worker.ranks import broker
-from weightd_worker.ranks.session import RankInputs, RankSession
-from weightd_worker.session import ChildFiles, ProcessOrigin, SharingPlan, WorkerSession
+from weightd_worker.forking import Forker, InheritedModel, ProcessState
+from weightd_worker.sessions.build import ModelInputs
+from weightd_worker.sessions.concurrent import ConcurrentSession
+from weightd_worker.sessions.group import MultiModelSession
+from weightd_worker.sessions.model import ProcessOrigin, SharingPlan, WorkerSession
+from weightd_worker.sessions.rank import RankInputs, RankSession, run_broker
 
 _log = logging.getLogger("weightd.worker")
 
@@ -144,7 +141,7 @@ def make_forker(parent_pid: int, process_state: ProcessState) -> Forker:
 
 
 def _run_session(
-    connection: Union[WorkerConnection, ChannelConnection],
+    connection: Connection,
     arguments: argparse.Namespace,
     process_state: ProcessState,
     origin: str,
@@ -173,17 +170,18 @@ def _run_session(
     session = (WorkerSession if engine.concurrency == 1 else ConcurrentSession)(
         connection,
         engine,
-        ChildFiles(arguments.model, arguments.store, arguments.weights, arguments.selftest_inputs),
-        arguments.tolerance,
+        ModelInputs(
+            arguments.model, arguments.store, arguments.weights, arguments.selftest_inputs, arguments.tolerance
+        ),
         origin=ProcessOrigin(origin, clip(arguments.origin_note), inherited_model),
-        fork_targets=SharingPlan(
+        sharing_plan=SharingPlan(
             arguments.sharer_count, make_forker(arguments.parent, process_state) if is_template else None
         ),
     )
     return session.run(sha256)
 
 
-def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
+def _run_rank_or_broker(connection: Connection, arguments: argparse.Namespace) -> int:
     """Be one of the processes of a unit."""
     try:
         rendezvous = RendezvousInfo.from_json(arguments.rendezvous)
@@ -191,7 +189,7 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
         _enter_work_dir(arguments)
         if arguments.role == "broker":
             engine_type.load_broker(_to_rank_rendezvous(rendezvous, arguments))
-            return broker.run(
+            return run_broker(
                 connection, functools.partial(engine_type.serve_broker, _to_rank_rendezvous(rendezvous, arguments))
             )
         file_signature = read_signature(arguments.model)
@@ -212,7 +210,7 @@ def _run_rank_or_broker(connection: Union[WorkerConnection, ChannelConnection], 
     return RankSession(connection, engine, rendezvous, rank_inputs).run(sha256)
 
 
-def _run_model_group(connection: Union[WorkerConnection, ChannelConnection], arguments: argparse.Namespace) -> int:
+def _run_model_group(connection: Connection, arguments: argparse.Namespace) -> int:
     """Be the process of several models."""
     try:
         members = GroupMembers.from_json(arguments.models)
@@ -260,9 +258,7 @@ def _make_engine(arguments: argparse.Namespace) -> Engine:
     return ENGINES[arguments.engine](BuildSettings(arguments.threads, arguments.device, sharing, options))
 
 
-def _report_failure(
-    connection: Union[WorkerConnection, ChannelConnection], error: Exception, status: int, prefix: str = ""
-) -> int:
+def _report_failure(connection: Connection, error: Exception, status: int, prefix: str = "") -> int:
     connection.send(encode(ProcessFailed(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
     connection.receive()  # whatever it is: the daemon has read the cause
     return status

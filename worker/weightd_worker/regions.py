@@ -1,29 +1,40 @@
 """Tensors in shared memory of a client: copied in before anything looks at them, and written out.
 
 The client may write to that memory, and punch holes in it, at any moment. So nothing that was checked is read there
-again: an index that changes after it was found to be in range would be read somewhere else in this process. And no
-access here allocates a page of it (`userfault`): it would be charged to weightd for as long as the client keeps the
-memory. Once a hole was met in a region, its inputs are read by system calls, which allocate nothing, and nothing is
-written to it.
+again: an index that changes after it was found to be in range would be read somewhere else in this process.
+
+No access here allocates a page of that memory. The kernel allocates a page of a memfd when a process touches a hole in
+it, and charges the page to the control group of that process for as long as the page exists. A client that keeps the
+descriptor could so make weightd pay for memory without end. A check for holes before each access is not enough: the
+client can punch a hole after the check. So mappings are registered with userfaultfd(2), and the kernel stops a thread
+that touches a missing page. Another thread then replaces the mapping from there on by anonymous memory, which is freed
+with the mapping, and lets the first one go on. A mapping of which anything was replaced is never used again: the
+region's inputs are then read by system calls, which allocate nothing, and nothing is written to it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import functools
 import logging
+import mmap
 import os
-from typing import Any, Dict, Optional
+import platform
+import struct
+import threading
+import weakref
+from typing import Any, Dict, MutableMapping, Optional
 
 import numpy as np
 
 from weightd_protocol.errors import Internal
-from weightd_worker.userfault import ProtectedMapping, UserFaults
 
 _log = logging.getLogger("weightd.worker")
 
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64
-
 _NOT_READABLE = "a region of shared memory cannot be read by this worker"
 
 
@@ -133,3 +144,146 @@ def _user_faults() -> Optional[UserFaults]:
         # RuntimeError: no thread can be started.
         _log.warning("large tensors are slower: no userfaultfd for shared memory of clients: %s", error)
         return None
+
+
+# Of linux/userfaultfd.h; the same on all machines.
+_UFFD_USER_MODE_ONLY = 1
+_UFFD_API = 0xAA
+_UFFD_FEATURE_MISSING_SHMEM = 1 << 5
+_UFFDIO_API = 0xC018AA3F
+_UFFDIO_REGISTER = 0xC020AA00
+_UFFDIO_WAKE = 0x8010AA02
+_UFFDIO_REGISTER_MODE_MISSING = 1
+_API = struct.Struct("=QQQ")
+_REGISTER = struct.Struct("=QQQQ")
+_RANGE = struct.Struct("=QQ")
+
+# struct uffd_msg of a page fault: of its 32 bytes the address is at 16.
+_MESSAGE = struct.Struct("=16xQ8x")
+_SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
+
+# Of a mapping so much is replaced at a time: the memory is this process's until the mapping is removed.
+_REPLACE_CHUNK_BYTES = 16 << 20
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class UserFaults:
+    """Maps memory, and handles the page faults of these mappings in a thread of its own, for the life of the process.
+
+    Raises:
+        OSError: this system has no userfaultfd, or this process must not use it.
+    """
+
+    def __init__(self) -> None:
+        libc = self._libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        # Called without the GIL, which the other thread needs.
+        libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        libc.memcpy.restype = ctypes.c_void_p
+        self._mappings: MutableMapping[int, ProtectedMapping] = weakref.WeakValueDictionary()
+        self._descriptor = self._open()
+        try:
+            fcntl.ioctl(self._descriptor, _UFFDIO_API, _API.pack(_UFFD_API, _UFFD_FEATURE_MISSING_SHMEM, 0))
+            threading.Thread(target=self._handle_faults, name="userfaults", daemon=True).start()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def map(self, descriptor: int, nbytes: int) -> ProtectedMapping:
+        """Map shared memory.
+
+        Raises:
+            OSError: the memory is sealed against writing, or cannot be mapped.
+        """
+        address = self._mmap(None, nbytes, mmap.MAP_SHARED, descriptor)
+        mapping = ProtectedMapping(self, address, nbytes)
+        pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._mappings[address] = mapping
+        request = _REGISTER.pack(address, pages, _UFFDIO_REGISTER_MODE_MISSING, 0)
+        fcntl.ioctl(self._descriptor, _UFFDIO_REGISTER, request)
+        return mapping
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy bytes between two addresses."""
+        self._libc.memcpy(to, source, nbytes)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Remove a mapping."""
+        self._libc.munmap(address, nbytes)
+
+    def _handle_faults(self) -> None:
+        while True:
+            (address,) = _MESSAGE.unpack(os.read(self._descriptor, _MESSAGE.size))
+            page = address // mmap.PAGESIZE * mmap.PAGESIZE
+            for begin, window in [*self._mappings.items()]:
+                if begin <= address < begin + window.nbytes:
+                    window.is_intact = False
+                    nbytes = min(begin + window.nbytes - page, _REPLACE_CHUNK_BYTES)
+                    self._mmap(page, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1)
+            fcntl.ioctl(self._descriptor, _UFFDIO_WAKE, _RANGE.pack(page, mmap.PAGESIZE))
+
+    def _mmap(self, wanted_address: Any, nbytes: int, flags: int, descriptor: int) -> int:
+        address: int = self._libc.mmap(wanted_address, nbytes, _READ_WRITE, flags, descriptor, 0)
+        if address == _MAP_FAILED:
+            raise _error()
+        return address
+
+    def _open(self) -> int:
+        number = _SYS_USERFAULTFD.get(platform.machine())
+        if number is None:
+            raise OSError(errno.ENOSYS, "the number of userfaultfd on this machine is not known")
+        descriptor = -1
+        for flags in (_UFFD_USER_MODE_ONLY, 0):
+            descriptor = self._libc.syscall(ctypes.c_long(number), ctypes.c_int(os.O_CLOEXEC | flags))
+            # Linux before 5.11 does not know the flag, and needs none.
+            if descriptor >= 0 or ctypes.get_errno() != errno.EINVAL:
+                break
+        if descriptor < 0:
+            raise _error()
+        return descriptor
+
+
+class ProtectedMapping:
+    """A mapping of shared memory, see `UserFaults.map`. It is unmapped when nothing refers to this.
+
+    Attributes:
+        nbytes: its size.
+        is_intact: False once a page was missing: then it must not be used any more.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_faults", "is_intact", "nbytes")
+
+    def __init__(self, faults: UserFaults, address: int, nbytes: int) -> None:
+        self._faults = faults
+        self._address = address
+        self.nbytes = nbytes
+        self.is_intact = True
+
+    def read(self, offset: int, into: Any) -> bool:
+        """Fill an array of bytes; return False where a page was missing."""
+        if self.is_intact:
+            self._faults.copy(_address_of(into), self._address + offset, into.nbytes)
+        return self.is_intact
+
+    def write(self, offset: int, source: Any) -> bool:
+        """Write an array of bytes; return False where a page was missing: then any part may be written."""
+        if self.is_intact:
+            self._faults.copy(self._address + offset, _address_of(source), source.nbytes)
+        return self.is_intact
+
+    def __del__(self) -> None:
+        self._faults.unmap(self._address, self.nbytes)
+
+
+def _address_of(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

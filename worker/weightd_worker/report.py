@@ -32,7 +32,7 @@ def read_python(_: int) -> Values:
 
 def read_weightd(_: int) -> Values:
     """Tell weightd's version, and that everything is there which a worker imports."""
-    importlib.import_module("weightd_worker.session")
+    importlib.import_module("weightd_worker.sessions.model")
     return {"version": VERSION}
 
 

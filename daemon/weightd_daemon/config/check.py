@@ -25,7 +25,7 @@ _INTERPRETER_TIMEOUT_S = 60.0
 _ENGINE_PROBE = """
 import sys
 from weightd_protocol.version import VERSION
-import weightd_worker.session
+import weightd_worker.sessions.model
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
 ENGINES[sys.argv[1]](BuildSettings(1, sys.argv[2], sys.argv[3] == "on"))
@@ -34,7 +34,7 @@ print(VERSION)
 _RANK_ENGINE_PROBE = """
 import sys
 from weightd_protocol.version import VERSION
-import weightd_worker.session
+import weightd_worker.sessions.model
 from weightd_worker.engines import RANK_ENGINES
 from weightd_worker.engines.ranks import RankRendezvous
 RANK_ENGINES[sys.argv[1]](RankRendezvous(0, 2, sys.argv[2]))

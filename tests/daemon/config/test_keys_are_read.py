@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # Who takes the keys of a table: those of MindSpore Lite travel as JSON to a worker, whose class has the same.
 CONFIG = Path("daemon/weightd_daemon/config")
-OPTIONS = Path("worker/weightd_worker/engines/mindspore_lite/options.py")
+OPTIONS = Path("worker/weightd_worker/engines/mindspore_lite/model.py")
 TABLES = {
     CONFIG / "daemon.py": ("DaemonConfig",),
     CONFIG / "devices.py": ("DeviceConfig",),
@@ -78,7 +78,7 @@ def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str
     """Who misses a key: (table, key). In the file of the table only what the table itself does counts as reading."""
     command = [sys.executable, "-m", "mypy", "--no-incremental", "--cache-dir=/dev/null", "--no-error-summary"]
     for path, copy in copies.items():
-        shadow = directory / path.name
+        shadow = directory / str(path).replace("/", "-")
         shadow.write_text(copy.source, "utf-8")
         command += ["--shadow-file", str(path), str(shadow)]
     done = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_protocol.schema import FieldError, decode, describe_fields
-from weightd_worker.engines.mindspore_lite.options import Options
+from weightd_worker.engines.mindspore_lite.model import Options
 
 CARDS = ["ascend:0", "ascend:1"]
 ALL: dict[str, Any] = {

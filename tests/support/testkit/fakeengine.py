@@ -8,8 +8,7 @@ import numpy as np
 
 from weightd_protocol.messages.worker import SharingTraits
 from weightd_protocol.messages.worker_common import DeviceMemory
-from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature
-from weightd_worker.engines.sharing import SharedWeights, WeightSharing
+from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature, SharedWeights, WeightSharing
 
 Answer = Callable[[Arrays], Arrays]
 

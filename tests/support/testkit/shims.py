@@ -9,7 +9,7 @@ LIMIT_S = 60.0
 
 FORKING = """
 import os, time
-from weightd_worker.forking.clone import clone
+from weightd_worker.forking import clone
 pid = clone()
 if pid:
     print(pid, flush=True)

@@ -13,7 +13,7 @@ from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.tensors import describe_request, describe_response, frame_of
-from weightd_worker.batching.merge import BatchLayout
+from weightd_worker.batching import BatchLayout
 
 X, INDEX = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64)
 

@@ -17,10 +17,8 @@ from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import RowSupport, SelfTestCases
-from weightd_worker.batching import row_support_probe
-from weightd_worker.engines.engine import Engine, ModelSignature
-from weightd_worker.engines.errors import BuildError, ModelCorrupted
-from weightd_worker.selftest import search, selftest
+from weightd_worker.engines.engine import BuildError, Engine, ModelCorrupted, ModelSignature
+from weightd_worker.selftest import row_support, search, selftest
 
 X, Y = TensorSignature("x", "FP32", (-1, 3)), TensorSignature("y", "FP32", (-1, 3))
 SIGNATURE = ModelSignature((X,), (Y,))
@@ -31,7 +29,7 @@ def found(engine: Engine, rows: int = 8, known: Optional[selftest.SelfTestRun] =
     build = Build((), max_rows=rows, **order)
     if known is None:
         known = search.find_selftest(engine, build, lambda: None, _ignore)
-    rows_of = row_support_probe.find_row_support(engine, build, known, lambda: None, lambda _: None)
+    rows_of = row_support.find_row_support(engine, build, known, lambda: None, lambda _: None)
     assert rows_of is not None
     return rows_of
 
@@ -219,13 +217,13 @@ def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
 def test_a_predict_that_each_process_repeats_is_one_that_was_tried() -> None:
     engine = fake(lambda x: x)
     for rows, sizes, expected in ((8, (), 8), (300, (), 7), (8, (2, 4, 8), 8), (9, (4, 8), 8), (256, (128, 256), 128)):
-        assert row_support_probe.rows_digest(engine, cases.of(SIGNATURE, 1), rows, sizes)
+        assert row_support.rows_digest(engine, cases.of(SIGNATURE, 1), rows, sizes)
         assert len(engine.received_inputs[-1]["x"]) == expected
     # Rows of many bytes are fewer, here as there.
     width = 2**23
     signature = ModelSignature((TensorSignature("x", "INT8", (-1, width)),), (Y,))
     engine = fake(lambda x: x[:, :3], signature)
-    row_support_probe.rows_digest(engine, ({"x": (1, width)},), 300)
+    row_support.rows_digest(engine, ({"x": (1, width)},), 300)
     assert len(engine.received_inputs[-1]["x"]) == 8
 
 
@@ -234,7 +232,7 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = selftest.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
-    assert row_support_probe.find_row_support(
+    assert row_support.find_row_support(
         engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample
     ) == RowSupport(("x", "z"), ("y",), is_equal=True, compared_rows=2)
     assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
@@ -294,9 +292,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     engine = fake(table, signature)
     sample = {"x": np.array([[3, 11, 5, 0, 2, 2, 7, 1, 9]], dtype)}
     known = selftest.run(engine, ({"x": (1, 9)},), sample)
-    rows = row_support_probe.find_row_support(
-        engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample
-    )
+    rows = row_support.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
     assert rows == RowSupport(
         ("x",),
         ("y",),
@@ -309,7 +305,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     assert len(set(table.seen)) > 100
     # A worker that attaches runs the same rows.
     table.seen.clear()
-    assert row_support_probe.rows_digest(engine, known.cases, 8, (), sample, rows.row_kind)
+    assert row_support.rows_digest(engine, known.cases, 8, (), sample, rows.row_kind)
     assert len(set(table.seen)) == 8
 
 
@@ -323,9 +319,7 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     sample = {"x": np.array([[1, 50], [2, 99], [0, 7]], np.float32)}
     engine = fake(columns, signature)
     known = selftest.run(engine, ({"x": (3, 2)},), sample)
-    rows = row_support_probe.find_row_support(
-        engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample
-    )
+    rows = row_support.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
     assert rows == RowSupport(
         ("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL
     )
@@ -426,7 +420,7 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     told: List[Union[str, SelfTestCases]] = []
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     order = Build((), max_rows=8)
-    rows = row_support_probe.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
+    rows = row_support.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
     assert rows is not None
     assert (rows.is_equal, rows.outputs == ()) == (False, isinstance(error, ModelCorrupted))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
@@ -448,8 +442,6 @@ def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pyte
 def test_nothing_is_found_out_where_each_request_has_its_own_predict() -> None:
     engine = fake(lambda x: x)
     assert (
-        row_support_probe.find_row_support(
-            engine, Build(()), selftest.SelfTestRun((), ""), lambda: None, lambda _: None
-        )
+        row_support.find_row_support(engine, Build(()), selftest.SelfTestRun((), ""), lambda: None, lambda _: None)
         is None
     )

@@ -11,9 +11,9 @@ from testkit.fakeengine import FakeEngine
 from weightd_common.rowtest.bits import NotBatchable
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import describe_request, frame_of
-from weightd_worker.batching import shadow_check as trials_module
-from weightd_worker.batching.merge import BatchLayout
-from weightd_worker.batching.shadow_check import RowsDiffer, ShadowChecks
+from weightd_worker import batch_guard as trials_module
+from weightd_worker.batch_guard import RowsDiffer, ShadowChecks
+from weightd_worker.batching import BatchLayout
 from weightd_worker.engines.engine import ModelSignature
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSignature("y", "FP32", (-1, -1)),))

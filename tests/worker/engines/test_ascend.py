@@ -35,7 +35,7 @@ from weightd_protocol.messages.worker import (
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
 from weightd_worker import exit_codes
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
-from weightd_worker.engines.mindspore_lite.gears import parse_gears
+from weightd_worker.engines.mindspore_lite.ascend import parse_gears
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

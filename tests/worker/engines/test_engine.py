@@ -17,9 +17,7 @@ from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_worker.engines import ENGINES
-from weightd_worker.engines.engine import BuildSettings, Engine
-from weightd_worker.engines.errors import BuildError, EngineMissing
-from weightd_worker.engines.sharing import SHARING_IS_OFF
+from weightd_worker.engines.engine import SHARING_IS_OFF, BuildError, BuildSettings, Engine, EngineMissing
 from weightd_worker.pagesharing.chunks import LARGE_BLOCK_BYTES, MIN_BLOCK_BYTES
 from weightd_worker.pagesharing.libc import Libc
 from weightd_worker.selftest import selftest

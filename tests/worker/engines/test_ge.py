@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import pytest
 
-from weightd_worker.engines.errors import BuildError, EngineMissing
+from weightd_worker.engines.engine import BuildError, EngineMissing
 from weightd_worker.engines.mindspore_lite.ge_rank import MindSporeLiteRank
 from weightd_worker.engines.ranks import RankRendezvous
 

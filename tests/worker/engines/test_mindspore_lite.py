@@ -14,8 +14,7 @@ import pytest
 from testkit import cases
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_worker.engines.engine import Engine
-from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.engines.engine import BuildError, Engine, ModelCorrupted
 from weightd_worker.selftest import selftest
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
@@ -62,7 +61,7 @@ def test_inputs_are_bound_by_position_and_by_the_engine_by_name(bare: Any, built
 
 
 def test_why_inputs_have_to_be_of_the_right_shape_native_and_in_c_order(bare: Any) -> None:
-    """`weightd_worker.session` sees to it, and the engine to the shape: their tests show it."""
+    """`weightd_worker.sessions.model` sees to it, and the engine to the shape: their tests show it."""
     plain = bare("fixed")
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     twice = (bare_predict(plain, x)[0] * 2).tolist()

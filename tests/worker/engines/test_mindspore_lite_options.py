@@ -14,10 +14,15 @@ import pytest
 
 from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines import ENGINES
-from weightd_worker.engines.engine import BuildSettings, Engine
-from weightd_worker.engines.errors import AttachRefused, BuildError, EngineMissing
-from weightd_worker.engines.mindspore_lite import acl, ascend, weight_handle
-from weightd_worker.engines.sharing import SHARING_IS_OFF
+from weightd_worker.engines.engine import (
+    SHARING_IS_OFF,
+    AttachRefused,
+    BuildError,
+    BuildSettings,
+    Engine,
+    EngineMissing,
+)
+from weightd_worker.engines.mindspore_lite import acl, ascend
 
 Calls = List[Dict[str, Any]]
 
@@ -267,7 +272,7 @@ def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeAcl, "done", [], raising=False)
-    for module in (ascend, weight_handle):
+    for module in (ascend, ascend):
         monkeypatch.setattr(module, "Acl", FakeAcl)
     with pytest.raises(BuildError, match="device: there is no card 1; this process sees 1, counted from 0"):
         make("ascend:1").build("/m")

@@ -13,8 +13,7 @@ import pytest
 
 from weightd_protocol.errors import InvalidArgument
 from weightd_worker.engines import ENGINES
-from weightd_worker.engines.engine import Arrays, BuildSettings, Engine
-from weightd_worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
+from weightd_worker.engines.engine import Arrays, BuildError, BuildSettings, Engine, MaybeCorrupted, ModelCorrupted
 from weightd_worker.pagesharing import chunks
 from weightd_worker.pagesharing.libc import libc
 

@@ -20,12 +20,10 @@ from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.worker import Attach, Attached, Build, Built, Hello, PredictFailed, ProcessFailed
 from weightd_worker import pagesharing
 from weightd_worker.engines import ENGINES
-from weightd_worker.engines.engine import BuildSettings, Engine
-from weightd_worker.engines.errors import ModelCorrupted
-from weightd_worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
-from weightd_worker.engines.sharing import SharedWeights
+from weightd_worker.engines.engine import BuildSettings, Engine, ModelCorrupted, SharedWeights
+from weightd_worker.engines.mindspore_lite.cpu import InputShapes, covers, grow_shapes
 from weightd_worker.selftest import selftest
-from weightd_worker.selftest.verifier import AnswerVerifier
+from weightd_worker.selftest.selftest import AnswerVerifier
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -236,7 +234,7 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
         joined.append(store)
         return SharedWeights(store, 0, "")
 
-    monkeypatch.setattr("weightd_worker.engines.page_sharing.PageSharing.attach", attach)
+    monkeypatch.setattr("weightd_worker.engines.cpu.PageSharing.attach", attach)
     block_bytes = pagesharing.mmap_threshold_bytes()
     engine.predict(values({"x": (2, 1024)}))
     assert (joined, engine.has_unshared_weights, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)

@@ -11,11 +11,10 @@ import pytest
 
 from testkit import cases
 from weightd_protocol.errors import InvalidArgument
-from weightd_worker.engines import onnxfile
-from weightd_worker.engines.engine import BuildSettings, Engine
-from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.engines import onnxruntime as engine_module
+from weightd_worker.engines.engine import BuildError, BuildSettings, Engine, ModelCorrupted
 from weightd_worker.engines.onnxruntime import OnnxRuntime
-from weightd_worker.malloc_trim import private_bytes
+from weightd_worker.process_memory import private_bytes
 from weightd_worker.selftest import selftest
 
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
@@ -119,7 +118,7 @@ def test_of_a_node_that_is_said_to_be_two_things_the_worse_is_believed(model: Mo
     said, both = b"\x22\x11RandomUniformLike", b"\x22\x04Relu\x22\x0bMultinomial"
     assert content.count(said) == 1
     path.write_bytes(content.replace(said, both))
-    assert onnxfile.is_stochastic(path)
+    assert engine_module.is_stochastic(path)
 
 
 def test_of_a_file_that_is_gone_it_is_feared(fresh: Built, model: Model, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import List
 
 import pytest
 
-from weightd_worker.forking import clone
+from weightd_worker import forking
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 # Its child's thread has a right number, may have others, and learns of an abort.
 SCRIPT = """
 import ctypes, os, signal, sys, threading
-from weightd_worker.forking import clone
+from weightd_worker import forking as clone
 assert clone.cannot_fork_reason() == ""
 reading, writing = os.pipe()
 pid = clone.clone()
@@ -53,7 +53,7 @@ def test_a_second_thread_is_named() -> None:
     script = """
 import threading, time
 from pathlib import Path
-from weightd_worker.forking import clone
+from weightd_worker import forking as clone
 def sleep():
     Path("/proc/thread-self/comm").write_text("dreamer")
     named.set()
@@ -68,21 +68,21 @@ print(clone.cannot_fork_reason())
 
 def test_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert clone.cannot_fork_reason() == "cannot fork: expected x86_64 or aarch64 under Linux, got riscv64"
+    assert forking.cannot_fork_reason() == "cannot fork: expected x86_64 or aarch64 under Linux, got riscv64"
 
 
 def test_so_is_a_kernel_that_does_not_say_where_the_thread_s_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clone, "_PR_GET_TID_ADDRESS", 1 << 20)
-    assert clone.cannot_fork_reason().startswith("cannot fork: the kernel does not tell where")
+    monkeypatch.setattr(forking, "_PR_GET_TID_ADDRESS", 1 << 20)
+    assert forking.cannot_fork_reason().startswith("cannot fork: the kernel does not tell where")
 
 
 def test_what_the_kernel_refuses_is_an_error_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # A thread that shares signal handlers has to share memory.
-    monkeypatch.setattr(clone, "_FLAGS", 0x800)
+    monkeypatch.setattr(forking, "_FLAGS", 0x800)
     with pytest.raises(OSError, match="Invalid argument"):
-        clone.clone()
+        forking.clone()
 
 
 def test_a_thread_that_ends_meanwhile_still_counts(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    assert clone.cannot_fork_reason(str(tmp_path)) == "cannot fork: expected one thread, got 1 more: ?"
+    assert forking.cannot_fork_reason(str(tmp_path)) == "cannot fork: expected one thread, got 1 more: ?"

@@ -13,9 +13,8 @@ from typing import List, Tuple
 import pytest
 
 from weightd_protocol.messages.worker import Fork, Forked
-from weightd_worker.forking import fork as forker_module
-from weightd_worker.forking.fork import Forker
-from weightd_worker.forking.process_state import ProcessState
+from weightd_worker import forking as forker_module
+from weightd_worker.forking import Forker, ProcessState
 
 # numpy's threads would be in the way.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
@@ -26,8 +25,8 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from weightd_protocol.messages.worker import Fork
-from weightd_worker.forking.process_state import ProcessState
-from weightd_worker.forking.fork import Forker
+from weightd_worker.forking import ProcessState
+from weightd_worker.forking import Forker
 directory, fate = sys.argv[1:]
 def ready(words, made):
     def live():

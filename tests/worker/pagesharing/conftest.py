@@ -19,7 +19,7 @@ _SERVER = """
 import ctypes, gc, hashlib, json, mmap, os, select, signal, socket, sys
 import numpy as np
 from weightd_worker import pagesharing
-from weightd_worker.pagesharing import (chunks, libc, maps, remap, runs, sharing, store)
+from weightd_worker.pagesharing import (chunks, libc, remap, runs, sharing, store)
 
 MIB = 1 << 20
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_worker.pagesharing import PageSharingUnavailable, chunks
-from weightd_worker.pagesharing.chunks import MemoryReader
+from weightd_worker.pagesharing.chunks import AddressRange, MemoryReader
 from weightd_worker.pagesharing.libc import PAGE, Libc, MappedBlocks
-from weightd_worker.pagesharing.maps import AddressRange
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

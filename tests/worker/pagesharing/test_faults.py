@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Callable
 import pytest
 
 from weightd_worker import pagesharing
-from weightd_worker.pagesharing import PageSharingUnavailable, libc, maps, remap
+from weightd_worker.pagesharing import PageSharingUnavailable, chunks, libc, remap
 
 if TYPE_CHECKING:
     from tests.worker.pagesharing.conftest import Child, Spawn
@@ -270,9 +270,9 @@ def test_no_more_mappings_are_made_than_are_to_be_had_and_the_longest_runs_get_t
     child = loaded(spawn, path)
     child.do(change)
     child.do(f"sharing.affordable_exchanges = remap.affordable_exchanges = lambda: {exchanges}")
-    child.do("mappings = maps.count_mappings(); joined = pagesharing.attach_pages(path)")
+    child.do("mappings = chunks.count_mappings(); joined = pagesharing.attach_pages(path)")
     assert least <= child.ask("joined.shared_bytes") <= most
-    assert 0 < child.ask("maps.count_mappings() - mappings") <= 2 * exchanges
+    assert 0 < child.ask("chunks.count_mappings() - mappings") <= 2 * exchanges
     assert unharmed(child)
 
 
@@ -286,7 +286,7 @@ def test_a_holder_with_few_mappings_shares_the_longest_runs(spawn: Spawn, path: 
 
 def test_without_a_mapping_left_nothing_is_shared(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
-    child.do("maps.mapping_limit = lambda: 10")
+    child.do("chunks.mapping_limit = lambda: 10")
     assert child.ask(
         "[getattr(pagesharing, verb)(path).shared_bytes for verb in ('export_pages', 'attach_pages')]"
     ) == [0, 0]
@@ -294,8 +294,8 @@ def test_without_a_mapping_left_nothing_is_shared(spawn: Spawn, path: Path) -> N
 
 
 def test_half_of_the_mappings_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "mapping_limit", lambda: 65530)
-    monkeypatch.setattr(maps, "count_mappings", lambda: 1530)
+    monkeypatch.setattr(chunks, "mapping_limit", lambda: 65530)
+    monkeypatch.setattr(chunks, "count_mappings", lambda: 1530)
     assert remap.affordable_exchanges() == 16000
-    monkeypatch.setattr(maps, "mapping_limit", lambda: 1 << 20)
-    assert remap.affordable_exchanges() == maps.MAX_REGIONS // 4
+    monkeypatch.setattr(chunks, "mapping_limit", lambda: 1 << 20)
+    assert remap.affordable_exchanges() == chunks.MAX_REGIONS // 4

@@ -4,7 +4,7 @@ from typing import List
 
 import numpy as np
 
-from weightd_worker.pagesharing import hashing
+from weightd_worker.pagesharing import memory as hashing
 from weightd_worker.pagesharing.libc import PAGE
 
 

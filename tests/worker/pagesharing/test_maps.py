@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_worker.pagesharing import PageSharingUnavailable, maps
+from weightd_worker.pagesharing import PageSharingUnavailable, chunks
+from weightd_worker.pagesharing.chunks import AddressRange, Pagemap
 from weightd_worker.pagesharing.libc import PAGE
-from weightd_worker.pagesharing.maps import AddressRange, Pagemap
 from weightd_worker.pagesharing.memory import ProcessMemoryReader
 
 
@@ -33,15 +33,15 @@ from weightd_worker.pagesharing.memory import ProcessMemoryReader
     ],
 )
 def test_a_line_of_maps(line: bytes, region: object) -> None:
-    assert maps.parse_region(line + b"\n") == region
+    assert chunks.parse_region(line + b"\n") == region
 
 
 def test_too_many_regions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "MAX_REGIONS", 5)
+    monkeypatch.setattr(chunks, "MAX_REGIONS", 5)
     line = b"1000-2000 rw-p 00000000 00:00 0 \n"
-    assert len(maps.parse_regions([line] * 5)) == 5
+    assert len(chunks.parse_regions([line] * 5)) == 5
     with pytest.raises(PageSharingUnavailable, match="more than 5 memory regions"):
-        maps.parse_regions([line] * 6)
+        chunks.parse_regions([line] * 6)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3))))
@@ -51,7 +51,7 @@ def test_spans_are_all_the_regions_cut_at_the_gaps(steps: List[List[int]]) -> No
     for gap, length in steps:
         regions.append(AddressRange(position + gap, position + gap + length, True))
         position += gap + length
-    spans = list(maps.contiguous_spans(regions))
+    spans = list(chunks.contiguous_spans(regions))
     assert [region for span in spans for region in span] == regions
     assert all(one.end == other.start for span in spans for one, other in zip(span, span[1:]))
     assert all(one[-1].end < other[0].start for one, other in zip(spans, spans[1:]))
@@ -61,12 +61,12 @@ def test_own_memory_is_seen() -> None:
     with mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[3 * PAGE] = 1
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        assert any(r.start <= start and start + 8 * PAGE <= r.end and r.is_anonymous for r in maps.read_own_regions())
+        assert any(r.start <= start and start + 8 * PAGE <= r.end and r.is_anonymous for r in chunks.read_own_regions())
         pagemap = Pagemap()
         populated = pagemap.populated(start, start + 8 * PAGE)
         pagemap.close()
         assert np.flatnonzero(populated).tolist() == [3]
-        assert 0 < maps.count_mappings() < maps.mapping_limit()
+        assert 0 < chunks.count_mappings() < chunks.mapping_limit()
 
 
 def test_memory_of_which_the_kernel_says_less_than_was_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,15 @@ from weightd_protocol.messages.ranks import JoinGroup
 from weightd_protocol.messages.worker import Build, Hello, Ping, Pong, Reconnected, Stop
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes
-from weightd_worker.engines.errors import BuildError, EngineMissing
-from weightd_worker.ranks import broker
+from weightd_worker.engines.engine import BuildError, EngineMissing
+from weightd_worker.sessions import rank
 
 ENTER, STOP = encode(JoinGroup()), encode(Stop())
 
 
 def play(*orders: Any, serve: Optional[Callable[[], None]] = None) -> Tuple[int, Script]:
     script: Any = Script(*orders)
-    status = broker.run(script, serve or (lambda: None))
+    status = rank.run_broker(script, serve or (lambda: None))
     assert not script.orders, "it ended before its last order"
     return status, script
 

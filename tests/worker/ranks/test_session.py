@@ -39,12 +39,11 @@ from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport, Se
 from weightd_protocol.tensors import frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import BuildError, ModelCorrupted, OutOfDeviceMemory
+from weightd_worker.engines.engine import Arrays, BuildError, ModelCorrupted, ModelSignature, OutOfDeviceMemory
 from weightd_worker.engines.ranks import RankRejected
-from weightd_worker.ranks import session
-from weightd_worker.ranks.session import RankInputs, RankSession
 from weightd_worker.selftest import selftest as canary
+from weightd_worker.sessions import rank as rank_module
+from weightd_worker.sessions.rank import RankInputs, RankSession
 
 M = TypeVar("M")
 
@@ -170,7 +169,7 @@ def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatc
     def set_cpu_affinity(cores: Collection[int]) -> None:
         kept.append((list(engine.done), cores))
 
-    monkeypatch.setattr(session, "set_cpu_affinity", set_cpu_affinity)
+    monkeypatch.setattr(rank_module, "set_cpu_affinity", set_cpu_affinity)
     play(engine, ENTER, WARM, STOP, cores="2-3")
     assert kept == [(["enter", "load /m/rank1 {}", "predict"], {2, 3})]
 

@@ -18,8 +18,7 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 from weightd_protocol.tensors import NUMPY_DTYPE
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.engines.engine import Arrays, BuildError, ModelCorrupted, ModelSignature
 from weightd_worker.selftest import sample, search, selftest
 
 Shape = Optional[Tuple[int, ...]]

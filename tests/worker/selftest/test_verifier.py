@@ -9,10 +9,9 @@ import pytest
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import ModelCorrupted
+from weightd_worker.engines.engine import Arrays, ModelCorrupted, ModelSignature
 from weightd_worker.selftest import selftest
-from weightd_worker.selftest.verifier import AnswerVerifier
+from weightd_worker.selftest.selftest import AnswerVerifier
 
 BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
 

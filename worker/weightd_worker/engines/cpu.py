@@ -1,14 +1,32 @@
-"""What engines on the host CPU have in common."""
+"""The base of engines on the host CPU, which share the pages of the built model (`pagesharing`)."""
 
 from __future__ import annotations
 
-from typing import Optional
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Collection, Optional, Sequence
 
+from weightd_protocol.messages.worker import SharingTraits
 from weightd_protocol.messages.worker_common import DeviceMemory
-from weightd_worker.engines.engine import Arrays, BuildSettings, Engine
-from weightd_worker.engines.errors import BuildError
-from weightd_worker.engines.page_sharing import PageSharing
-from weightd_worker.engines.sharing import NotShared
+from weightd_worker import pagesharing
+from weightd_worker.engines.engine import (
+    Arrays,
+    BuildError,
+    BuildSettings,
+    Engine,
+    NotShared,
+    SharedWeights,
+    WeightSharing,
+)
+
+_log = logging.getLogger("weightd.worker")
+_STORE_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
+
+_NO_LARGE_BLOCKS = (
+    f"weights are not shared: the model has no memory of {pagesharing.MIN_BLOCK_BYTES >> 10} KiB or more in one piece"
+)
 
 
 class CpuEngine(Engine):
@@ -37,3 +55,89 @@ class CpuEngine(Engine):
     def memory(self) -> Optional[DeviceMemory]:
         """Return None: there is no card."""
         return None
+
+
+class PageSharing(WeightSharing):
+    """Shares pages; the handle is the store's path. What cannot be shared stays private: that costs no answer."""
+
+    traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+
+    def __init__(self) -> None:
+        self._starts_before: Optional[pagesharing.MappingStarts] = None
+        # The page store that the built model shares, "" while it shares none.
+        self._store = ""
+        self._mmap_threshold_bytes: Optional[int] = None
+
+    def start_build(self, handle: str) -> None:
+        """Remember what there is before a build: what comes with it is shared.
+
+        All of what is behind the handle will be looked at, and what no process uses has left memory.
+        """
+        self._mmap_threshold_bytes = pagesharing.mmap_threshold_bytes()
+        self._starts_before = pagesharing.start_build()
+        if handle:
+            pagesharing.prefetch(handle)
+
+    def current_pid(self) -> str:
+        """Return this process's pid: no engine library has another number for it on the CPU."""
+        return str(os.getpid())
+
+    def export(self, store: str) -> SharedWeights:
+        """Write the pages of the built model to `store`; any process of this user can attach."""
+        try:
+            sharing = pagesharing.export_pages(store, self._starts_before)
+        except pagesharing.PageSharingUnavailable as error:
+            return SharedWeights("", 0, f"weights are not shared: {error}", has_sharing_failed=True)
+        if not sharing.shared_bytes:
+            Path(store).unlink()
+            return SharedWeights("", 0, _NO_LARGE_BLOCKS)
+        self._store = store
+        in_memory = "" if pagesharing.is_on_disk(store) else _STORE_IN_MEMORY
+        return SharedWeights(store, sharing.shared_bytes, in_memory)
+
+    def allow(self, pids: Sequence[str]) -> None:
+        """Do nothing: any process of this user may attach."""
+
+    def attach(self, handle: str) -> SharedWeights:
+        """Give back each page of the built model that the store has too."""
+        try:
+            if not handle:
+                return SharedWeights("", 0, "")  # the holder has said why
+            sharing = pagesharing.attach_pages(handle, self._starts_before)
+        except pagesharing.PageSharingUnavailable as error:
+            return SharedWeights("", 0, f"weights are not shared: {error}")
+        finally:
+            pagesharing.prepare()  # whether or not `join` has come that far: predicts are to come
+        self._store = handle
+        return SharedWeights(handle, sharing.shared_bytes, "")
+
+    def reattach(self) -> None:
+        """Share the pages of a model that was built again, after its first predict; a failure is only logged."""
+        if self._store:
+            note = self.attach(self._store).note
+            if note:
+                _log.warning("%s", note)
+        self.end_build()
+
+    def end_build(self) -> None:
+        """Have blocks of the sizes that get mappings of their own for a build only come from the heap again."""
+        pagesharing.restore_mmap_threshold(self._mmap_threshold_bytes)
+
+    def trim_store(self, handle: str) -> None:
+        """Let the store's pages that no process uses leave memory."""
+        try:
+            pagesharing.evict(handle)
+        except pagesharing.PageSharingUnavailable as error:
+            _log.warning("the page store's cold pages stay in memory: %s", error)
+
+
+def set_cpu_affinity(cores: Collection[int]) -> None:
+    """Have all threads of this process on these cores, and so each that they will start.
+
+    Raises:
+        OSError: none of them can be had.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        # One may have ended meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)

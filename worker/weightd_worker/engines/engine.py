@@ -1,16 +1,24 @@
-"""The one interface behind which every engine stands; what is shared of what it builds: `sharing`."""
+"""The interface of all engines: how one is made, what it builds and shares, and the errors that it may raise.
+
+Libraries share weights at one of two moments. One that shares weights by itself has to know while it builds. For one
+that does not, weightd shares memory as it is after a first predict, in which some libraries pack their weights::
+
+    holder    build(model, pids=...)      predict    export(store)      trim_store(handle) when nobody attaches
+    worker    build(model, handle=...)    predict    attach(handle)
+"""
 
 from __future__ import annotations
 
 import abc
+import os
 import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd_common.devices import card_of, is_cpu
+from weightd_protocol.errors import Internal, InvalidArgument, WeightdError
 from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.worker import SharingTraits
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase
-from weightd_worker.engines.errors import BuildError
-from weightd_worker.engines.sharing import WeightSharing
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
@@ -159,3 +167,107 @@ class Engine(abc.ABC):
             ModelCorrupted: the predict failed; the next call must be `build`.
             MaybeCorrupted: another one did, that ran at the same time.
         """
+
+
+class SharedWeights(NamedTuple):
+    """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped.
+
+    `has_sharing_failed`: something in the way keeps apart what could be shared.
+    """
+
+    handle: str
+    shared_bytes: int
+    note: str
+    has_sharing_failed: bool = False
+
+
+class WeightSharing(abc.ABC):
+    """Shares what one engine has built.
+
+    After an error from `export` or `attach` only a new build makes the engine usable.
+    """
+
+    traits: SharingTraits
+
+    @abc.abstractmethod
+    def current_pid(self) -> str:
+        """Return the engine's number for this process. Allowed before the build."""
+
+    @abc.abstractmethod
+    def export(self, store: str) -> SharedWeights:
+        """Share the weights of the built model with the processes it was built for.
+
+        Args:
+            store: path of a file that the engine may create for it, in a private directory.
+        """
+
+    @abc.abstractmethod
+    def allow(self, pids: Sequence[str]) -> None:
+        """Let further processes attach to what was exported.
+
+        Raises:
+            AttachRefused: the library offers no way.
+        """
+
+    @abc.abstractmethod
+    def attach(self, handle: str) -> SharedWeights:
+        """Use the weights behind the handle that the model was built with, if that can be done."""
+
+    @abc.abstractmethod
+    def trim_store(self, handle: str) -> None:
+        """Give back what was only needed while processes attached; a failure is only logged."""
+
+
+class NotShared(WeightSharing):
+    """Each process has weights of its own."""
+
+    traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+
+    def current_pid(self) -> str:
+        """Return this process's pid."""
+        return str(os.getpid())
+
+    def export(self, store: str) -> SharedWeights:
+        """Share nothing."""
+        return SHARING_IS_OFF
+
+    def allow(self, pids: Sequence[str]) -> None:
+        """Do nothing: there is nothing to let in to."""
+
+    def attach(self, handle: str) -> SharedWeights:
+        """Attach to nothing."""
+        return SHARING_IS_OFF
+
+    def trim_store(self, handle: str) -> None:
+        """Do nothing."""
+
+
+SHARING_IS_OFF = SharedWeights("", 0, "sharing is off")
+
+
+class EngineMissing(WeightdError):
+    """The engine cannot be used in this interpreter; the text says what to install."""
+
+
+class BuildError(WeightdError):
+    """The engine cannot build the model; the text is the cause."""
+
+
+class OutOfDeviceMemory(BuildError):
+    """The card has no memory, or no place for this process; that may be over soon."""
+
+
+class AttachRefused(WeightdError):
+    """No further process can be let in; the text says why."""
+
+
+class NotRun(InvalidArgument):
+    """The engine refuses a request before the model has seen it: the model cannot have changed."""
+
+
+class ModelCorrupted(Internal):
+    """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
+
+
+class MaybeCorrupted(ModelCorrupted):
+    """Another predict spoilt the model while this one ran: its answer may be wrong, and it is not to blame."""

@@ -30,8 +30,7 @@ from weightd_common.modelfiles.protobuf import Malformed
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
+from weightd_worker.engines.engine import Arrays, BuildError, EngineMissing, ModelCorrupted, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
 # Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.

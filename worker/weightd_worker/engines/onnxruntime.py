@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU."""
+"""ONNX Runtime on the CPU, and what an ONNX file says of its model that the library does not pass on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import contextlib
 import functools
 import os
 from pathlib import Path
-from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
+from typing import AbstractSet, Any, BinaryIO, Dict, FrozenSet, Iterator, List, Sequence, Tuple
 
 import numpy as np
 
+from weightd_common.modelfiles.protobuf import Malformed, Span, fields
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.tensors import NUMPY_DTYPE
-from weightd_worker.engines import onnxfile
 from weightd_worker.engines.cpu import CpuEngine
-from weightd_worker.engines.engine import Arrays, BuildSettings, ModelSignature
-from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted
+from weightd_worker.engines.engine import (
+    Arrays,
+    BuildError,
+    BuildSettings,
+    EngineMissing,
+    ModelCorrupted,
+    ModelSignature,
+)
 
 _DATATYPE: Dict[str, str] = {
     "tensor(bool)": "BOOL",
@@ -79,11 +85,11 @@ class OnnxRuntime(CpuEngine):
             raise BuildError(f"onnxruntime: {error}") from None
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         has_ambiguous_ranks = not all(each.shape for each in (*inputs, *outputs))
-        scalar_names: AbstractSet[str] = onnxfile.scalar_names(Path(model)) if has_ambiguous_ranks else set()
+        scalars: AbstractSet[str] = scalar_names(Path(model)) if has_ambiguous_ranks else set()
         self._file = Path(model)
         self._signature = ModelSignature(
-            tuple(_tensor_signature(each, scalar_names) for each in inputs),
-            tuple(_tensor_signature(each, scalar_names) for each in outputs),
+            tuple(_tensor_signature(each, scalars) for each in inputs),
+            tuple(_tensor_signature(each, scalars) for each in outputs),
         )
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
 
@@ -105,7 +111,7 @@ class OnnxRuntime(CpuEngine):
     @property
     def is_stochastic(self) -> bool:
         """What the file says: a session has a generator, which knows no fork."""
-        return onnxfile.is_stochastic(self._file)
+        return is_stochastic(self._file)
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run the session; its outputs are fresh arrays."""
@@ -148,3 +154,86 @@ def _min_shape(signature: TensorSignature) -> Tuple[int, ...]:
 def _dims(shape: List[Any]) -> Tuple[int, ...]:
     """A dimension is an int, or the name of a symbolic one, or None."""
     return tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape)
+
+
+# Field numbers of onnx.proto.
+_GRAPH, _FUNCTION = 7, 25  # in a model
+_GRAPH_NODE, _FUNCTION_NODE = 1, 7
+_NODE_INPUT, _OP_TYPE, _ATTRIBUTE = 1, 4, 5  # in a node
+_SUBGRAPH, _SUBGRAPHS = 6, 11  # in an attribute
+_INPUT, _OUTPUT = 11, 12  # in a graph
+_NAME, _TYPE = 1, 2  # in an input or output
+_TENSOR = 1  # in its type
+_SHAPE = 2  # in that of a tensor
+
+# Beside those whose names begin with Random. A dropout does where its third input says that it is trained.
+_RANDOM_OPS = ("Multinomial", "Bernoulli", "Sampling", "SampleOp")
+_TRAINING_INPUT_COUNT = 3
+
+
+def scalar_names(path: Path) -> FrozenSet[str]:
+    """Return the names of the inputs and outputs that the file says are scalars.
+
+    Of them the library says [], as of those whose rank the file leaves open. A file that is no ONNX says it of none.
+    """
+    try:
+        with path.open("rb") as file:
+            model = 0, os.fstat(file.fileno()).st_size
+            return frozenset(_iter_scalar_names(file, model))
+    except (OSError, Malformed):
+        return frozenset()
+
+
+def is_stochastic(path: Path) -> bool:
+    """Return whether a node of the model draws at random, in a branch that is rarely taken, too. In doubt it does."""
+    try:
+        with path.open("rb") as file:
+            model = 0, os.fstat(file.fileno()).st_size
+            owners = ((_GRAPH, _GRAPH_NODE), (_FUNCTION, _FUNCTION_NODE))
+            nodes = (
+                node
+                for owner, node_of in owners
+                for each in _submessages(file, model, owner)
+                for node in _submessages(file, each, node_of)
+            )
+            return any(_is_node_stochastic(file, node) for node in nodes)
+    except (OSError, Malformed, RecursionError):
+        return True
+
+
+def _is_node_stochastic(file: BinaryIO, node: Span) -> bool:
+    """Whether this node does, or one of the graphs that it runs."""
+    # Of several the last one counts for who reads all of the file.
+    for kind in [_read_text(file, each) for each in _submessages(file, node, _OP_TYPE)]:
+        if kind.startswith("Random") or kind in _RANDOM_OPS:
+            return True
+        if kind.endswith("Dropout") and len([*_submessages(file, node, _NODE_INPUT)]) >= _TRAINING_INPUT_COUNT:
+            return True
+    attributes = _submessages(file, node, _ATTRIBUTE)
+    graphs = (graph for each in attributes for graph in _submessages(file, each, _SUBGRAPH, _SUBGRAPHS))
+    return any(_is_node_stochastic(file, each) for graph in graphs for each in _submessages(file, graph, _GRAPH_NODE))
+
+
+def _read_text(file: BinaryIO, span: Span) -> str:
+    start, end = span
+    file.seek(start)
+    return file.read(end - start).decode("utf-8", "replace")
+
+
+def _iter_scalar_names(file: BinaryIO, model: Span) -> Iterator[str]:
+    for graph in _submessages(file, model, _GRAPH):
+        for tensor in _submessages(file, graph, _INPUT, _OUTPUT):
+            shapes = [
+                shape
+                for each in _submessages(file, tensor, _TYPE)
+                for kind in _submessages(file, each, _TENSOR)
+                for shape in _submessages(file, kind, _SHAPE)
+            ]
+            # Its fields are the dimensions.
+            if shapes and all(start == end for start, end in shapes):
+                for name in _submessages(file, tensor, _NAME):
+                    yield _read_text(file, name)
+
+
+def _submessages(file: BinaryIO, message: Span, *numbers: int) -> Iterator[Span]:
+    return (value for number, value in fields(file, *message) if number in numbers and isinstance(value, tuple))

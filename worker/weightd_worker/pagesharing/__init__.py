@@ -54,7 +54,7 @@ differently.
 """
 
 from .chunks import MIN_BLOCK_BYTES, MappingStarts
-from .errors import PageSharingUnavailable
+from .libc import PageSharingUnavailable
 from .sharing import (
     PageSharingResult,
     attach_pages,

@@ -1,5 +1,8 @@
 """Which memory may be exchanged: large blocks of glibc's malloc, and pools that came with the model.
 
+/proc/self/maps lists the mappings of this process: where each begins and ends, what may be done with it, and of which
+file it is, if of any. /proc/self/pagemap has 64 bits for each page of the address space.
+
 glibc's malloc gives a large block a mapping of its own. Such a mapping begins with two 64-bit words: the
 bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags:
 "has its own mapping" is 2, and for such a block the other two are 0. We look for these words at the beginning
@@ -11,7 +14,7 @@ many as malloc itself says that it has, and have as many bytes in total: one tha
 and nothing is touched. And it is tried out, on a block of our own, that malloc is glibc's, that it writes
 headers like this, and that it counts.
 
-What is done here must not find its own memory. So nothing in this file or in maps.py holds an object of
+What is done here must not find its own memory. So nothing in this file holds an object of
 ``LARGE_BLOCK_BYTES`` bytes, and nothing that this package allocates afterwards can lie in memory that was in use by
 then.
 
@@ -24,19 +27,112 @@ comparison of a page and its exchange, and the first page, with its count of ref
 from __future__ import annotations
 
 import bisect
+import os
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Callable, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from . import maps
-from .errors import PageSharingUnavailable
-from .libc import PAGE, Libc, MappedBlocks
-from .maps import AddressRange, Pagemap
+from .libc import PAGE, Libc, MappedBlocks, PageSharingUnavailable
 from .memory import ProcessMemoryReader, view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+MAX_REGIONS = 100000
+"""More regions than this are refused: the list of them must stay below 1 MiB, see above. (The kernel's
+usual limit is 65,530.)"""
+
+_MAPS = Path("/proc/self/maps")
+_ENTRY_BYTES = 8
+_IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
+
+
+class AddressRange(NamedTuple):
+    """A piece of the address space that is private to this process and that it may read and write."""
+
+    start: int
+    end: int
+    is_anonymous: bool
+    """Whether it is plain memory, of no file, and not the heap or a stack."""
+
+
+def parse_region(line: bytes) -> Optional[AddressRange]:
+    """Read one line of /proc/self/maps; None for a mapping that is shared, or not readable and writable.
+
+    The line is ``start-end permissions offset device inode [path]``.
+    """
+    fields = line.split(None, 5)
+    if fields[1] != b"rw-p":
+        return None
+    start, end = (int(address, 16) for address in fields[0].split(b"-"))
+    path = fields[5].strip() if len(fields) > 5 else b""
+    # a kernel may let a program give names to its memory: "[anon:...]"
+    return AddressRange(start, end, fields[4] == b"0" and (not path or path.startswith(b"[anon:")))
+
+
+def parse_regions(lines: Iterable[bytes]) -> List[AddressRange]:
+    """Read /proc/self/maps, or lines like it; only what ``parse_region`` takes."""
+    found: List[AddressRange] = []
+    for line in lines:
+        region = parse_region(line)
+        if region is not None:
+            found.append(region)
+        if len(found) > MAX_REGIONS:
+            raise PageSharingUnavailable(f"the process has more than {MAX_REGIONS} memory regions")
+    return found
+
+
+def read_own_regions() -> List[AddressRange]:
+    """Return the regions of this process."""
+    with _MAPS.open("rb") as lines:
+        return parse_regions(lines)
+
+
+def count_mappings() -> int:
+    """Count all mappings of this process, as the kernel does against its limit."""
+    with _MAPS.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def mapping_limit() -> int:
+    """How many mappings a process may have."""
+    return int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+def contiguous_spans(found: Iterable[AddressRange]) -> Iterator[List[AddressRange]]:
+    """Group regions that follow each other without a gap: what one malloc block may lie in."""
+    span: List[AddressRange] = []
+    for region in found:
+        if span and span[-1].end != region.start:
+            yield span
+            span = []
+        span.append(region)
+    if span:
+        yield span
+
+
+class Pagemap:
+    """Which pages exist: a page that was never written takes no memory, and reading it would be a waste."""
+
+    def __init__(self) -> None:
+        """Open /proc/self/pagemap."""
+        self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+    def populated(self, start: int, end: int) -> NDArray[np.bool_]:
+        """For each page from ``start`` to ``end``: does it exist, in memory or in swap space?"""
+        wanted = (end - start) // PAGE * _ENTRY_BYTES
+        entries = os.pread(self._fd, wanted, start // PAGE * _ENTRY_BYTES)
+        if len(entries) != wanted:
+            raise PageSharingUnavailable("/proc/self/pagemap says nothing about a part of the memory")
+        exists: NDArray[np.bool_] = (np.frombuffer(entries, dtype=np.uint64) & _IN_MEMORY_OR_SWAP) != 0
+        return exists
+
 
 POOL_BYTES = 256 << 20
 """MindSpore Lite's runner takes memory from the kernel itself, by libnuma, in pieces of so many bytes, and packs
@@ -94,7 +190,7 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
     pagemap = Pagemap()
     memory_reader = ProcessMemoryReader()
     try:
-        spans = list(maps.contiguous_spans(maps.read_own_regions()))
+        spans = list(contiguous_spans(read_own_regions()))
         found = list(_find_all_chunks(spans, MemoryReader(pagemap.populated, memory_reader.read)))
         check_counts(len(found), sum(chunk.size for _, chunk in found), libc.mapped_blocks())
         extents = [
@@ -119,7 +215,7 @@ def mapping_starts() -> MappingStarts:
     pagemap = Pagemap()
     memory_reader = ProcessMemoryReader()
     try:
-        spans = list(maps.contiguous_spans(maps.read_own_regions()))
+        spans = list(contiguous_spans(read_own_regions()))
         found = [chunk for _, chunk in _find_all_chunks(spans, MemoryReader(pagemap.populated, memory_reader.read))]
         return frozenset([*(chunk.start for chunk in found), *(start for start, _ in find_pools(spans, found))])
     finally:

@@ -17,7 +17,14 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from .errors import PageSharingUnavailable
+
+class PageSharingUnavailable(Exception):
+    """Pages cannot be shared here and now; ``str(error)`` is the reason, fit to be shown to an operator.
+
+    Whenever it is raised the memory of the process is as it was, byte for byte: the caller goes on with
+    private memory.
+    """
+
 
 PAGE = mmap.PAGESIZE
 """The size of a page of this machine: 4 KiB, or 16 or 64 KiB on some aarch64 kernels."""

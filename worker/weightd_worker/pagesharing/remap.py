@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import maps
+from . import chunks
 from .libc import PAGE, Libc
 
 BLOCK_BYTES = 16 << 20
@@ -24,8 +24,8 @@ _MAPPINGS_PER_EXCHANGE = 2  # a mapping is cut in three where its middle is repl
 
 
 def affordable_exchanges() -> int:
-    """How many exchanges may be made: half of what the kernel and maps.py still allow is left for others."""
-    free = min(maps.mapping_limit() - maps.count_mappings(), maps.MAX_REGIONS)
+    """How many exchanges may be made: half of what the kernel and chunks.py still allow is left for others."""
+    free = min(chunks.mapping_limit() - chunks.count_mappings(), chunks.MAX_REGIONS)
     return max(free // 2 // _MAPPINGS_PER_EXCHANGE, 0)
 
 

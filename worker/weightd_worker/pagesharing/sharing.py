@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Generator, List, NamedTuple, Optional, Tuple
 import numpy as np
 
 from . import chunks, runs
-from .errors import PageSharingUnavailable
-from .hashing import ZERO_PAGE, hash_pages
-from .libc import PAGE, Libc, libc, unsupported_reason
-from .maps import Pagemap
+from .chunks import Pagemap
+from .libc import PAGE, Libc, PageSharingUnavailable, libc, unsupported_reason
+from .memory import ZERO_PAGE, hash_pages
 from .remap import BLOCK_BYTES, Remapper, ZeroDropper, affordable_exchanges
 from .runs import Run
 from .store import NewStore, OpenStore, offset_of

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import PageSharingUnavailable
-from .libc import PAGE, Libc, libc
+from .libc import PAGE, Libc, PageSharingUnavailable, libc
 from .memory import view
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.schema import label
 from weightd_protocol.tensors import NUMPY_DTYPE
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.engine import Arrays, BuildError, ModelSignature
 from weightd_worker.selftest import selftest
 
 # Every process reads it at its start and keeps it.

@@ -1,20 +1,24 @@
-"""Inputs with a known answer: a worker that does not give the holder's answer never serves.
+"""A self-test's run, and whether a worker still answers rightly.
 
-What is run is a list of cases, each a shape for every input; the values are made from name and shape alone, so every
-process makes the same, or come from a sample that every process has. How the holder finds the cases: `search`.
+A model that was spoilt answers with what is left of an earlier request, in silence. What shows is a failed predict, an
+output of another size than the request's, or the self-test's answer. So a worker's answers are checked against its
+signature, and the worker itself against its self-test (`AnswerVerifier`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+import logging
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from weightd_common.rowtest.rows import generate_values
+from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_worker.engines.engine import Arrays, Engine, ModelSignature
+from weightd_protocol.tensors import NUMPY_DTYPE
+from weightd_worker.engines.engine import Arrays, Engine, ModelCorrupted, ModelSignature
 
 
 class SelfTestRun(NamedTuple):
@@ -128,3 +132,159 @@ def _array_difference(one: Any, other: Any) -> float:
     if max_difference == 0:
         return 0.0  # 0 and -0
     return max_difference / largest if largest else float("inf")
+
+
+_log = logging.getLogger("weightd.worker")
+
+
+class AnswerVerifier:
+    """What is known of a worker's right answers.
+
+    Args:
+        engine: built and attached.
+        reference: the self-test's answers then; its digest is "" where the model does not repeat itself.
+        sample: what the self-test asks, if it is not made up.
+        tolerance: how far its answers may be apart (`selftest.difference`).
+    """
+
+    def __init__(
+        self, engine: Engine, reference: SelfTestRun, sample: Optional[Arrays] = None, tolerance: float = 0.0
+    ) -> None:
+        self._engine = engine
+        self._reference = reference if tolerance else reference._replace(answers=())
+        self._sample = sample
+        self._tolerance = tolerance
+        signature = with_observed_outputs(engine.signature, reference)
+        self._outputs: Dict[str, TensorSignature] = {each.name: each for each in signature.outputs}
+        self._is_only_batch_free = all(
+            each.shape is not None and all(dim >= 0 for dim in each.shape[1:]) for each in signature.inputs
+        )
+        self._inputs_with_batch = {each.name for each in signature.inputs if (each.shape or ())[:1] == (-1,)}
+        self._reference_shapes = reference.output_shapes
+        self._outputs_with_batch = {name for name in self._outputs if self._has_batch_dim(name)}
+        # Without a self-test the first request is the first predict: nothing can have spoilt the model before it.
+        self._is_untouched = not reference.cases
+
+    def current_digest(self) -> str:
+        """Return the digest of the self-test's answers now, the known one if they are near enough; "" without one.
+
+        Raises:
+            InvalidArgument: the engine refuses the self-test.
+            ModelCorrupted: it fails with it.
+        """
+        current = self._run_selftest()
+        return self._reference.digest if self._is_near_reference(current) else current.digest
+
+    def is_corrupted(self) -> bool:
+        """Return whether the self-test shows that the model is not what it was; where there is none, nothing does."""
+        if not self._reference.cases:
+            return False
+        try:
+            current = self._run_selftest()
+        except RequestError:
+            return True
+        # Of a model that does not repeat itself the form of the answers is known.
+        return (
+            not self._is_near_reference(current)
+            if self._reference.digest
+            else current.output_shapes != self._reference_shapes
+        )
+
+    def verify(self, inputs: Arrays, outputs: Arrays) -> Arrays:
+        """Return the outputs if they can be relied on: then all that are of their form, for inputs of the same form.
+
+        What contradicts the signature may be the model's way with this input: a signature is not always true. Then the
+        self-test's answer is right, and the model gives the same again. Without a self-test that is believed of an
+        engine whose models cannot be spoilt, and of the first predict of all, which finds the model as it was built. A
+        signature that was once found untrue is never looked at again.
+
+        Raises:
+            ModelCorrupted: they contradict the signature, and nothing shows that it is not the model that is wrong.
+        """
+        if self._engine.was_rebuilt_larger:
+            outputs = self._verify_after_rebuild(inputs, outputs)
+        contradiction = self._find_contradiction(inputs, outputs)
+        is_untouched, self._is_untouched = self._is_untouched, False
+        if not contradiction:
+            return outputs
+        if self._reference.cases:
+            is_legitimate = not self.is_corrupted() and self._is_same_answer(self._engine.predict(inputs), outputs)
+        else:
+            is_legitimate = is_untouched or not self._engine.may_corrupt
+        if not is_legitimate:
+            unproven = "" if self._reference.cases else "; it has no self-test to check that"
+            raise ModelCorrupted(f"the answer contradicts the model's signature: {contradiction}{unproven}")
+        _log.warning(
+            "the model's signature is not true, and is not held against its answers any more: %s", contradiction
+        )
+        self._outputs.clear()
+        return outputs
+
+    def _verify_after_rebuild(self, inputs: Arrays, outputs: Arrays) -> Arrays:
+        """Return the outputs if the self-test still has its known answers on a model that was built for larger shapes.
+
+        Where it has not, the engine builds a new model at each change of shape from now on, and computes them again.
+
+        Raises:
+            ModelCorrupted: even then the known answers do not come.
+        """
+        self._engine.was_rebuilt_larger = False
+        if not self.is_corrupted():
+            return outputs
+        _log.warning("answers depend on the shapes computed before: the model is built again at each change of shape")
+        self._engine.should_rebuild_per_shape = True
+        if self.is_corrupted():
+            raise ModelCorrupted(
+                "after it was built again for a larger shape, the model no longer gives the known answers"
+            )
+        return self._engine.predict(inputs)
+
+    def _find_contradiction(self, inputs: Arrays, outputs: Arrays) -> str:
+        if not self._outputs:
+            return ""
+        if outputs.keys() != self._outputs.keys():
+            return f"outputs {', '.join(outputs)}, expected {', '.join(self._outputs)}"
+        batch = self._batch_size({name: array.shape for name, array in inputs.items()})
+        for name, array in outputs.items():
+            expected = self._outputs[name]
+            if array.dtype.str != NUMPY_DTYPE[expected.datatype]:
+                return f"output {name} is {array.dtype}, expected {expected.datatype}"
+            if not _is_shape_allowed(expected, array.shape):
+                return f"output {name} has shape {list(array.shape)}, expected {expected.shape_text}"
+            if batch is not None and name in self._outputs_with_batch and array.shape[0] != batch:
+                return f"output {name} has shape {list(array.shape)} for a batch of {batch}"
+        return ""
+
+    def _batch_size(self, shapes: Mapping[str, Sequence[int]]) -> Optional[int]:
+        """The size of the batch in inputs of these shapes, if it is clear what that is."""
+        sizes = {shapes[name][0] for name in self._inputs_with_batch}
+        return sizes.pop() if self._is_only_batch_free and len(sizes) == 1 else None
+
+    def _has_batch_dim(self, name: str) -> bool:
+        """Whether the output's first dimension was that of the self-test's inputs, each time."""
+        batches = [self._batch_size(case) for case in self._reference.cases]
+        return len(set(batches)) > 1 and all(
+            shapes.get(name, ())[:1] == (batch,) for batch, shapes in zip(batches, self._reference_shapes)
+        )
+
+    def _run_selftest(self) -> SelfTestRun:
+        return run(self._engine, self._reference.cases, self._sample)
+
+    def _is_near_reference(self, current: SelfTestRun) -> bool:
+        return self._is_near(self._reference, current)
+
+    def _is_same_answer(self, one: Arrays, other: Arrays) -> bool:
+        """Whether two answers to one request are as equal as this model's are."""
+        first, second = from_answers(({},), [one]), from_answers(({},), [other])
+        return self._is_near(first, second) if self._reference.digest else first.output_shapes == second.output_shapes
+
+    def _is_near(self, one: SelfTestRun, other: SelfTestRun) -> bool:
+        if not self._tolerance:
+            return one.digest == other.digest
+        return difference(one, other) <= self._tolerance
+
+
+def _is_shape_allowed(expected: TensorSignature, shape: Sequence[int]) -> bool:
+    if expected.shape is None:
+        return True
+    return len(shape) == len(expected.shape) and all(wanted in (dim, -1) for dim, wanted in zip(shape, expected.shape))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from weightd_worker.engines.engine import BuildSettings, Engine
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.engine import BuildError, BuildSettings, Engine
 from weightd_worker.engines.mindspore_lite.ascend import MindSporeLiteAscend
 from weightd_worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
-from weightd_worker.engines.mindspore_lite.options import Options
+from weightd_worker.engines.mindspore_lite.model import Options
 from weightd_worker.engines.mindspore_lite.runner import MindSporeLiteRunner
 
 

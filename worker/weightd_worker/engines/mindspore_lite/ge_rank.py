@@ -27,8 +27,15 @@ from weightd_common.devices import card_of
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory
-from weightd_worker.engines.engine import Arrays, BuildSettings, ModelSignature
-from weightd_worker.engines.errors import BuildError, EngineMissing, ModelCorrupted, OutOfDeviceMemory
+from weightd_worker.engines.engine import (
+    Arrays,
+    BuildError,
+    BuildSettings,
+    EngineMissing,
+    ModelCorrupted,
+    ModelSignature,
+    OutOfDeviceMemory,
+)
 from weightd_worker.engines.mindspore import read_signature
 from weightd_worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous

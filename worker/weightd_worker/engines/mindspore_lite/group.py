@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from weightd_worker.engines.engine import BuildSettings
-from weightd_worker.engines.errors import BuildError, EngineMissing, OutOfDeviceMemory
+from weightd_worker.engines.engine import BuildError, BuildSettings, EngineMissing, OutOfDeviceMemory
 from weightd_worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
 
 # The library's ModelGroupFlag.

@@ -22,18 +22,17 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+import threading
+from typing import Any, Dict, Generator, List, Optional, Sequence, Set, Tuple
 
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_worker.affinity import set_cpu_affinity
-from weightd_worker.engines.engine import Arrays, BuildSettings
-from weightd_worker.engines.errors import BuildError, MaybeCorrupted, ModelCorrupted
-from weightd_worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
+from weightd_worker.engines.cpu import set_cpu_affinity
+from weightd_worker.engines.engine import Arrays, BuildError, BuildSettings, MaybeCorrupted, ModelCorrupted
+from weightd_worker.engines.mindspore_lite.cpu import InputShapes, MindSporeLiteCpu
 from weightd_worker.engines.mindspore_lite.model import name_of
-from weightd_worker.engines.mindspore_lite.rw_lock import ReadersWriterLock
-from weightd_worker.engines.mindspore_lite.shapes import InputShapes
 
 # So many are known not to fail by their shapes; the others run alone each time.
 _MAX_KNOWN_SHAPES = 1024
@@ -158,3 +157,32 @@ def _check_shape(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
     fits = len(shape) == len(dims) and all(known in (-1, size) for known, size in zip(dims, shape))
     if not fits or 0 in shape:
         raise InvalidArgument(f"{signature.name}: expected shape {list(dims)}, no size 0, got {list(shape)}")
+
+
+class ReadersWriterLock:
+    """One who is to be alone waits for those that run; who comes meanwhile waits at the door, as he does."""
+
+    def __init__(self) -> None:
+        self._entry_lock = threading.Lock()
+        self._reader_left = threading.Condition()
+        self._reader_count = 0
+
+    @contextlib.contextmanager
+    def shared(self) -> Generator[None, None, None]:
+        """Run beside others for a block."""
+        with self._entry_lock, self._reader_left:
+            self._reader_count += 1
+        try:
+            yield
+        finally:
+            with self._reader_left:
+                self._reader_count -= 1
+                self._reader_left.notify()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Generator[None, None, None]:
+        """Run alone for a block: the door is shut, so there is at most one who waits for others to leave."""
+        with self._entry_lock:
+            with self._reader_left:
+                self._reader_left.wait_for(lambda: not self._reader_count)
+            yield

@@ -15,8 +15,7 @@ from weightd_protocol.codec import clip
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
-from weightd_worker.engines.engine import Arrays, Engine
-from weightd_worker.engines.errors import BuildError, ModelCorrupted
+from weightd_worker.engines.engine import Arrays, BuildError, Engine, ModelCorrupted
 from weightd_worker.selftest import selftest
 from weightd_worker.selftest.selftest import SelfTestRun
 

@@ -1,9 +1,14 @@
-"""The life of a process that serves several models, one predict after another: they share what they work with."""
+"""Sessions of processes that are one with others: each joins a group, then runs the self-test with it, then requests.
+
+A process that serves several models is one (`MultiModelSession`): the models share what they work with, and run one
+predict after another. A rank is another (`rank`).
+"""
 
 from __future__ import annotations
 
+import abc
 import os
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
+from typing import Any, ClassVar, List, NamedTuple, Optional, Sequence, Tuple
 
 from weightd_common import launch_arguments
 from weightd_protocol.codec import type_name
@@ -16,18 +21,15 @@ from weightd_protocol.messages.ranks import (
     SelfTestDone,
     SelfTestResult,
 )
-from weightd_protocol.messages.worker import ChildOrder, Hello, Ping, Pong, Predict, Reconnected, TrimStore
+from weightd_protocol.messages.worker import ChildOrder, Hello, Ping, Pong, Predict, TrimStore
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_worker.channel import ChannelConnection
-from weightd_worker.connection import WorkerConnection
-from weightd_worker.engines.engine import Arrays, Engine
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.connection import Connection
+from weightd_worker.engines.engine import Arrays, BuildError, Engine, NotShared
 from weightd_worker.engines.mindspore_lite.group import ModelGroup
-from weightd_worker.engines.sharing import NotShared
-from weightd_worker.predictor import PredictItem, Predictor
+from weightd_worker.predictor import PredictItem, Predictor, RequestRunner
 from weightd_worker.regions import RegionTable
-from weightd_worker.selftest import sample, selftest, verifier
-from weightd_worker.session_base import SessionBase, all_versions, check_signature
+from weightd_worker.selftest import sample, selftest
+from weightd_worker.sessions.base import Session, all_versions, check_signature
 
 
 class _SelfTestInputs(NamedTuple):
@@ -37,7 +39,33 @@ class _SelfTestInputs(NamedTuple):
     sample: Optional[Arrays]
 
 
-class MultiModelSession(SessionBase):
+class GroupSession(Session):
+    """The base of these sessions."""
+
+    _member_kind: ClassVar[str]
+    """What this process is, for the text of an error."""
+
+    def _handle_order(self, order: ChildOrder) -> None:
+        if isinstance(order, JoinGroup):
+            self._join_group()
+        elif isinstance(order, RunSelfTest):
+            self._run_selftest(order)
+        elif isinstance(order, Ping):
+            # The self-test is not run: all ranks would have to run it.
+            self._send(Pong())
+        elif not isinstance(order, TrimStore):
+            raise RemoteProtocolError(f"type: expected an order for a {self._member_kind}, got {type_name(order)}")
+
+    @abc.abstractmethod
+    def _join_group(self) -> None:
+        """Do all that comes before the first predict, and report the signature."""
+
+    @abc.abstractmethod
+    def _run_selftest(self, order: RunSelfTest) -> None:
+        """Run the self-test, and report its result."""
+
+
+class MultiModelSession(GroupSession):
     """Serves the models of a group over one connection.
 
     Args:
@@ -46,30 +74,19 @@ class MultiModelSession(SessionBase):
         members: what was told of each model.
     """
 
+    _member_kind = "group"
+
     def __init__(
-        self,
-        connection: Union[WorkerConnection, ChannelConnection],
-        group: ModelGroup,
-        members: Sequence[launch_arguments.GroupMember],
+        self, connection: Connection, group: ModelGroup, members: Sequence[launch_arguments.GroupMember]
     ) -> None:
-        super().__init__(connection)
+        regions = RegionTable()
+        self._predictors = [Predictor(engine, self._reply, regions) for engine in group.engines]
+        super().__init__(connection, _ModelPredictors(self._predictors, regions))
         self._group = group
         self._members = members
-        self._predictors = _ModelPredictors([Predictor(engine, self._reply) for engine in group.engines])
-        self._predictor = cast(Predictor, self._predictors)
 
     def _make_hello(self, sha256: str) -> Hello:
         return Hello(str(os.getpid()), sha256, all_versions(self._group.engines[0].versions()), NotShared.traits)
-
-    def _handle_order(self, order: ChildOrder) -> None:
-        if isinstance(order, JoinGroup):
-            self._join_group()
-        elif isinstance(order, RunSelfTest):
-            self._run_selftests()
-        elif isinstance(order, Ping):
-            self._send(Pong())
-        elif not isinstance(order, TrimStore):
-            raise RemoteProtocolError(f"type: expected an order for a group, got {type_name(order)}")
 
     def _join_group(self) -> None:
         self._group.build()
@@ -82,7 +99,7 @@ class MultiModelSession(SessionBase):
             )
         )
 
-    def _run_selftests(self) -> None:
+    def _run_selftest(self, order: RunSelfTest) -> None:
         """Run each self-test before and after those of all others: what they share must change no answer."""
         selftest_inputs = [
             _selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)
@@ -95,32 +112,18 @@ class MultiModelSession(SessionBase):
             if selftest.difference(before, after) > tolerance:
                 path = self._members[number].model
                 raise BuildError(f"{path}: the self-test's answer changed when the other models of the group had run")
-            predictor = self._predictors.predictors[number]
-            predictor.verifier = verifier.AnswerVerifier(engine, before, inputs.sample, tolerance)
+            predictor = self._predictors[number]
+            predictor.verifier = selftest.AnswerVerifier(engine, before, inputs.sample, tolerance)
             results.append(SelfTestResult(before.digest, inputs.cases))
         self._send(SelfTestDone("", (), None, self._group.engines[0].memory(), tuple(results)))
 
-    def _make_reconnected(self) -> Reconnected:
-        return Reconnected(self._predictors.step)
 
-    def _on_idle(self) -> None:
-        """Do nothing."""
+class _ModelPredictors(RequestRunner):
+    """The predictors of the models, of which a request names one. What clients have mapped they have in common."""
 
-
-class _ModelPredictors:
-    """The predictors of the models, of which a request names one.
-
-    Attributes:
-        regions: the memory of clients, which all have in common.
-        step: of the last request that has come.
-    """
-
-    def __init__(self, predictors: Sequence[Predictor]) -> None:
-        self.predictors = predictors
-        self.regions = RegionTable()
-        self.step = 0
-        for each in predictors:
-            each.regions = self.regions
+    def __init__(self, predictors: Sequence[Predictor], regions: RegionTable) -> None:
+        super().__init__(regions)
+        self._predictors = predictors
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
         return self._predictor_of([order]).predict(order, frames)
@@ -130,10 +133,10 @@ class _ModelPredictors:
 
     def _predictor_of(self, orders: Sequence[Predict]) -> Predictor:
         members = {order.model_index for order in orders}
-        if len(members) != 1 or max(members) >= len(self.predictors):
-            raise RemoteProtocolError(f"member: expected one below {len(self.predictors)}, got {sorted(members)}")
+        if len(members) != 1 or max(members) >= len(self._predictors):
+            raise RemoteProtocolError(f"member: expected one below {len(self._predictors)}, got {sorted(members)}")
         self.step = orders[-1].step
-        return self.predictors[members.pop()]
+        return self._predictors[members.pop()]
 
 
 def _selftest_inputs_of(engine: Engine, member: launch_arguments.GroupMember) -> _SelfTestInputs:

@@ -1,17 +1,28 @@
-"""Requests that are run together: their rows one behind another, and each one's share of the answer.
+"""Several requests in one predict: their rows one behind another, and each one's share of the answer.
 
 A row is what has one index in the first dimension of a tensor. Nothing is copied but the inputs, once.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any, List, NamedTuple, Sequence, Tuple
 
 from weightd_common.rowtest.bits import check_rows
+from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.tensors import describe_response, from_frame
 from weightd_worker.engines.engine import Arrays
+
+# Principals whose requests are run one by one. Where there are more, those of all are.
+_MAX_UNBATCHABLE_PRINCIPALS = limits.MAX_TENANTS
+
+# Requests with special values of a principal, after which its requests are not sent together with others any more: each
+# costs those that come with it the time of another predict.
+_MAX_SPECIAL_REQUESTS = 64
+
+_log = logging.getLogger("weightd.worker")
 
 
 class OutputSlice(NamedTuple):

@@ -10,8 +10,7 @@ from weightd_common.rowtest.bits import NotBatchable, check_rows
 from weightd_common.rowtest.rows import has_rows
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase
-from weightd_worker.engines.engine import Arrays, ModelSignature
-from weightd_worker.engines.errors import BuildError
+from weightd_worker.engines.engine import Arrays, BuildError, ModelSignature
 from weightd_worker.selftest import sample, selftest
 
 _NOT_TESTED = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"

@@ -1,0 +1,1 @@
+"""The life of a process of weightd: HELLO, then one order after another, until the daemon stops it."""

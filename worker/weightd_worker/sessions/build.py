@@ -1,0 +1,328 @@
+"""How a process builds its model, and what it finds out of the built model before it counts as ready.
+
+A holder finds the self-test, the shape that each worker computes first, and whether requests may share a predict. A
+worker does what the holder did before it shared its weights, and runs the self-test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import zipfile
+from pathlib import Path
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from weightd_protocol.errors import InvalidArgument, RequestError
+from weightd_protocol.messages.worker import Attach, Build
+from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase, SelfTestCases
+from weightd_worker.engines.engine import Arrays, BuildError, Engine
+from weightd_worker.selftest import sample, search, selftest
+from weightd_worker.selftest.row_support import find_row_support, rows_digest
+from weightd_worker.sessions.base import check_signature
+
+_log = logging.getLogger("weightd.worker")
+
+SHAPE_DEPENDENT = (
+    "answers depend on the shapes that the model has computed before: it is built again at each change of shape; "
+    "convert it for fixed shapes to avoid that"
+)
+
+# Cases of a self-test that was searched for: one, and the same with larger free dimensions.
+_SEARCHED_CASE_COUNT = 2
+
+
+class ModelInputs(NamedTuple):
+    """What a process has been given to load.
+
+    Attributes:
+        model: the model's snapshot.
+        store: where the holder may write its page store.
+        weights_update: weights that replace those of the model, "" for none.
+        sample: what the self-test asks, "" where it is made up.
+        tolerance: how far the self-test's answers may be apart (`selftest.difference`).
+    """
+
+    model: str
+    store: str
+    weights_update: str = ""
+    sample: str = ""
+    tolerance: float = 0.0
+
+    @property
+    def answers_path(self) -> str:
+        """Where the holder leaves the self-test's answers for workers whose own may differ a little."""
+        return f"{self.store}.answers"
+
+
+class BuiltModel(NamedTuple):
+    """What a holder has found out of the model that it has built.
+
+    Attributes:
+        reference: the self-test, without its answers.
+        row_support: what is known of the rows of the model; None where that is not asked for.
+        first_case: the shape that each worker computes first; {}: none.
+    """
+
+    reference: selftest.SelfTestRun
+    row_support: Optional[RowSupport]
+    first_case: SelfTestCase
+
+
+class ModelBuilder:
+    """Builds the model of one engine, and runs it on inputs whose answers are compared.
+
+    Args:
+        engine: not built yet, unless it was made before.
+        model_inputs: what is loaded.
+        announce: tells the daemon what is run next, which may be the end of this process, and what has been in vain.
+    """
+
+    def __init__(self, engine: Engine, model_inputs: ModelInputs, announce: search.AnnounceCases) -> None:
+        self.sample: Optional[Arrays] = None
+        self._engine = engine
+        self._inputs = model_inputs
+        self._tolerance = model_inputs.tolerance
+        self._announce_cases = announce
+        # On what the model does not run, as far as it is known.
+        self._failed_cases: SelfTestCases = ()
+
+    def build_holder(self, order: Build) -> BuiltModel:
+        """Build the model and find out what its workers have to know.
+
+        Raises:
+            BuildError: the engine refuses the model, or what was configured cannot be run.
+        """
+        engine = self._engine
+        build = functools.partial(self._build, pids=order.engine_pids)
+        build()
+        check_signature(engine.signature)
+        self.load_sample()
+        # Each known answer is that of a model that has computed no other shape.
+        engine.should_rebuild_per_shape = engine.is_limited_by_first_shape
+        reference = search.find_selftest(
+            engine, order, build, self._announce, sample=self.sample, tolerance=self._tolerance
+        )
+        first_case: SelfTestCase = {}
+        if engine.is_limited_by_first_shape:
+            engine.should_rebuild_per_shape, first_case = self._find_shapes(order, reference, build)
+        if reference.digest and self._tolerance:
+            sample.save_answers(self._inputs.answers_path, reference.answers)
+        row_support = self._find_row_support(order, reference, build)
+        if first_case and row_support is not None and not _can_batch(row_support, order.exact):
+            first_case = self._largest_case(reference.cases, 1)
+        if engine.was_rebuilt_larger:
+            # The holder's memory is shared as it is, so it holds no buffers but those that each worker needs.
+            build()
+            first_case = self._compute_first(first_case, build)
+        # What is in memory now is shared as if it were weights.
+        return BuiltModel(reference._replace(answers=()), row_support, first_case)
+
+    def build_worker(self, order: Attach) -> None:
+        """Build the model on the holder's handle, and do what the holder did before it exported."""
+        build = functools.partial(self._build, handle=order.handle)
+        build()
+        self.load_sample()
+        self._compute_first(order.first_shapes or {}, build)
+
+    def load_sample(self) -> None:
+        """Read the inputs that were configured, if any: the model is built."""
+        if self._inputs.sample:
+            self.sample = sample.load(self._inputs.sample, self._engine.signature)
+
+    def run_selftest(self, cases: SelfTestCases) -> selftest.SelfTestRun:
+        """Run the self-test."""
+        return selftest.run(self._engine, cases, self.sample)
+
+    def prefer_holder_answers(self, answer: selftest.SelfTestRun) -> selftest.SelfTestRun:
+        """The holder's answers if these are within the tolerance of them: then they are what the process is held to."""
+        if not self._tolerance or not Path(self._inputs.answers_path).exists():
+            return answer
+        holder_answers = sample.load_answers(self._inputs.answers_path, answer.cases)
+        return holder_answers if selftest.difference(holder_answers, answer) <= self._tolerance else answer
+
+    def has_row_difference(self, order: Attach) -> bool:
+        """Return whether the answer to many rows is not the holder's, where that is known."""
+        found = order.row_support
+        if found is None or not found.batch_digest:
+            return False
+        try:
+            digest = rows_digest(
+                self._engine,
+                order.selftest_cases,
+                order.max_rows,
+                order.allowed_batch_sizes,
+                self.sample,
+                found.row_kind,
+            )
+        except InvalidArgument:
+            return True
+        self._engine.release_cached_memory()
+        return digest != found.batch_digest
+
+    def _build(self, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        self._engine.build(self._inputs.model, pids=pids, handle=handle)
+        if self._inputs.weights_update:
+            self._engine.update_weights(load_weights(self._inputs.weights_update))
+
+    def _announce(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
+        self._failed_cases = failed_cases
+        self._announce_cases(cases, failed_cases)
+
+    def _find_shapes(
+        self, order: Build, reference: selftest.SelfTestRun, rebuild: Callable[[], None]
+    ) -> Tuple[bool, SelfTestCase]:
+        """Return whether answers depend on the shapes before, and which shape each worker computes first.
+
+        They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
+
+        Args:
+            order: what the daemon has said.
+            reference: each answer is that of a model that has computed no other shape.
+            rebuild: called where a new model is needed.
+        """
+        engine, self._failed_cases = self._engine, self._failed_cases or order.failed_cases
+        largest_case = self._largest_case(reference.cases, order.max_rows)
+        first_case = largest_case or (reference.cases[0] if reference.cases else {})
+        extra_run = self._run_extra_case(reference.cases, first_case, rebuild) if reference.digest else None
+        engine.should_rebuild_per_shape = False
+        if not largest_case and extra_run is None:
+            return False, {}
+        rebuild()
+        if first_case in self._failed_cases:
+            first_case = {}
+        else:
+            self._announce((first_case,), self._failed_cases)
+            first_case = self._compute_first(first_case, rebuild)
+            self._announce((), self._failed_cases)
+        if reference.digest and any(self._has_changed_answers(reference, extra_run) for _ in range(2)):
+            _log.warning("%s", SHAPE_DEPENDENT)
+            return True, {}
+        return False, first_case
+
+    def _has_changed_answers(self, reference: selftest.SelfTestRun, extra_run: Optional[selftest.SelfTestRun]) -> bool:
+        if selftest.difference(reference, self.run_selftest(reference.cases)) > self._tolerance:
+            return True
+        return (
+            extra_run is not None
+            and selftest.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
+        )
+
+    def _run_extra_case(
+        self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]
+    ) -> Optional[selftest.SelfTestRun]:
+        """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
+
+        It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
+        """
+        signature = self._engine.signature
+        case = (
+            search.midpoint_case(*cases)
+            if len(cases) == _SEARCHED_CASE_COUNT
+            else search.halve_case(signature, first_case)
+        )
+        if case in (*cases, first_case, *self._failed_cases):
+            return None
+        self._announce((case,), self._failed_cases)
+        try:
+            return self._run_resized(case)
+        except RequestError:
+            rebuild()
+            return None
+        finally:
+            self._announce((), self._failed_cases)
+
+    def _run_resized(self, case: SelfTestCase) -> selftest.SelfTestRun:
+        """Run a shape that is not the sample's."""
+        engine = self._engine
+        return selftest.from_answers((case,), [engine.predict(search.make_inputs(engine.signature, case, self.sample))])
+
+    def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
+        """Return the largest shape that is known to be needed, {} where there is but one shape.
+
+        Raises:
+            BuildError: the configured `max_shape` is not one of this model.
+        """
+        engine = self._engine
+        max_shape = engine.max_shape
+        if max_shape is not None:
+            search.check_max_shape(engine.signature, max_shape)
+            return max_shape
+        case = search.largest_case(engine.signature, cases, rows)
+        return case if any(case != each for each in cases) else {}
+
+    def _compute_first(self, case: SelfTestCase, rebuild: Callable[[], None]) -> SelfTestCase:
+        """Compute this shape first, so that none that it covers causes another build later; return {} if that fails.
+
+        Args:
+            case: the shape of each input; {}: none is computed.
+            rebuild: called where the model does not run on it.
+
+        Raises:
+            BuildError: it is the configured `max_shape`, and the model does not run on it.
+        """
+        engine = self._engine
+        try:
+            if case:
+                engine.predict(search.make_inputs(engine.signature, case, self.sample))
+        except RequestError as error:
+            if engine.max_shape is not None:
+                raise BuildError(f"options.max_shape: the model does not run on it: {error}") from None
+            rebuild()
+            return {}
+        return case
+
+    def _find_row_support(
+        self, order: Build, reference: selftest.SelfTestRun, rebuild: Callable[[], None]
+    ) -> Optional[RowSupport]:
+        self._failed_cases = self._failed_cases or order.failed_cases
+        if self._engine.should_rebuild_per_shape and order.max_rows > 1:
+            return RowSupport((), (), is_equal=False, note=SHAPE_DEPENDENT)
+        row_support = find_row_support(
+            self._engine,
+            order,
+            reference,
+            rebuild,
+            lambda trying: self._announce(trying, self._failed_cases),
+            self.sample,
+        )
+        if row_support is None or not row_support.is_equal or self._tolerance:
+            return row_support
+        digest = rows_digest(
+            self._engine, reference.cases, order.max_rows, order.allowed_batch_sizes, self.sample, row_support.row_kind
+        )
+        return dataclasses.replace(row_support, batch_digest=digest)
+
+
+def _can_batch(row_support: RowSupport, is_exact: bool) -> bool:
+    """Return whether requests share a predict, after what was found of the model's rows."""
+    return bool(row_support.inputs) and (row_support.is_equal or not is_exact)
+
+
+def load_weights(path: str) -> Arrays:
+    """Return the arrays of the file.
+
+    Raises:
+        BuildError: it is no such file; the text names it.
+    """
+    try:
+        # Objects would be unpickled, and a pickle can do anything.
+        with np.load(path, allow_pickle=False) as file:
+            arrays: Dict[str, Any] = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        # An .npy is an array, which has neither a with nor names.
+        raise BuildError(f"{path}: expected an .npz of plain arrays: {_describe_problem(path, str(error))}") from None
+    if not arrays:
+        raise BuildError(f"{path}: there is no array in it")
+    return arrays
+
+
+def _describe_problem(path: str, message: str) -> str:
+    """What is wrong with the file, where numpy would only advise to load pickles."""
+    if not zipfile.is_zipfile(path):
+        return "it is another kind of file, or damaged"
+    return "it holds Python objects" if "allow_pickle" in message else message

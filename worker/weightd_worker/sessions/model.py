@@ -1,0 +1,313 @@
+"""The session of a holder or a worker: one build, then requests until the daemon stops it.
+
+That the process is alive is watched from outside, by its pidfd, and that it answers by pings.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, Optional, Sequence
+
+from weightd_protocol.codec import clip, encode
+from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.worker import (
+    AllowAttach,
+    AnnounceSelfTest,
+    Attach,
+    AttachAllowed,
+    Attached,
+    Build,
+    Built,
+    ChildOrder,
+    ContinueSelfTest,
+    Fork,
+    Forked,
+    Hello,
+    Ping,
+    Pong,
+    Predict,
+    TrimStore,
+)
+from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_worker import nativelog
+from weightd_worker.connection import Connection
+from weightd_worker.engines.engine import AttachRefused, BuildError, Engine, SharedWeights
+from weightd_worker.forking import Forker, InheritedModel
+from weightd_worker.predictor import Predictor
+from weightd_worker.process_memory import (
+    HOLDER_COST_BYTES,
+    MallocTuner,
+    drop_unchanged_pages,
+    is_holder_worthwhile,
+    private_bytes,
+)
+from weightd_worker.selftest import selftest
+from weightd_worker.selftest.selftest import AnswerVerifier
+from weightd_worker.sessions.base import Session, all_versions
+from weightd_worker.sessions.build import SHAPE_DEPENDENT, ModelBuilder, ModelInputs
+
+_log = logging.getLogger("weightd.worker")
+_ROWS_DIFFER = "the answer of this process to many rows is not that of the one that has found out that they can be so"
+
+# When nothing is kept for the next predict.
+_IDLE_TIMEOUT_S = 10.0
+
+# How long nothing has come before a worker looks again at what it has run: who comes then waits until that is done.
+_SHADOW_CHECK_DELAY_S = 0.1
+
+# What no daemon sends: nothing has come for so long.
+_SHADOW_CHECK = TrimStore()
+
+
+class ProcessOrigin(NamedTuple):
+    """How a process came to be, and why so: see `Hello`; and what it was given, if it was forked from a template."""
+
+    origin: str
+    note: str = ""
+    inherited_model: Optional[InheritedModel] = None
+
+
+class SharingPlan(NamedTuple):
+    """Those who will share what a holder builds.
+
+    Attributes:
+        sharer_count: how many they are; 0: whether they are worth the holder is not asked.
+        forker: forks them, where the holder may be a template: then it takes no requests.
+    """
+
+    sharer_count: int = 0
+    forker: Optional[Forker] = None
+
+
+_SPAWNED = ProcessOrigin("spawned")
+_NOT_SHARED = SharingPlan()
+
+
+class WorkerSession(Session):
+    """Serves one engine over one connection.
+
+    Args:
+        connection: to the daemon.
+        engine: not built yet, unless it was made before.
+        model_inputs: what is loaded.
+        origin: of this process.
+        sharing_plan: of a holder.
+        predictor: runs requests; None: one predict after another, in this thread.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        engine: Engine,
+        model_inputs: ModelInputs,
+        *,
+        origin: ProcessOrigin = _SPAWNED,
+        sharing_plan: SharingPlan = _NOT_SHARED,
+        predictor: Optional[Predictor] = None,
+    ) -> None:
+        self._predictor = Predictor(engine, self._reply) if predictor is None else predictor
+        super().__init__(connection, self._predictor)
+        self._batch_guard = self._predictor.batch_guard
+        self._builder = ModelBuilder(engine, model_inputs, self._announce_selftest)
+        self._engine = engine
+        self._store_path = model_inputs.store
+        self._tolerance = model_inputs.tolerance
+        self._origin = origin
+        self._sharing_plan = sharing_plan
+        # What those are given that are forked from this process, once it is a template.
+        self._template_model: Optional[InheritedModel] = None
+        self._sha256 = ""
+        self._handle = ""
+        self._malloc_tuner = MallocTuner(engine.release_cached_memory)
+
+    def _on_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
+        if self._sharing_plan.forker is not None:
+            raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
+        super()._on_predict(order, tensors)
+
+    def _do_housekeeping(self) -> None:
+        super()._do_housekeeping()
+        self._malloc_tuner.limit_retained()
+        self._idle_timeout_s = _SHADOW_CHECK_DELAY_S if self._batch_guard.is_check_due else _IDLE_TIMEOUT_S
+
+    def _on_idle(self) -> None:
+        """What is to be done then comes next, if anything is."""
+        if self._batch_guard.is_check_due:
+            self._inbox.put_back(_SHADOW_CHECK)
+        else:
+            self._release_idle_memory()
+
+    def _release_idle_memory(self) -> None:
+        """Nothing has been asked for a while: keep nothing for what may come."""
+        nativelog.truncate_if_too_large()
+        self._malloc_tuner.release_retained()
+        self._next_housekeeping_at = 0.0
+        self._idle_timeout_s = -1.0
+
+    def _make_hello(self, sha256: str) -> Hello:
+        self._sha256 = sha256
+        found = all_versions(self._engine.versions())
+        sharing, (origin, note, _) = self._engine.sharing, self._origin
+        return Hello(sharing.current_pid(), sha256, found, sharing.traits, origin, note, self._engine.concurrency)
+
+    def _handle_order(self, order: ChildOrder) -> None:
+        if isinstance(order, Build):
+            self._build(order)
+        elif isinstance(order, Attach):
+            self._attach(order)
+        elif isinstance(order, Fork):
+            self._fork(order)
+        elif isinstance(order, AllowAttach):
+            self._allow(order)
+        elif isinstance(order, Ping):
+            self._ping(order)
+        elif isinstance(order, TrimStore):
+            self._trim_store(order)
+
+    def _build(self, order: Build) -> None:
+        """Build, find the self-test, export or be a template; and see that the answers are still the same."""
+        engine, builder = self._engine, self._builder
+        bytes_before = private_bytes()
+        reference, row_support, first_case = builder.build_holder(order)
+        engine.release_cached_memory()
+        drop_unchanged_pages()
+        shared_weights = self._share_weights(reference, bytes_before)
+        self._handle = shared_weights.handle
+        if self._handle and reference.digest:
+            if builder.prefer_holder_answers(builder.run_selftest(reference.cases)).digest != reference.digest:
+                raise BuildError("the self-test's answer changed when the weights were shared")
+            engine.release_cached_memory()
+            engine.discard_model()
+            self._malloc_tuner.trim()
+        signature = selftest.with_observed_outputs(engine.signature, reference)
+        notes = [shared_weights.note, SHAPE_DEPENDENT if engine.should_rebuild_per_shape else ""]
+        self._send(
+            Built(
+                shared_weights.handle,
+                signature.inputs,
+                signature.outputs,
+                reference.cases,
+                reference.digest,
+                shared_weights.shared_bytes,
+                clip("; ".join(filter(None, notes))),
+                engine.memory(),
+                gears=engine.gears,
+                selftest_note=clip(reference.note),
+                has_sharing_failed=shared_weights.has_sharing_failed,
+                is_template=self._template_model is not None,
+                row_support=row_support,
+                rebuilds_per_shape=engine.should_rebuild_per_shape,
+                first_shapes=first_case or None,
+            )
+        )
+
+    def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
+        """Share what was built: by a fork where that can be, and where it has a self-test, else as the engine does.
+
+        What is forked from a model that draws at random would all draw the same.
+        """
+        forker = self._sharing_plan.forker if reference.digest and not self._engine.is_stochastic else None
+        reason = forker.cannot_fork_reason() if forker is not None else ""
+        if reason:
+            _log.info("workers are not forked from this process: %s", reason)
+            forker = None
+        if forker is not None:
+            forker.freeze_memory()
+        built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.origin]
+        if not is_holder_worthwhile(built_bytes, self._sharing_plan.sharer_count, holder_cost_bytes):
+            text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
+            return SharedWeights(
+                "", 0, text % (built_bytes >> 20, self._sharing_plan.sharer_count, holder_cost_bytes >> 20)
+            )
+        if forker is None:
+            return self._engine.sharing.export(self._store_path)
+        self._template_model = InheritedModel(self._engine, self._sha256, built_bytes)
+        return SharedWeights("", built_bytes, "")
+
+    def _fork(self, order: Fork) -> None:
+        if self._sharing_plan.forker is None or self._template_model is None:
+            self._report_forked(Forked(order.name, 0, "this process is no template"))
+        else:
+            self._sharing_plan.forker.fork(order, self._report_forked, self._template_model)
+
+    def _report_forked(self, forked: Forked) -> bool:
+        return self._connection.send(encode(forked))
+
+    def _allow(self, order: AllowAttach) -> None:
+        """That this cannot be is no failure of this process: those that are attached stay so."""
+        reason = ""
+        try:
+            self._engine.sharing.allow(order.engine_pids)
+        except AttachRefused as error:
+            reason = clip(str(error))
+        self._send(AttachAllowed(reason))
+
+    def _attach(self, order: Attach) -> None:
+        """Build, do what the holder did before it exported, attach; and give the answers that this process gives.
+
+        What was forked from a template has all that: it only answers.
+        """
+        engine, builder, inherited_model = self._engine, self._builder, self._origin.inherited_model
+        engine.should_rebuild_per_shape = order.rebuilds_per_shape
+        if inherited_model is None:
+            builder.build_worker(order)
+            answer_before = builder.run_selftest(order.selftest_cases)
+            engine.release_cached_memory()
+            shared_weights = engine.sharing.attach(order.handle)
+            self._handle = order.handle
+            answer = builder.run_selftest(order.selftest_cases)
+        else:
+            builder.load_sample()
+            answer_before = answer = builder.run_selftest(order.selftest_cases)
+            shared_weights = SharedWeights("", inherited_model.shared_bytes, "")
+        reference = builder.prefer_holder_answers(answer)
+        is_repeatable = selftest.difference(answer_before, answer) <= self._tolerance
+        self._predictor.verifier = AnswerVerifier(
+            engine, reference if is_repeatable else reference._replace(digest=""), builder.sample, self._tolerance
+        )
+        self._configure_batching(order)
+        # What was forked from a template has the holder's answers to many rows with it.
+        has_row_difference = inherited_model is None and builder.has_row_difference(order)
+        digest = reference.digest
+        # What the self-test took is the system's again before this process counts as ready. It is what a predict takes
+        # all the same: the heap counts it as needed.
+        self._malloc_tuner.retain_freed_memory()
+        del answer_before, answer, reference
+        self._malloc_tuner.release_retained()
+        drop_unchanged_pages()
+        self._send(Attached(digest, shared_weights.shared_bytes, shared_weights.note, engine.memory()))
+        if has_row_difference:
+            self._batch_guard.stop_batching(_ROWS_DIFFER)
+
+    def _configure_batching(self, order: Attach) -> None:
+        found = order.row_support
+        # What the holder has compared is known here, too, if it is known that this is the same.
+        is_known = found is not None and (found.batch_digest or self._origin.inherited_model is not None)
+        self._batch_guard.configure(
+            order.max_rows,
+            order.allowed_batch_sizes,
+            is_exact=order.exact,
+            case=order.selftest_cases[0] if order.selftest_cases else None,
+            compared_rows=found.compared_rows if found is not None and is_known else 0,
+            special_kinds=() if found is None else found.unequal_specials,
+        )
+
+    def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
+        """Tell what is run next, and wait until it is known: that may be the end of this process."""
+        self._send(AnnounceSelfTest(cases, failed_cases))
+        if cases:
+            order, _ = self._next_order()
+            if not isinstance(order, ContinueSelfTest):
+                self._inbox.put_back(order)
+                raise BuildError("stopped during the search for self-test inputs")
+
+    def _trim_store(self, order: TrimStore) -> None:
+        if order is _SHADOW_CHECK:
+            self._batch_guard.run_due_check()
+            self._idle_timeout_s = _IDLE_TIMEOUT_S
+        elif self._handle:
+            self._engine.sharing.trim_store(self._handle)
+
+    def _ping(self, order: Ping) -> None:
+        verifier = self._predictor.verifier if order.run_selftest else None
+        self._send(Pong("" if verifier is None else verifier.current_digest()))
