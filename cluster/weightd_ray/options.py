@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from weightd_common import toml_schema
 from weightd_common.toml_schema import ErrorCollector, derived, user_path
-from weightd_daemon.config.defaults import default_cache_dir
+from weightd_daemon.config.daemon import default_cache_dir
 from weightd_daemon.config.load import ConfigError, parse
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.engines import ENGINES

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import difflib
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, FieldType, Metadata, describe_value, label, short_repr, text
 
 T = TypeVar("T")
@@ -148,3 +149,15 @@ def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, Fie
     if not (first + name).isprintable():
         return ""  # it would not be a name even so
     return f'unknown table; a name with a dot is quoted: [{head}."{first}.{name}"]'
+
+
+_NAME_PATTERN = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NAME_BYTES - 1}}}")
+
+
+def check_name(kind: str, name: str) -> Iterator[FieldError]:
+    """Say so if this is no name for a `kind`."""
+    if not _NAME_PATTERN.fullmatch(name):
+        yield FieldError(
+            f"expected a {kind} name of 1 to {limits.MAX_MODEL_NAME_BYTES} ASCII letters, digits, '_', '.' and '-', "
+            "the last two not first"
+        )

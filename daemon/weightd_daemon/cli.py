@@ -17,7 +17,7 @@ from weightd_common.devices import CPU
 from weightd_common.terminal import ends_on_hangup
 from weightd_daemon import exit_codes
 from weightd_daemon.config.check import describe_config, find_problems
-from weightd_daemon.config.defaults import default_path, unit_of
+from weightd_daemon.config.daemon import default_path, unit_of
 from weightd_daemon.config.load import ConfigError, check_config, parse
 from weightd_daemon.config.tenants import find_warnings
 from weightd_daemon.doctor import arguments as doctor

@@ -13,7 +13,7 @@ from tools.manual.commands import read_parser
 
 from weightd_daemon import exit_codes
 from weightd_daemon.cli import parser
-from weightd_daemon.config import identities, listeners
+from weightd_daemon.config import listeners, tenants
 from weightd_daemon.config import load as config
 
 if sys.version_info >= (3, 11):
@@ -42,7 +42,7 @@ def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
     # And has users, groups and keys of its own.
     for name in ("find_user_id", "find_group_id", "read_public_key"):
-        monkeypatch.setattr(identities, name, str)
+        monkeypatch.setattr(tenants, name, str)
     monkeypatch.setattr(listeners, "read_secret", str)
     content = tomllib.loads(block)
     content.setdefault("models", {"mlp": {"path": "mlp.onnx"}})  # a block may show tables of another kind alone

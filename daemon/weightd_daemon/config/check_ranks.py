@@ -20,9 +20,8 @@ from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
 from weightd_daemon.engines import ranktable
-from weightd_daemon.engines.ascend import physical_id
 from weightd_daemon.engines.mindspore_lite import config_items
-from weightd_daemon.engines.ranktable import RankTable
+from weightd_daemon.engines.ranktable import RankTable, physical_id
 from weightd_protocol.schema import FieldError
 
 _BLOCK_BYTES = 1024 * 1024

@@ -1,16 +1,21 @@
-"""The table [daemon]."""
+"""The table [daemon], the addresses at which clients connect, and where files are that nobody has configured.
+
+`ipc://PATH` and `tcp://HOST:PORT` are for clients that speak ZeroMQ. `unix://PATH` is for weightd's own transport: no
+configuration has one, it lies beside `daemon.socket`; of what a service manager has opened it is known by its suffix.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd_common import endpoints
 from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, user_path
-from weightd_daemon.config import addresses
-from weightd_daemon.config.defaults import UnitDefaults, default_cache_dir, default_runtime_dir
 from weightd_daemon.platform.connection_admission import UserConnectionLimits
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
@@ -132,13 +137,13 @@ def complete_daemon(
     runtime_dir = str((base / runtime_dir).absolute())
     cache_dir = config.cache_dir or (unit.cache_dir if unit else default_cache_dir())
     cache_dir = str((base / cache_dir).absolute())
-    allowed_sockets = addresses.daemon_socket_addresses(listen_addresses)
+    allowed_sockets = daemon_socket_addresses(listen_addresses)
     default_socket = (
         allowed_sockets[0] if allowed_sockets else unit.socket if unit else endpoints.socket_address(runtime_dir)
     )
     socket = config.socket or default_socket
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
-    path_errors = addresses.check_socket_path(str(complete.channel_socket))
+    path_errors = check_socket_path(str(complete.channel_socket))
     problems.add((each.at(".runtime_dir") for each in path_errors), "runtime_dir")
     problems.add(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
     problems.add(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
@@ -150,7 +155,7 @@ def complete_daemon(
 
 def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[FieldError]:
     if not allowed_sockets:
-        yield from (each.at(".socket") for each in addresses.check_address(socket, endpoints.UNIX_SUFFIX))
+        yield from (each.at(".socket") for each in check_address(socket, endpoints.UNIX_SUFFIX))
     elif socket not in allowed_sockets:
         text = (
             f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got"
@@ -161,7 +166,7 @@ def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[Field
 
 def _check_metrics(address: str) -> Iterator[FieldError]:
     if address:
-        yield from (each.at(".metrics") for each in addresses.check_metrics_address(address))
+        yield from (each.at(".metrics") for each in check_metrics_address(address))
 
 
 def _check_max_memory(max_memory_bytes: int) -> Iterator[FieldError]:
@@ -178,3 +183,129 @@ def _check_max_batch_time(max_batch_seconds: float) -> Iterator[FieldError]:
 def _check_accounting_interval(interval: float) -> Iterator[FieldError]:
     if 0 < interval < 1:
         yield FieldError(f"expected 0 or at least 1, got {interval:g}").at(".accounting_interval")
+
+
+EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {endpoints.TCP_ADDRESS_FORM}"
+_IPC = "ipc://"
+_UNIX = "unix://"
+_UNIX_PREFIX = "unix:"
+_IPC_PATTERN = re.compile(r"ipc:///.*[^/]")
+
+
+def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
+    """Say what is wrong with an address for clients that speak ZeroMQ.
+
+    Args:
+        address: as given.
+        suffix: of the longest path that lies beside that of an ipc:// one.
+    """
+    if not _IPC_PATTERN.fullmatch(address) and not endpoints.is_tcp_address(address):
+        yield FieldError(f"expected {EXPECTED_FORM}, got {address!r}")
+    elif address.startswith(_IPC) and address.endswith(endpoints.UNIX_SUFFIX):
+        yield FieldError(f"expected a path without {endpoints.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
+    elif address.startswith(_IPC):
+        yield from check_socket_path(address.removeprefix(_IPC) + suffix)
+
+
+def check_metrics_address(address: str) -> Iterator[FieldError]:
+    """Say what is wrong with where metrics are told: HOST:PORT, or unix:/ABSOLUTE/PATH."""
+    path = address.removeprefix(_UNIX_PREFIX)
+    if path != address and path.startswith("/") and not path.endswith("/"):
+        yield from check_socket_path(path)
+    elif path != address or not endpoints.is_tcp_address(f"tcp://{address}"):
+        yield FieldError(f"expected HOST:PORT or unix:/ABSOLUTE/PATH, got {address!r}")
+
+
+def metrics_listen_address(address: str) -> str:
+    """Return the same as `listening` takes it: tcp://HOST:PORT or unix://PATH."""
+    path = address.removeprefix(_UNIX_PREFIX)
+    return f"tcp://{address}" if path == address else _UNIX + path
+
+
+def check_socket_path(path: str) -> Iterator[FieldError]:
+    """Say so if no socket can have this path."""
+    size = len(os.fsencode(path))
+    if size > limits.MAX_IPC_PATH_BYTES:
+        yield FieldError(f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}")
+
+
+def normalize_address(address: str) -> str:
+    """Return the address in a form that other ways to write its path have, too."""
+    return _IPC + os.path.normpath(address.removeprefix(_IPC)) if address.startswith(_IPC) else address
+
+
+def zmq_addresses(listen_addresses: Sequence[str]) -> list[str]:
+    """Return those of the addresses at which ZeroMQ is spoken."""
+    return [each for each in listen_addresses if not each.startswith(_UNIX)]
+
+
+def daemon_socket_addresses(listen_addresses: Sequence[str]) -> list[str]:
+    """Return what `daemon.socket` may be where these are open: a unix socket lies beside it."""
+    from_unix_sockets = [
+        _IPC + each.removeprefix(_UNIX).removesuffix(endpoints.UNIX_SUFFIX)
+        for each in listen_addresses
+        if each.startswith(_UNIX)
+    ]
+    return from_unix_sockets or zmq_addresses(listen_addresses)
+
+
+_SYSTEM_CACHE_DIR = "/var/cache/weightd"
+
+
+class UnitDefaults(NamedTuple):
+    """A systemd unit that serves a configuration file, and the defaults that it has there.
+
+    Attributes:
+        name: of the unit.
+        runtime_dir: its RuntimeDirectory=.
+        cache_dir: its CacheDirectory=.
+        socket: the ipc:// address at which its socket unit listens.
+    """
+
+    name: str
+    runtime_dir: str
+    cache_dir: str
+    socket: str
+
+
+def unit_of(path: Path) -> UnitDefaults | None:
+    """Return the unit that serves the configuration at `path`; None where `path` is not in the units' directory."""
+    if path.resolve().parent != default_path().parent.resolve():
+        return None
+    name = path.stem
+    runtime_dir = _systemd_dir("RUNTIME_DIRECTORY") or endpoints.SYSTEM_RUNTIME_DIR
+    return UnitDefaults(
+        "weightd.service" if name == "weightd" else f"weightd@{name}.service",
+        runtime_dir,
+        _systemd_dir("CACHE_DIRECTORY") or _SYSTEM_CACHE_DIR,
+        f"ipc://{runtime_dir}/{name}.sock",
+    )
+
+
+def default_path() -> Path:
+    """Return the configuration of the service: in the directory that systemd gives, else where that would be."""
+    return Path(_systemd_dir("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
+
+
+def default_runtime_dir() -> str:
+    """Return the directory for sockets where the configuration names none: what systemd gives, else the user's."""
+    return _systemd_dir("RUNTIME_DIRECTORY") or endpoints.runtime_dir()
+
+
+def default_cache_dir() -> str:
+    """Return the directory for snapshots and page stores where the configuration names none."""
+    systemd_dir = _systemd_dir("CACHE_DIRECTORY")
+    if systemd_dir or os.getuid() == 0:
+        return systemd_dir or _SYSTEM_CACHE_DIR
+    return endpoints.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
+
+
+def _home_cache_dir() -> str:
+    try:
+        return str(Path.home() / ".cache" / "weightd")
+    except RuntimeError:  # a uid without an entry in the user database
+        return f"/var/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
+
+
+def _systemd_dir(variable: str) -> str:
+    return os.environ.get(variable, "").split(":")[0]

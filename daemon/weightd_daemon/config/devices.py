@@ -9,7 +9,7 @@ from typing import Any, cast
 from weightd_common import devices, toml_schema
 from weightd_common.devices import card_of, has_cores
 from weightd_common.toml_schema import ErrorCollector
-from weightd_daemon.engines import ascend
+from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import is_address
 from weightd_daemon.platform.cores import allowed_cores
 from weightd_protocol import limits
@@ -23,7 +23,7 @@ class DeviceConfig:
     memory_mib: int = field(default=0, metadata=integer(0, 2**40))
     """MiB that weightd may use of a card. Default: what is free when the first model is loaded."""
 
-    processes: int = field(default=ascend.MAX_PROCESSES, metadata=integer(1, 4096))
+    processes: int = field(default=ranktable.MAX_PROCESSES, metadata=integer(1, 4096))
     """Processes that may use a card: the driver's limit is 63 on training cards, 32 in virtual machines."""
 
     cpus: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))

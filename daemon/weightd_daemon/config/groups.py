@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from weightd_common import toml_schema
-from weightd_common.toml_schema import ErrorCollector, derived
-from weightd_daemon.config.group_membership import Membership
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.names import check_name
+from weightd_common.toml_schema import ErrorCollector, check_name, derived
+from weightd_daemon.config.model import Membership, ModelConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, label, list_of, one_of, text
 

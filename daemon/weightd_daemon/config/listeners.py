@@ -12,10 +12,8 @@ from typing import Any, cast
 
 from weightd_common import endpoints, toml_schema
 from weightd_common.curve_keys import KEY_CHARACTERS, KeyFileError, read_secret
-from weightd_common.toml_schema import ErrorCollector, derived, user_path
-from weightd_daemon.config import addresses
-from weightd_daemon.config.daemon import DaemonConfig
-from weightd_daemon.config.names import check_name
+from weightd_common.toml_schema import ErrorCollector, check_name, derived, user_path
+from weightd_daemon.config.daemon import DaemonConfig, check_address, normalize_address, zmq_addresses
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
@@ -94,7 +92,7 @@ def read_listeners(
             problems.add(check_name("listener", name))
             listener = toml_schema.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
             # It is None where it is missing.
-            problems.add((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
+            problems.add((each.at(".address") for each in check_address(listener.address or "")), "address")
             problems.add(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
             problems.add(_check_tenants(listener, tenants), "tenants")
             listeners[name] = _with_secret_key(listener, base, problems)
@@ -169,12 +167,12 @@ def _check_all_listeners(
 ) -> Iterator[FieldError]:
     name_by_address: dict[str, str] = {}
     for name, listener in listeners.items():
-        other = name_by_address.setdefault(addresses.normalize(listener.address), name)
+        other = name_by_address.setdefault(normalize_address(listener.address), name)
         if other != name:
             text = f"listener {other} has the address {listener.address!r} already"
             yield FieldError(text).at(f".{label(name)}.address")
     configured_addresses = {listener.address for listener in listeners.values()}
-    for address in addresses.zmq_addresses(listen_addresses):
+    for address in zmq_addresses(listen_addresses):
         if address not in configured_addresses:
             # Who connects there would wait for ever.
             yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
@@ -183,7 +181,7 @@ def _check_all_listeners(
 def _default_listeners(
     daemon: DaemonConfig, listen_addresses: Sequence[str], problems: ErrorCollector
 ) -> Mapping[str, ListenerConfig]:
-    passed_addresses = sorted(addresses.zmq_addresses(listen_addresses), key=lambda each: each != daemon.socket)
+    passed_addresses = sorted(zmq_addresses(listen_addresses), key=lambda each: each != daemon.socket)
     if not listen_addresses:
         passed_addresses = [daemon.socket]
     for address in passed_addresses:

@@ -12,8 +12,7 @@ from weightd_common import toml_schema
 from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import rank_rules
-from weightd_daemon.config.daemon import DaemonConfig, complete_daemon
-from weightd_daemon.config.defaults import UnitDefaults
+from weightd_daemon.config.daemon import DaemonConfig, UnitDefaults, complete_daemon
 from weightd_daemon.config.devices import DeviceConfig, read_devices
 from weightd_daemon.config.groups import (
     GroupConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,20 +12,45 @@ from typing import Any
 
 from weightd_common import devices as cores
 from weightd_common.devices import CPU, card_of, has_cores, is_cpu
-from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, derived, user_path
+from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, check_name, derived, user_path
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.config.devices import DeviceConfig
-from weightd_daemon.config.group_membership import Membership
-from weightd_daemon.config.names import check_name
-from weightd_daemon.config.policies import ReplacementPolicy
 from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
 from weightd_daemon.config.selftest import SelfTestSetting
-from weightd_daemon.engines import ENGINES, ascend, engine_for
+from weightd_daemon.engines import ENGINES, engine_for, ranktable
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.engines.spec import EngineOptions, EngineSpec
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, integer, list_of, number, one_of, record, text
+
+_NAME = text(limits.MAX_NAME_BYTES)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The group that a model is of; equal if nothing has changed of any of its models.
+
+    Attributes:
+        name: of the group.
+        share: what its models have in common.
+        models: their names, in the order in which the process has them.
+        digest: of all that is configured of them.
+    """
+
+    name: str = field(metadata=_NAME)
+    share: str = field(metadata=_NAME)
+    models: tuple[str, ...] = field(metadata=list_of(_NAME, limits.MAX_MODELS))
+    digest: str = field(metadata=_NAME)
+
+
+class ReplacementPolicy(enum.Enum):
+    """How a generation that has lost workers for good is replaced."""
+
+    AUTO = "auto"  # beside the old one if there is room, else in its place
+    OVERLAP = "overlap"  # beside the old one; without room it goes on with what is left
+    REPLACE = "replace"  # in its place: it leaves first, and requests wait
+
 
 # What tells what is done with requests, and of what is loaded only what has to be tested there.
 _REQUEST_KEYS = ("batching", "split", "default_priority")
@@ -249,7 +275,7 @@ def engine_name(config: ModelConfig) -> str:
 def _spare_count(config: ModelConfig) -> int:
     if config.spares is not None or config.ranks is not None:
         return config.spares or 0
-    return ascend.DEFAULT_SPARES if config.is_on_cards else 0
+    return ranktable.DEFAULT_SPARES if config.is_on_cards else 0
 
 
 def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:

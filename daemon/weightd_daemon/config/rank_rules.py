@@ -14,8 +14,7 @@ from weightd_common.devices import card_of
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.devices import DeviceConfig
-from weightd_daemon.config.model import ModelConfig, engine_name
-from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.model import ModelConfig, ReplacementPolicy, engine_name
 from weightd_daemon.config.ranks import (
     GROUP_PLACEHOLDER,
     MINDSPORE_LITE,

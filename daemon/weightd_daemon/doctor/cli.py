@@ -28,8 +28,7 @@ from weightd_daemon.doctor.facts.ranks import read_network as network_of
 from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit, current_user, read_unit, service_user
 from weightd_daemon.doctor.selftest.processes import SelfTestProcesses
 from weightd_daemon.doctor.selftest.weight_sharing import run_selftest as share
-from weightd_daemon.engines.ascend import physical_id
-from weightd_daemon.engines.ranktable import RankTable
+from weightd_daemon.engines.ranktable import RankTable, physical_id
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform import exit_watch
 from weightd_daemon.processes.spec import WorkerProgram

@@ -1,8 +1,8 @@
-"""Rank tables of the vendor's communication library, HCCL: written for ranks on this host, and held to its rules.
+"""What an Ascend card takes, and rank tables of the vendor's communication library, HCCL, for ranks on this host.
 
-HCCL takes every value as text, reads a table that is not "completed" again for half an hour, and finds most of what is
-wrong only when ranks connect. So a table that somebody else has written is held to the same rules before any process
-starts. Nothing here does I/O.
+HCCL takes every value of a table as text, reads one that is not "completed" again for half an hour, and finds most of
+what is wrong only when ranks connect. So a table that somebody else has written is held to the same rules as one that
+weightd writes, before any process starts. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from weightd_daemon.platform.memory import MIB
 from weightd_protocol.schema import FieldError, describe_value, short_repr
 
 DEFAULT_PORT = 16666
@@ -268,3 +269,31 @@ def _get_value(table: Mapping[str, Any], key: str) -> Any:
     if key not in table:
         raise FieldError("missing").at(f".{key}")
     return table[key]
+
+
+# aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
+MAX_PROCESSES = 63
+MAX_PROCESSES_IN_VM = 32
+
+# Only processes that the holder knew at its build attach there: who is to take a lost worker's place has to be one.
+DEFAULT_SPARES = 1
+
+# Shared weights take whole huge pages of the card, and one more even where they fit exactly.
+_HUGE_PAGE_BYTES = 2 * MIB
+
+
+def card_bytes(weight_bytes: int) -> int:
+    """Return the bytes of a card that so many bytes of weights take."""
+    return (weight_bytes // _HUGE_PAGE_BYTES + 1) * _HUGE_PAGE_BYTES
+
+
+def physical_id(device: int, visible: str) -> int | None:
+    """Return a host's own number of a device, of which a process sees only those that ASCEND_RT_VISIBLE_DEVICES lists.
+
+    None where the list is too short, or has something there that is no number.
+    """
+    if not visible.strip():
+        return device
+    listed = [each.strip() for each in visible.split(",")]
+    number = listed[device] if device < len(listed) else ""
+    return int(number) if number.isdecimal() else None

@@ -15,7 +15,7 @@ from weightd_common import service_manager
 from weightd_common.devices import CPU
 from weightd_common.log_text import to_one_line
 from weightd_common.service_manager import SEND_TIMEOUT_S
-from weightd_daemon.config import addresses as forms
+from weightd_daemon.config import daemon as forms
 from weightd_daemon.config.load import Config
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.models.model import ServedModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.model import ReplacementPolicy
 from weightd_daemon.generations.actions import Action, AddSlot, DeleteFiles
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import FailureReason, RetryHint

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weightd_common.devices import CPU
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.model import ModelConfig, ReplacementPolicy
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import RetryHint

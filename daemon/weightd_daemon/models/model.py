@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from weightd_common.devices import is_cpu
 from weightd_common.safe_open import Grant
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.model import ModelConfig, ReplacementPolicy
 from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import GenerationRecord, record_generation

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.platform.memory import MIB
 
 # A name of more is not for people any more.

@@ -13,9 +13,7 @@ from typing import Any
 from weightd_common.launch_arguments import GroupMember as SpecMember
 from weightd_common.launch_arguments import GroupMembers, joint_digest
 from weightd_common.safe_open import Grant
-from weightd_daemon.config.group_membership import Membership
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.model import Membership, ModelConfig, ReplacementPolicy
 from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.rank_group import RankGroup

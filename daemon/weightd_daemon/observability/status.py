@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from weightd_common import log_text
 from weightd_common.devices import is_cpu
-from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.process import WorkerProcess

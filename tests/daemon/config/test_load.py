@@ -15,14 +15,11 @@ import pytest
 from weightd_common import endpoints
 from weightd_common import toml_schema as tables
 from weightd_common.toml_schema import ErrorCollector
-from weightd_daemon.config import defaults
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.config.daemon import DaemonConfig
-from weightd_daemon.config.defaults import default_path
+from weightd_daemon.config.daemon import DaemonConfig, default_cache_dir, default_path, default_runtime_dir, unit_of
 from weightd_daemon.config.devices import DeviceConfig
-from weightd_daemon.config.group_membership import Membership
 from weightd_daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
-from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.model import Membership, ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 
@@ -537,7 +534,7 @@ def test_where_directories_are_by_default(
     monkeypatch.setenv("HOME", "/home/someone")
     for variable, value in zip(DIRECTORIES, given, strict=False):
         monkeypatch.setenv(variable, value)
-    assert (defaults.default_runtime_dir(), defaults.default_cache_dir()) == (runtime_dir, cache_dir)
+    assert (default_runtime_dir(), default_cache_dir()) == (runtime_dir, cache_dir)
     daemon = parse({"models": {"m": {"path": "m.onnx"}}}, Path()).daemon
     assert daemon == DaemonConfig(f"ipc://{runtime_dir}/weightd.sock", runtime_dir, cache_dir)
 
@@ -576,7 +573,7 @@ def test_a_file_of_a_unit_is_examined_with_the_defaults_of_the_unit(
         monkeypatch.setenv("RUNTIME_DIRECTORY", runtime_dir)
     path = tmp_path / file
     path.write_text(MODEL, "utf-8")
-    found = defaults.unit_of(path)
+    found = unit_of(path)
     assert found is not None
     assert found.name == unit
     daemon = check_config(path, found).config.daemon
@@ -587,9 +584,9 @@ def test_a_file_of_a_unit_is_examined_with_the_defaults_of_the_unit(
 
 
 def test_a_file_elsewhere_is_of_no_unit(tmp_path: Path) -> None:
-    assert defaults.unit_of(tmp_path / "weightd.toml") is None
-    assert defaults.unit_of(Path("/etc/weightd/../weightd.toml")) is None
-    assert defaults.unit_of(Path("/etc/weightd/sub/../card0.toml")) is not None
+    assert unit_of(tmp_path / "weightd.toml") is None
+    assert unit_of(Path("/etc/weightd/../weightd.toml")) is None
+    assert unit_of(Path("/etc/weightd/sub/../card0.toml")) is not None
 
 
 # --- sockets that a service manager has opened ----------------------------------------------------------------------

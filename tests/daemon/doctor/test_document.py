@@ -15,8 +15,8 @@ from weightd_daemon.doctor.checks import host as checks
 from weightd_daemon.doctor.checks import ranks as rank_checks
 from weightd_daemon.doctor.checks import selftest as selftest_checks
 from weightd_daemon.doctor.checks.finding import INTERPRETER, PROCESS_EXITS
-from weightd_daemon.engines.ascend import card_bytes
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol.schema import decode
 

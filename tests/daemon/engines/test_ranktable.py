@@ -215,3 +215,11 @@ def test_addresses_of_the_host() -> None:
     )
     assert ranktable.parse_addresses(text) == {0: "192.168.1.8", 11: "fe80::1"}
     assert ranktable.parse_addresses("") == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "number"),
+    [(0, "", 0), (3, " ", 3), (0, "4,5", 4), (1, "4, 5", 5), (2, "4,5", None), (0, "0-3", None), (0, "²", None)],
+)
+def test_the_number_of_a_device_that_is_not_the_first_to_be_seen(device: int, visible: str, number: int | None) -> None:
+    assert ranktable.physical_id(device, visible) == number

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from weightd_daemon.config.policies import ReplacementPolicy
+from weightd_daemon.config.model import ReplacementPolicy
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
 from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import Generation

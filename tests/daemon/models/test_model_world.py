@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd_common.safe_open import OPERATOR
-from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.policies import ReplacementPolicy
-from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.config.model import ModelConfig, ReplacementPolicy
+from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord

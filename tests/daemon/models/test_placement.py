@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
 from weightd_daemon.platform.memory import MIB
 

@@ -11,8 +11,7 @@ import pytest
 
 from weightd_common.launch_arguments import joint_digest
 from weightd_common.safe_open import OPERATOR
-from weightd_daemon.config.group_membership import Membership
-from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.model import Membership, ModelConfig
 from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget

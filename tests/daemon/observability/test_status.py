@@ -6,7 +6,7 @@ from unittest import mock
 
 from weightd_daemon.api.zmq_proxies import ProxyInfo
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.engines.ascend import card_bytes
+from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget

@@ -9,7 +9,7 @@ from weightd_daemon.doctor.checks.access import CONTAINER_ADVICE, NODES, SERVICE
 from weightd_daemon.doctor.checks.finding import INTERPRETER, PROCESS_EXITS, Finding, failed, passed, untestable
 from weightd_daemon.doctor.facts.host import FIRST_VIRTUAL_ID, HostFacts, NpuInfo
 from weightd_daemon.doctor.facts.interpreter import InterpreterReport
-from weightd_daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_IN_VM
+from weightd_daemon.engines.ranktable import MAX_PROCESSES, MAX_PROCESSES_IN_VM
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol.version import VERSION
 

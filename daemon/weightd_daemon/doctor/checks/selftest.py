@@ -6,7 +6,7 @@ from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untest
 from weightd_daemon.doctor.checks.host import format_mib
 from weightd_daemon.doctor.selftest.processes import ChildError, ChildExited, ChildTimedOut
 from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, attach_bytes
-from weightd_daemon.engines.ascend import MAX_PROCESSES
+from weightd_daemon.engines.ranktable import MAX_PROCESSES
 from weightd_protocol.messages.worker import Attached, Built
 
 BUILD = "sharing: build"

@@ -13,7 +13,7 @@ from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from testkit import models
 from testkit.examples import examples
-from weightd_daemon.engines import onnx as onnx_signature
+from weightd_daemon.engines import onnxruntime as onnx_signature
 from weightd_protocol import limits
 
 
