@@ -52,8 +52,8 @@ from testkit.ports import free_ports
 from testkit.service import Service
 from testkit.users import User
 from weightd import Client, RequestError
-from weightd_gateway.grpc.infer import NAME as GRPC_SERVICE
-from weightd_gateway.grpc.messages import INFERENCE
+from weightd_gateway.grpc.schema import INFERENCE
+from weightd_gateway.grpc.schema import INFERENCE_SERVICE as GRPC_SERVICE
 
 WORKERS = 1
 

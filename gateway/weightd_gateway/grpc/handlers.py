@@ -1,4 +1,4 @@
-"""What each call has in common: who makes it, one message within bounds, and an error told."""
+"""Steps that all calls share: authenticate the caller, receive a message within bounds, and report errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightd_gateway.admission_control import AdmissionControl, Permit
 from weightd_gateway.auth import Authenticator, Caller, parse_bearer
 from weightd_gateway.error_codes import TooLarge, status_of, to_request_error
 from weightd_gateway.fair_limit import FairLimit
-from weightd_gateway.grpc.errors import rpc_status
+from weightd_gateway.grpc.schema import STATUS
 from weightd_gateway.logs import log_failure
 from weightd_gateway.tracing import TRACEPARENT, valid_traceparent
 from weightd_protocol.errors import (
@@ -68,6 +68,12 @@ MAX_UNSENT_CALLS = 256
 
 PROBE_CALLER = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
+
+# Text and details go as headers, of which a client refuses more than 8 KiB at random and more than 16 KiB always. A
+# byte may take three in the one, and four thirds in the other.
+MAX_TEXT_BYTES = 1500
+
+_RETRY_INFO_TYPE = "type.googleapis.com/google.rpc.RetryInfo"
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -267,7 +273,11 @@ class RpcHandlers:
 
         def on_slow() -> None:
             if self._connections.is_full(context.peer()):
-                raise TooLarge(f"expected a message of at most {max_bytes} bytes, got more")
+                # The bytes may be those of another call, which gRPC's library does not say.
+                raise TooLarge(
+                    "the calls of this connection have sent too many bytes without an answer; a message of this method"
+                    f" has at most {max_bytes} bytes"
+                )
             if is_unauthenticated:
                 _raise_deadline_exceeded(RECEIVE_GRACE_S)
             permit.reserve(self.max_bytes)
@@ -332,6 +342,38 @@ async def _abort(context: Context, error: WeightdError) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
     code, text, metadata = rpc_status(to_request_error(error))
     await context.abort(_CODES[code], text, (*context.trailing_metadata(), *metadata))
+
+
+class RpcStatus(NamedTuple):
+    """How a call ends.
+
+    Attributes:
+        code: the number of gRPC's status.
+        text: for people.
+        metadata: what goes with it.
+    """
+
+    code: int
+    text: str
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def rpc_status(error: RequestError) -> RpcStatus:
+    """Return how a call ends in this error.
+
+    Where it helps to wait, two say so: `grpc-retry-pushback-ms`, which gRPC's own retries obey, and a
+    google.rpc.RetryInfo in `grpc-status-details-bin`, which people's code reads.
+    """
+    code = status_of(error).grpc
+    text = str(error).encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
+    if error.retry_after is None:
+        return RpcStatus(code, text, ())
+    milliseconds = max(1, round(error.retry_after * 1000))
+    seconds, rest = divmod(milliseconds, 1000)
+    delay = STATUS["Duration"](seconds=seconds, nanos=rest * 1_000_000)
+    retry = STATUS["Any"](type_url=_RETRY_INFO_TYPE, value=STATUS["RetryInfo"](retry_delay=delay).SerializeToString())
+    details = STATUS["Status"](code=code, message=text, details=[retry]).SerializeToString()
+    return RpcStatus(code, text, (("grpc-retry-pushback-ms", str(milliseconds)), ("grpc-status-details-bin", details)))
 
 
 @contextmanager

@@ -7,11 +7,10 @@ from typing import Any
 
 from weightd_gateway import oip_view
 from weightd_gateway.daemon_client import DaemonClient
-from weightd_gateway.grpc.field_limits import checked_parser
 from weightd_gateway.grpc.handlers import Handler, Method, RpcContext, RpcHandlers, Unimplemented
-from weightd_gateway.grpc.messages import INFERENCE
-from weightd_gateway.grpc.parameters import check_local
-from weightd_gateway.grpc.requests import check_version, model_of
+from weightd_gateway.grpc.requests import check_local, check_version, model_of
+from weightd_gateway.grpc.schema import INFERENCE
+from weightd_gateway.grpc.wire_format import checked_parser
 from weightd_gateway.oip_view import View
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol.errors import InvalidArgument, Unavailable

@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 from weightd_gateway import tensors
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.grpc import parameters
-from weightd_gateway.grpc.fast_parse import fast_parse
-from weightd_gateway.grpc.field_limits import check_fields, layout_of
 from weightd_gateway.grpc.handlers import RpcContext, parse_message
-from weightd_gateway.grpc.messages import INFERENCE
+from weightd_gateway.grpc.schema import INFERENCE
+from weightd_gateway.grpc.wire_format import check_fields, fast_parse, layout_of
 from weightd_gateway.inference import InferenceRequest
 from weightd_gateway.oip_view import VERSION
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
 from weightd_gateway.tensors import Array
 from weightd_protocol import limits
-from weightd_protocol.errors import InvalidArgument, NotFound
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, NotFound
 from weightd_protocol.schema import describe_value, label
 
 # Where the values of a datatype are that are not in `raw_input_contents`.
@@ -49,6 +47,14 @@ _SOURCE_DTYPES: Mapping[str, str] = {
     "fp32_contents": "<f4",
     "fp64_contents": "<f8",
 }
+
+REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
+
+# Of a request, or of one of its tensors: clients send a few.
+MAX_PARAMETERS = 64
+
+# What only makes sense if requests know of each other. 0, false and "" are what clients send who want nothing.
+_SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 _NO_CONTENTS = INFERENCE["InferTensorContents"]()
 
@@ -161,13 +167,13 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
         form.model,
         _make_inputs(form, contents or [memoryview(each) for each in form.contents], call, shm_resolver),
         form.outputs,
-        parameters.earlier_timeout(form.timeout, call.time_left_s),
+        earlier_timeout(form.timeout, call.time_left_s),
         form.priority,
         call.traceparent,
         _parse_id(request_id) if request_id else form.id,
     )
     targets = {
-        name: OutputTarget(given[parameters.REGION], parameters.shm_slice_of(given, call, shm_resolver.regions))
+        name: OutputTarget(given[REGION], shm_slice_of(given, call, shm_resolver.regions))
         for name, given in form.regions.items()
     }
     return InferRequest(request, targets)
@@ -191,16 +197,16 @@ def _parse(message: bytes) -> Any:
 def _parse_header(header: bytes) -> ParsedHeader:
     request = parse_message(header, _parse)
     check_version(request.model_version)
-    values = parameters.parse_parameters("parameters", request.parameters)
-    parameters.check_parameters(values)
+    values = parse_parameters("parameters", request.parameters)
+    check_parameters(values)
     outputs, regions = _parse_outputs(request.outputs)
     return ParsedHeader(
         model_of(request.model_name),
         _parse_inputs(request.inputs),
         outputs,
         regions,
-        parameters.timeout_of(values),
-        parameters.priority_of(values),
+        timeout_of(values),
+        priority_of(values),
         [*request.raw_input_contents],
         _parse_id(request.id.encode()),
     )
@@ -247,8 +253,8 @@ def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
             raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
         datatype = tensors.check_datatype(name, tensor.datatype)
         shape = tensors.check_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
-        given = parameters.parse_parameters(f"{label(name)}: parameters", tensor.parameters)
-        region = given if parameters.REGION in given else None
+        given = parse_parameters(f"{label(name)}: parameters", tensor.parameters)
+        region = given if REGION in given else None
         values = None
         if tensor.HasField("contents"):
             values = _parse_typed(name, datatype, shape, tensor.contents, values_left)
@@ -267,7 +273,7 @@ def _make_inputs(
     for each in template.inputs:
         if each.region is not None:
             inputs[each.name] = _read_shared(
-                each, parameters.shm_slice_of(each.region, call, shm_resolver.regions), call, shm_resolver
+                each, shm_slice_of(each.region, call, shm_resolver.regions), call, shm_resolver
             )
         elif each.values is not None:
             if contents:
@@ -326,10 +332,10 @@ def _parse_outputs(output_messages: Sequence[Any]) -> tuple[tuple[str, ...] | No
         name = _check_name(f"outputs[{index}].name", output.name)
         if name in names:
             raise InvalidArgument(f"outputs[{index}].name: {label(name)} is there already")
-        given = parameters.parse_parameters(f"{label(name)}: parameters", output.parameters)
+        given = parse_parameters(f"{label(name)}: parameters", output.parameters)
         if given.get("classification"):
             raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
-        if parameters.REGION in given:
+        if REGION in given:
             regions[name] = given
         names.append(name)
     return tuple(names), regions
@@ -345,3 +351,95 @@ def _check_name(field: str, name: str) -> str:
     if not 0 < size <= limits.MAX_NAME_BYTES:
         raise InvalidArgument(f"{field}: expected 1 to {limits.MAX_NAME_BYTES} bytes, got {size}")
     return name
+
+
+# --- parameters: what a request says beside its tensors ---------------------------------------------------------------
+
+
+def parse_parameters(field: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each `InferParameter` in a field; None of one that has none.
+
+    Raises:
+        TooLarge: they are too many.
+    """
+    if len(parameters) > MAX_PARAMETERS:
+        raise TooLarge(f"{field}: expected at most {MAX_PARAMETERS}, got {len(parameters)}")
+    found: dict[str, Any] = {}
+    for name, each in parameters.items():
+        kind = each.WhichOneof("parameter_choice")
+        found[name] = None if kind is None else getattr(each, kind)
+    return found
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Look at the parameters of a request: those that nobody knows are let pass.
+
+    Raises:
+        InvalidArgument: one asks for what is not in weightd.
+    """
+    for name in _SEQUENCE_PARAMETERS:
+        if parameters.get(name):
+            raise InvalidArgument(f"parameters.{name}: weightd has no sequences of requests")
+
+
+def timeout_of(parameters: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a request says it may take; None: it does not.
+
+    Raises:
+        InvalidArgument: it says something else.
+    """
+    timeout_us = parameters.get("timeout", 0)
+    if type(timeout_us) is not int or not 0 <= timeout_us <= limits.MAX_TIMEOUT_US:
+        raise InvalidArgument(
+            f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got"
+            f" {describe_value(timeout_us)}"
+        )
+    return timeout_us / 1e6 if timeout_us else None
+
+
+def earlier_timeout(requested_s: float | None, time_left_s: float | None) -> float | None:
+    """Return the seconds that a request may take, by what it says and by its call; None: as many as it takes.
+
+    Raises:
+        DeadlineExceeded: its call has none left.
+    """
+    if time_left_s is None:
+        return requested_s
+    if time_left_s <= 0.0:
+        raise DeadlineExceeded("the deadline of the call has passed")
+    return min(time_left_s, limits.MAX_TIMEOUT_US / 1e6 if requested_s is None else requested_s)
+
+
+def priority_of(parameters: Mapping[str, Any]) -> int | None:
+    """Return the priority of a request; None: the model's default.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    priority = parameters.get("priority", 0)
+    if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
+        raise InvalidArgument(
+            f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
+        )
+    return priority or None
+
+
+def shm_slice_of(parameters: Mapping[str, Any], call: RpcContext, regions: RegisteredRegions) -> ShmSlice:
+    """Return where a tensor is, by its parameters.
+
+    Raises:
+        InvalidArgument: the caller may have none there, or it is not within the region.
+        NotFound: the caller has no such region.
+    """
+    check_local(call)
+    return regions.resolve(call.caller, parameters[REGION], parameters.get(OFFSET, 0), parameters.get(SIZE))
+
+
+def check_local(call: RpcContext) -> None:
+    """Look at where a caller is who speaks of shared memory.
+
+    Raises:
+        InvalidArgument: not on this host.
+    """
+    if not call.is_local:
+        raise InvalidArgument("shared memory is for callers on the host of the gateway")

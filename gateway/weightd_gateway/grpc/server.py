@@ -22,15 +22,18 @@ from weightd_gateway.config.addresses import ListenAddress
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.context import Gateway
-from weightd_gateway.grpc import health, infer, reflection
 from weightd_gateway.grpc.handlers import MAX_PROBES, MAX_UNSENT_CALLS, Handler, RpcHandlers
-from weightd_gateway.grpc.health import Health
 from weightd_gateway.grpc.http2_filter import Http2Filter
 from weightd_gateway.grpc.infer import GrpcInference
-from weightd_gateway.grpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
 from weightd_gateway.grpc.model_api import ModelApi
-from weightd_gateway.grpc.reflection import Reflection
+from weightd_gateway.grpc.public_services import Health, Reflection
 from weightd_gateway.grpc.requests import ShmResolver
+from weightd_gateway.grpc.schema import (
+    HEALTH_SERVICE,
+    INFERENCE_SERVICE,
+    REFLECTION_SERVICE,
+    REFLECTION_V1ALPHA_SERVICE,
+)
 from weightd_gateway.grpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, WaitingCalls
 from weightd_gateway.listening import GatewayAcceptor
 
@@ -152,17 +155,15 @@ class GrpcServer:
         )
         shm_resolver = ShmResolver(gateway.regions, daemon_client.allocate, gateway.parsers)
         methods = ModelApi(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
-        described = (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA)
+        reflection = Reflection(self._reflection_streams).handlers(calls)
         return {
-            infer.NAME: {
+            INFERENCE_SERVICE: {
                 **methods.handlers(calls),
                 **GrpcInference(daemon_client, shm_resolver, self._streams).handlers(calls),
             },
-            health.NAME: Health(daemon_client, ("", infer.NAME), self._watch_streams).handlers(calls),
-            reflection.NAME: Reflection(described, REFLECTION, self._reflection_streams).handlers(calls),
-            reflection.V1ALPHA_NAME: Reflection(described, REFLECTION_V1ALPHA, self._reflection_streams).handlers(
-                calls
-            ),
+            HEALTH_SERVICE: Health(daemon_client, ("", INFERENCE_SERVICE), self._watch_streams).handlers(calls),
+            REFLECTION_SERVICE: reflection,
+            REFLECTION_V1ALPHA_SERVICE: reflection,
         }
 
 

@@ -18,16 +18,16 @@ from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
 from weightd_gateway.grpc import requests
-from weightd_gateway.grpc.field_limits import MAX_FIELDS
 from weightd_gateway.grpc.handlers import RpcContext
-from weightd_gateway.grpc.parameters import MAX_PARAMETERS
 from weightd_gateway.grpc.requests import (
     MAX_HEADER_BYTES,
+    MAX_PARAMETERS,
     MAX_UNUSUAL_BYTES,
     InferRequest,
     ShmResolver,
     parse_infer_request,
 )
+from weightd_gateway.grpc.wire_format import MAX_FIELDS
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_gateway.tensors import DTYPES, MAX_VALUES, datatype_of

@@ -28,7 +28,7 @@ from testkit.waiting import until
 from weightd_gateway.auth import Authenticator, Caller, token_digest
 from weightd_gateway.config import addresses
 from weightd_gateway.grpc import handlers as calls
-from weightd_gateway.grpc import http2_frames, reflection
+from weightd_gateway.grpc import http2_frames, public_services
 from weightd_gateway.grpc import server as front
 from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
@@ -357,7 +357,7 @@ def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.Monk
 
 
 def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reflection, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(public_services, "REFLECTION_TIMEOUT_S", 0.2)
     with served() as server, connected(server.target) as channel, Silent(channel) as silent:
         call = silent.begin("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
         assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not come within 0.2 seconds"
@@ -408,7 +408,8 @@ def test_a_long_message_to_a_method_of_short_ones_is_refused_before_it_has_come(
     with served(tcp=True) as server, connected(server.target) as channel:
         ask = channel.stream_stream(path)
         error = refusal(lambda: list(ask(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
-        assert error.details() == "expected a message of at most 65536 bytes, got more"
+        assert error.details().startswith("the calls of this connection have sent too many bytes without an answer")
+        assert error.details().endswith("a message of this method has at most 65536 bytes")
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         # The rest of the message is no burden to other calls.
         assert channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_gateway.error_codes import STATUSES, TooLarge
-from weightd_gateway.grpc.errors import rpc_status
-from weightd_gateway.grpc.messages import STATUS
+from weightd_gateway.grpc.handlers import rpc_status
+from weightd_gateway.grpc.schema import STATUS
 from weightd_protocol.errors import ERRORS, ResourceExhausted
 
 

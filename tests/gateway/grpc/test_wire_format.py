@@ -1,4 +1,4 @@
-"""The number of fields in a message is bounded before the message is parsed."""
+"""Messages read without protobuf: the bound of their fields, and a request in pieces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.grpc.field_limits import MAX_FIELDS, check_fields, checked_parser, layout_of
-from weightd_gateway.grpc.messages import HEALTH, INFERENCE, REFLECTION, REFLECTION_V1ALPHA
+from weightd_gateway.grpc.schema import HEALTH, INFERENCE
+from weightd_gateway.grpc.wire_format import (
+    MAX_FIELDS,
+    ParsedRequest,
+    check_fields,
+    checked_parser,
+    fast_parse,
+    layout_of,
+)
 from weightd_protocol import limits
 
 LAYOUT = layout_of(INFERENCE["ModelInferRequest"].DESCRIPTOR)
@@ -66,18 +73,24 @@ def test_what_protobuf_writes_is_within_the_bound(content: bytes) -> None:
     check_fields(content, LAYOUT)
 
 
-@given(MESSAGES, st.data())
-def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes, data: st.DataObject) -> None:
-    end = data.draw(st.integers(0, len(content)))
-    spoilt = bytearray(content[:end])
-    position = data.draw(st.integers(0, max(0, end - 1)))
-    spoilt[position : position + 1] = bytes([data.draw(st.integers(0, 255))])
+@st.composite
+def spoilt(draw: st.DrawFn, messages: st.SearchStrategy[bytes]) -> bytes:
+    """Bytes of a message, cut short or with one of them changed."""
+    content = draw(messages)
+    changed = bytearray(content[: draw(st.integers(0, len(content)))])
+    position = draw(st.integers(0, max(0, len(changed) - 1)))
+    changed[position : position + 1] = bytes([draw(st.integers(0, 255))])
+    return bytes(changed)
+
+
+@given(spoilt(MESSAGES))
+def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes) -> None:
     try:
-        check_fields(bytes(spoilt), LAYOUT)
+        check_fields(content, LAYOUT)
     except DecodeError as error:
         if "groups" not in str(error):
             with pytest.raises(DecodeError):
-                ModelInferRequest.FromString(bytes(spoilt))
+                ModelInferRequest.FromString(content)
 
 
 @given(st.binary(max_size=100))
@@ -129,6 +142,75 @@ def test_other_messages_have_the_same_bound(name: str, fields: dict[str, Any]) -
 
 
 def test_each_request_has_a_layout() -> None:
-    for messages in (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA):
+    for messages in (INFERENCE, HEALTH):
         for each in messages.requests.values():
             assert checked_parser(each)(b"") == each()
+
+
+TEXT = st.text(max_size=8)
+
+
+def request(name: str, request_id: str, names: list[str], contents: list[bytes]) -> ModelInferRequest:
+    inputs = [{"name": each, "datatype": "FP32", "shape": [1]} for each in names]
+    return ModelInferRequest(model_name=name, id=request_id, inputs=inputs, raw_input_contents=contents)
+
+
+REQUESTS = st.builds(request, TEXT, TEXT, st.lists(TEXT, max_size=2), st.lists(st.binary(max_size=200), max_size=2))
+
+
+def together(pieces: ParsedRequest) -> ModelInferRequest:
+    whole = ModelInferRequest.FromString(pieces.header)
+    if pieces.id:
+        whole.id = pieces.id.decode()
+    whole.raw_input_contents.extend(map(bytes, pieces.contents))
+    return whole
+
+
+@given(REQUESTS)
+def test_tensors_and_the_id_are_cut_out(whole: ModelInferRequest) -> None:
+    pieces = fast_parse(whole.SerializeToString())
+    assert together(pieces) == whole
+    assert not ModelInferRequest.FromString(pieces.header).raw_input_contents
+    assert pieces.id == whole.id.encode()
+
+
+def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
+    one, other = (
+        ModelInferRequest(model_name="m", id=request_id, raw_input_contents=[content]).SerializeToString()
+        for request_id, content in (("1", b"a"), ("another", b"b"))
+    )
+    assert fast_parse(one).header == fast_parse(other).header
+
+
+def test_of_two_ids_the_last_one_is_meant_as_protobuf_has_it() -> None:
+    assert (
+        fast_parse(ModelInferRequest(id="1").SerializeToString() + ModelInferRequest(id="2").SerializeToString()).id
+        == b"2"
+    )
+
+
+@given(spoilt(st.lists(REQUESTS.map(ModelInferRequest.SerializeToString), max_size=2).map(b"".join)))
+def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes) -> None:
+    pieces = fast_parse(content)
+    try:
+        whole = ModelInferRequest.FromString(content)
+    except DecodeError:
+        whole = None
+    try:
+        in_pieces = together(pieces)
+    except (DecodeError, UnicodeDecodeError):
+        in_pieces = None
+    assert whole == in_pieces
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # A field of four bytes that look like contents.
+        bytes([7 << 3 | 5, 0, 7 << 3 | 2, 1, 65]),
+        ModelInferRequest(raw_input_contents=[b""] * 600).SerializeToString(),
+    ],
+    ids=["a field that no request has", "many fields"],
+)
+def test_an_unusual_message_is_not_cut(content: bytes) -> None:
+    assert fast_parse(content) == ParsedRequest(content)

@@ -1,19 +1,19 @@
-"""Every message, number, name and type is that of the clients that others have written."""
+"""The committed descriptors are those of the `.proto` files, and of the clients that others have written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from tools import descriptors
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from weightd_gateway.grpc import schema_tables
-from weightd_gateway.grpc.schema import Messages, file_descriptor
-from weightd_gateway.grpc.schema_tables import DescriptorFile
+from weightd_gateway.grpc.schema import INFERENCE, POOL
 
 # A name, its number, its type, whether it is repeated, and among which it is chosen.
 Fields = dict[str, tuple[int, int, str, int, str]]
@@ -74,61 +74,57 @@ def theirs(*modules: Any) -> FileDescriptorProto:
     return whole
 
 
+def ours(name: str) -> FileDescriptorProto:
+    file = FileDescriptorProto()
+    POOL.FindFileByName(f"weightd/{name}.proto").CopyToProto(file)
+    return file
+
+
 TRITON = theirs(service_pb2, model_config_pb2)
 
 WITNESSES = [
-    pytest.param(schema_tables.INFERENCE, TRITON, id="inference"),
-    pytest.param(schema_tables.HEALTH, theirs(health_pb2), id="health"),
-    pytest.param(schema_tables.REFLECTION_V1ALPHA, theirs(reflection_pb2), id="reflection"),
+    pytest.param("inference", TRITON, id="inference"),
+    pytest.param("health", theirs(health_pb2), id="health"),
+    pytest.param("reflection", theirs(reflection_pb2), id="reflection"),
 ]
 
 
-@pytest.mark.parametrize(("table", "witness"), WITNESSES)
-def test_each_field_is_what_others_have(table: DescriptorFile, witness: FileDescriptorProto) -> None:
-    known = messages_of(witness)
-    for name, fields in messages_of(file_descriptor(table)).items():
-        assert fields == {field: known[name].get(field) for field in fields}, name
+def test_the_descriptors_are_those_of_the_files(tmp_path: Path) -> None:
+    descriptors.compile_protos(tmp_path / "set")
+    compiled, committed = (
+        FileDescriptorSet.FromString(path.read_bytes()) for path in (tmp_path / "set", descriptors.TARGET)
+    )
+    assert compiled == committed, "run `python -m tools.descriptors` and commit the result"
 
 
-@pytest.mark.parametrize(("table", "witness"), WITNESSES)
-def test_each_value_of_an_enum_is_what_others_have(table: DescriptorFile, witness: FileDescriptorProto) -> None:
-    known = enums_of(witness)
-    for name, values in enums_of(file_descriptor(table)).items():
-        assert values == known[name], name
+@pytest.mark.parametrize(("name", "witness"), WITNESSES)
+def test_each_field_and_each_value_is_what_others_have(name: str, witness: FileDescriptorProto) -> None:
+    known, own = messages_of(witness), messages_of(ours(name))
+    for message, fields in own.items():
+        assert fields == {field: known[message].get(field) for field in fields}, message
+    values = enums_of(witness)
+    assert enums_of(ours(name)) == {each: values[each] for each in enums_of(ours(name))}
 
 
 def test_what_is_in_front_of_the_configuration_is_there_in_full() -> None:
-    own = messages_of(file_descriptor(schema_tables.INFERENCE))
+    own = messages_of(ours("inference"))
     for name, fields in messages_of(theirs(service_pb2)).items():
         assert own[name] == fields, name
 
 
-def test_each_method_of_inference_is_there() -> None:
-    assert methods_of(file_descriptor(schema_tables.INFERENCE)) == methods_of(TRITON)
-
-
-@pytest.mark.parametrize(
-    ("table", "module"),
-    [(schema_tables.HEALTH, health_pb2), (schema_tables.REFLECTION_V1ALPHA, reflection_pb2)],
-    ids=["health", "reflection"],
-)
-def test_the_methods_asked_by_tools_are_there(table: DescriptorFile, module: Any) -> None:
-    known = methods_of(theirs(module))
-    own = methods_of(file_descriptor(table))
-    assert own == {name: known[name] for name in own}
-    assert own
-
-
-def test_the_newer_reflection_differs_in_nothing_but_its_name() -> None:
-    new, old = file_descriptor(schema_tables.REFLECTION), file_descriptor(schema_tables.REFLECTION_V1ALPHA)
-    assert messages_of(new) == messages_of(old)
-    assert [*methods_of(new)] == ["grpc.reflection.v1.ServerReflection.ServerReflectionInfo"]
+@pytest.mark.parametrize(("name", "witness"), WITNESSES)
+def test_each_method_is_there(name: str, witness: FileDescriptorProto) -> None:
+    known = {each.replace("v1alpha", "v1"): types for each, types in methods_of(witness).items()}
+    own = methods_of(ours(name))
+    assert {each: tuple(map(str, types)) for each, types in own.items()} == {
+        each: tuple(str(part).replace("v1alpha", "v1") for part in types)
+        for each, types in known.items()
+        if each in own or name != "health"
+    }
 
 
 def test_bytes_of_the_one_are_messages_of_the_other() -> None:
-    ours = Messages(schema_tables.INFERENCE)["ModelInferRequest"](
-        model_name="digits", id="7", raw_input_contents=[b"\0\1"]
-    )
+    ours = INFERENCE["ModelInferRequest"](model_name="digits", id="7", raw_input_contents=[b"\0\1"])
     ours.inputs.add(name="x", datatype="FP32", shape=[1, -1])
     ours.parameters["timeout"].int64_param = 5
     read = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())

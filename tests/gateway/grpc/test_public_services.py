@@ -1,4 +1,4 @@
-"""Reflection: what tools without a `.proto` file ask, by the library that has it; and those of the newer version."""
+"""Health checks and reflection, asked by the libraries that probes and tools are made of."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from testkit.waiting import until
 from weightd_gateway.auth import Authenticator
+from weightd_gateway.grpc import public_services
 from weightd_gateway.grpc.handlers import MAX_SMALL_MESSAGE_BYTES
+from weightd_protocol.errors import Unavailable
 
 from .served import LIMIT_S, connected, served
 
@@ -91,3 +95,58 @@ def test_nothing_has_extensions(channel: Any) -> None:
     (content,) = stream(iter([request.SerializeToString()]), timeout=LIMIT_S)
     answer = reflection_pb2.ServerReflectionResponse.FromString(content).all_extension_numbers_response
     assert (answer.base_type_name, [*answer.extension_number]) == ("inference.ModelConfig", [])
+
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+NOBODY = Authenticator({}, {}, {})
+
+
+@pytest.fixture
+def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_services, "CACHE_TTL_S", 0.01)
+
+
+def test_a_probe_hears_whether_all_models_are_ready_whoever_it_is(short_cache: None) -> None:
+    request = health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")
+    with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(request, timeout=LIMIT_S).status == SERVING
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S).status == SERVING
+        server.service.is_ready = Unavailable("nobody")
+        until(lambda: stub.Check(request, timeout=LIMIT_S).status == NOT_SERVING, "not serving")
+
+
+def test_a_service_that_there_is_not_is_not_found(short_cache: None) -> None:
+    request = health_pb2.HealthCheckRequest(service="other")
+    with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Check(request, timeout=LIMIT_S)
+        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+        assert next(stub.Watch(request, timeout=LIMIT_S)).status == UNKNOWN
+
+
+def test_who_watches_hears_each_change_once_and_the_end(short_cache: None) -> None:
+    with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+        assert next(watch).status == SERVING
+        before = server.service.probed
+        until(lambda: server.service.probed >= before + 3, "what has not changed is looked at")
+        server.service.is_ready = False
+        assert next(watch).status == NOT_SERVING
+        server.stop(LIMIT_S)
+        with pytest.raises(grpc.RpcError) as ended:
+            next(watch)
+        assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_watcher_that_leaves_takes_nothing_from_another(short_cache: None) -> None:
+    with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        first, second = (stub.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S) for _ in range(2))
+        assert [next(first).status, next(second).status] == [SERVING, SERVING]
+        first.cancel()
+        server.service.is_ready = False
+        assert next(second).status == NOT_SERVING
