@@ -17,9 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightd.client import Client
-from weightd.copying import NotCopyable
 from weightd.model import AsyncModel, Model, PendingOutput
-from weightd.pending import Pending
+from weightd.pending import NotCopyable, Pending
 from weightd.retry import Retry
 from weightd.session import ClientClosed, WrongProcess
 from weightd_protocol.errors import (
@@ -40,7 +39,8 @@ from weightd_protocol.errors import (
 from weightd_protocol.version import VERSION
 
 if TYPE_CHECKING:
-    from weightd.aio import AsyncClient, WrongLoop
+    from weightd.aio import AsyncClient
+    from weightd.aio_transport import WrongLoop
 
 __all__ = [
     "AsyncClient",
@@ -76,7 +76,7 @@ __version__ = VERSION
 def __getattr__(name: str) -> Any:
     """Import asyncio, which takes time and memory, for those who use it."""
     if name in ("AsyncClient", "WrongLoop"):
-        from weightd import aio  # noqa: PLC0415
+        from weightd import aio, aio_transport  # noqa: PLC0415
 
-        return getattr(aio, name)
+        return getattr(aio if name == "AsyncClient" else aio_transport, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Where the daemon listens, in which ways it can be reached, and whether anyone could be there at all."""
+"""Addresses of daemons: how each can be reached, whether a daemon could be there at all, and the CURVE keys for TCP."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import List, NamedTuple, Sequence
+from typing import Any, List, NamedTuple, Optional, Sequence, Union
 
 from weightd_common import endpoints
+from weightd_common.curve_keys import KeyFileError, read_public, read_secret
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
+from weightd_protocol.schema import describe_value
 
 _START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
-
 
 _UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
 _UNIX_SUFFIX = endpoints.unix_path(_IPC_SCHEME)
 
 EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {endpoints.TCP_ADDRESS_FORM}"
-"""For people: what `parse` takes."""
+"""For people: what `parse_address` takes."""
 
 
 class Address(NamedTuple):
@@ -182,3 +183,52 @@ def _is_not_socket(path: str) -> bool:
         return False  # It was a moment ago: a daemon that starts takes the socket of the one before away.
     except OSError:
         return True
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+KeyFile = Union[str, "os.PathLike[str]"]
+
+
+class CurveKeys(NamedTuple):
+    """The keys of a connection, in Z85.
+
+    Attributes:
+        server_key: the public one of the daemon's listener.
+        secret_key: the client's own.
+    """
+
+    server_key: str
+    secret_key: str
+
+    def __repr__(self) -> str:
+        """Return what may be shown."""
+        return f"Curve(server={self.server_key!r})"
+
+
+def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[CurveKeys]:
+    """Return the keys in the files, None where none are given.
+
+    Args:
+        key: the file with the client's secret key, as `weightctl keygen` writes it.
+        server_key: the file with the public key of the daemon's listener.
+
+    Raises:
+        InvalidArgument: one is given without the other, or a file has no such key, or must not be used.
+    """
+    if key is None and server_key is None:
+        return None
+    if key is None or server_key is None:
+        missing = "key, the client's secret one" if key is None else "server_key, the listener's public one"
+        raise InvalidArgument(f"expected the files of both keys of CURVE, or none: {missing}, is missing")
+    try:
+        return CurveKeys(read_public(_to_path("server_key", server_key)), read_secret(_to_path("key", key)))
+    except KeyFileError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def _to_path(name: str, file: Any) -> Path:
+    try:
+        return Path(file)
+    except TypeError:
+        raise InvalidArgument(f"{name}: expected the path of a file, got {describe_value(file)}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import abc
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -17,18 +16,17 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    Type,
     TypeVar,
     Union,
 )
 
-from weightd import curve, map
-from weightd.copying import Uncopied
-from weightd.curve import KeyFile
+from weightd import queries
+from weightd.address import KeyFile, read_keys
 from weightd.inputs import NeedsMetadata, to_typed_inputs
-from weightd.model import DEFAULT_IN_FLIGHT, Model
-from weightd.pending import Pending
+from weightd.model import DEFAULT_IN_FLIGHT, Model, check_map_arguments, map_ordered
+from weightd.pending import Pending, Uncopied
 from weightd.protocol_core import PreparedCall
+from weightd.queries import Query
 from weightd.retry import Attempts, Retry, check_retry
 from weightd.session import DEFAULT_TIMEOUT_S, ClientSession
 from weightd.threaded import ThreadedTransport
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
 
     from weightd.inputs import Inputs
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -90,7 +89,7 @@ class Client(Uncopied):
         retry: Optional[Retry] = None,
     ) -> None:
         self._retry = check_retry(retry)
-        self._session = ClientSession(address, timeout, tenant, curve.read_keys(key, server_key))
+        self._session = ClientSession(address, timeout, tenant, read_keys(key, server_key))
         self._core = self._session.core
         self._transport = ThreadedTransport(self._session)
         self._with_retries(self._ensure_connected, None)
@@ -179,16 +178,8 @@ class Client(Uncopied):
             # An `out`, be it an empty one, is for one attempt.
             infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
             return self._with_retries(lambda left: infer_once(timeout=left), timeout)
-        seconds, grace_s = self._resolve_timeout(timeout)
-        deadline = monotonic() + seconds
-        try:
-            prepared = self._core.prepare_infer(model, inputs, seconds, outputs, out, priority)
-        except NeedsMetadata:
-            prepared = None
-        if prepared is None:
-            typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
-            prepared = self._core.prepare_infer(model, typed_inputs, seconds, outputs, out, priority)
-        answer: Dict[str, Any] = self._transport.wait(self._transport.send(prepared, deadline), deadline + grace_s)
+        prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
+        answer: Dict[str, Any] = self._transport.wait(self._transport.send(prepared, deadline), answer_deadline)
         return answer
 
     def submit(
@@ -206,21 +197,13 @@ class Client(Uncopied):
         The arrays must not be changed before the answer has come: large ones are not copied.
         Arguments and errors as for `infer`. What the model takes is waited for, where that has to be known.
         """
-        seconds, grace_s = self._resolve_timeout(timeout)
-        deadline = monotonic() + seconds
-        try:
-            prepared = self._core.prepare_infer(model, inputs, seconds, outputs, out, priority)
-        except NeedsMetadata:
-            prepared = None
-        if prepared is None:
-            typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
-            prepared = self._core.prepare_infer(model, typed_inputs, seconds, outputs, out, priority)
+        prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
         # Who does not wait, does not read: what has come since the last call is not left to pile up.
         if self._core.calls:
             self._transport.read_available()
         call = self._transport.send(prepared, deadline)
         return Pending(
-            partial(self._transport.result, call, deadline + grace_s),
+            partial(self._transport.result, call, answer_deadline),
             partial(self._transport.poll, call),
             partial(self._transport.cancel, call),
         )
@@ -251,10 +234,10 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`; `InvalidArgument` if these arguments are wrong, at once.
         """
-        map.check_map_arguments(inputs, in_flight, (abc.Iterable,))
+        check_map_arguments(inputs, in_flight, (abc.Iterable,))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         submit = self.submit if self._retry is None else partial(self._submit_with_retries, self._retry)
-        return map.map_ordered(partial(submit, model, **options), inputs, in_flight)
+        return map_ordered(partial(submit, model, **options), inputs, in_flight)
 
     def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: a worker of it has done so within the watchdog's period. Never waits.
@@ -266,8 +249,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ReadyResponse = self._query(partial(self._core.prepare_ready, model), timeout)
-        return answer
+        return self._query(queries.ready(model), timeout)
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives. Waits while it loads.
@@ -275,8 +257,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ModelMetadataResponse = self._query(partial(self._core.prepare_model_metadata, model), timeout)
-        return answer
+        return self._query(queries.metadata(model), timeout)
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models.
@@ -284,8 +265,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ServerMetadataResponse = self._query(self._core.prepare_server_metadata, timeout)
-        return answer
+        return self._query(queries.SERVER, timeout)
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: models, generations, processes and their memory.
@@ -293,8 +273,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: StatusResponse = self._query(self._core.prepare_status, timeout)
-        return answer
+        return self._query(queries.STATUS, timeout)
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
         """Return what the daemon has counted, and how things stand; it is told at once, and costs little.
@@ -302,8 +281,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: MetricsResponse = self._query(self._core.prepare_metrics, timeout)
-        return answer
+        return self._query(queries.METRICS, timeout)
 
     def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
         """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
@@ -316,8 +294,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: EventsResponse = self._query(partial(self._core.prepare_events, after, model), timeout)
-        return answer
+        return self._query(queries.events(after, model), timeout)
 
     def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
         """Return the ends of what the processes of a model have written. Only who may operate is told.
@@ -331,8 +308,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: LogsResponse = self._query(partial(self._core.prepare_logs, model, process, lines), timeout)
-        return answer
+        return self._query(queries.logs(model, process, lines), timeout)
 
     def update(
         self,
@@ -358,10 +334,7 @@ class Client(Uncopied):
             RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and
                 whether the same update may succeed later.
         """
-        answer: UpdateResponse = self._query_once(
-            partial(self._core.prepare_update, model, path, weights, rollback=rollback), timeout
-        )
-        return answer
+        return self._query_once(queries.update(model, path, weights, rollback=rollback), timeout)
 
     def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again; models that are new or changed load after the answer.
@@ -371,8 +344,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
         """
-        answer: ReloadResponse = self._query(self._core.prepare_reload, timeout)
-        return answer
+        return self._query(queries.RELOAD, timeout)
 
     def close(self) -> None:
         """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
@@ -382,9 +354,7 @@ class Client(Uncopied):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -398,6 +368,21 @@ class Client(Uncopied):
 
     def _ensure_connected(self, timeout: Optional[float]) -> None:
         self._transport.connect(monotonic() + self._resolve_timeout(timeout)[0])
+
+    def _prepare_infer(
+        self, model: str, inputs: Inputs, timeout: Optional[float], *options: Any
+    ) -> Tuple[PreparedCall, float, float]:
+        """Return a request, until when to send it, and until when to wait for its answer."""
+        seconds, grace_s = self._resolve_timeout(timeout)
+        deadline = monotonic() + seconds
+        try:
+            prepared = self._core.prepare_infer(model, inputs, seconds, *options)
+        except NeedsMetadata:
+            prepared = None
+        if prepared is None:
+            typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
+            prepared = self._core.prepare_infer(model, typed_inputs, seconds, *options)
+        return prepared, deadline, deadline + grace_s
 
     def _to_typed_inputs(
         self, model: str, inputs: Inputs, deadline: float, grace_s: float
@@ -423,7 +408,7 @@ class Client(Uncopied):
         self, retry: Retry, model: str, inputs: Inputs, *, timeout: Optional[float], **options: Any
     ) -> Pending:
         """Begin a request that is sent again when its answer is waited for."""
-        attempts = self._new_attempts(retry, timeout)
+        attempts = Attempts(retry, self._resolve_timeout(timeout)[0])
         submit = partial(self.submit, model, inputs, **options)
         first = self._run_attempts(lambda left: submit(timeout=left), attempts)
         first_attempt = [first]
@@ -435,24 +420,21 @@ class Client(Uncopied):
             first.cancel,
         )
 
-    def _query(self, prepare: Callable[[], PreparedCall], timeout: Optional[float]) -> Any:
-        return self._with_retries(partial(self._query_once, prepare), timeout)
+    def _query(self, query: Query[R], timeout: Optional[float]) -> R:
+        return self._with_retries(partial(self._query_once, query), timeout)
 
-    def _query_once(self, prepare: Callable[[], PreparedCall], timeout: Optional[float]) -> Any:
+    def _query_once(self, query: Query[R], timeout: Optional[float]) -> R:
         seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
-        return self._transport.wait(self._transport.send(prepare(), deadline), deadline + grace_s)
-
-    def _new_attempts(self, retry: Retry, timeout: Optional[float]) -> Attempts:
-        return Attempts(retry, self._resolve_timeout(timeout)[0])
+        call = self._transport.send(self._core.prepare_query(query), deadline)
+        answer: R = self._transport.wait(call, deadline + grace_s)
+        return answer
 
     def _with_retries(self, attempt: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
         """Return what `attempt` does within so many seconds, by further attempts where those may help."""
-        return (
-            attempt(timeout)
-            if self._retry is None
-            else self._run_attempts(attempt, self._new_attempts(self._retry, timeout))
-        )
+        if self._retry is None:
+            return attempt(timeout)
+        return self._run_attempts(attempt, Attempts(self._retry, self._resolve_timeout(timeout)[0]))
 
     def _run_attempts(self, attempt: Callable[[float], T], attempts: Attempts) -> T:
         while True:

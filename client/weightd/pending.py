@@ -1,13 +1,103 @@
-"""A request under way, as its sender holds it."""
+"""Calls under way: `PendingCall` as the transport has it, `Pending` as the caller has it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Dict
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Type
 
-from weightd.copying import Uncopied
+from weightd_protocol.errors import WeightdError
+from weightd_protocol.messages.inference import Infer
+from weightd_protocol.messages.types import DaemonMessage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from weightd.shm_tensors import Lease
+
+
+class NotCopyable(WeightdError, TypeError):
+    """A client, a model of a client or a request under way was to be copied or pickled."""
+
+
+class Uncopied:
+    """Base of classes whose instances refuse `copy.copy`, `copy.deepcopy` and `pickle`."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: `copy` and `pickle` both call this.
+
+        Raises:
+            NotCopyable: always.
+        """
+        raise NotCopyable(
+            f"{type(self).__name__} objects cannot be copied or pickled: each belongs to a connection of its process. "
+            "Threads share a client; another process creates its own, with the address"
+        )
+
+
+class PendingCall:
+    """A question under way and, in the end, its answer.
+
+    Attributes:
+        id: the request's id on the wire.
+        response_type: the type of the message that answers it.
+        done: whether it has ended, in an answer or in an error.
+        request: what an inference request asks, as its `infer` message has it; None for any other.
+        lease: what is in shared memory of it.
+    """
+
+    _result: Any
+
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_result", "done", "id", "lease", "request", "response_type")
+
+    def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
+        self.id = request_id
+        self.response_type = expects
+        self.request = request
+        self.done = False
+        self.lease: Optional[Lease] = None
+        self._error: Optional[WeightdError] = None
+        self._callbacks: List[Callable[[], None]] = []
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once the call has ended: at once if it has."""
+        self._callbacks.append(callback)
+        if self.done:
+            self._run_callbacks()
+
+    def result(self) -> Any:
+        """Return the answer of a call that is done: what it expects, or the outputs of an inference request by name.
+
+        Raises:
+            RequestError: the request ended in an error.
+            RemoteProtocolError: it was answered by what breaks the protocol.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def succeed(self, answer: Any) -> None:
+        """End the call in an answer."""
+        self._result = answer
+        # Whoever keeps the error keeps the call: not its arrays, too.
+        self.lease = None
+        self.done = True
+        if self._callbacks:
+            self._run_callbacks()
+
+    def fail(self, error: WeightdError) -> None:
+        """End the call in an error."""
+        self._error = error
+        self.succeed(None)
+
+    def _run_callbacks(self) -> None:
+        # Another thread may do the same: each hook is taken by one of them.
+        while self._callbacks:
+            try:
+                hook = self._callbacks.pop()
+            except IndexError:
+                return
+            hook()
 
 
 class Pending(Uncopied):

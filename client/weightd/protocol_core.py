@@ -11,14 +11,16 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import numpy as np
 
-from weightd import arguments
+from weightd import arguments, queries
 from weightd.inputs import UNTYPED_TYPES, NeedsMetadata, to_typed_inputs
-from weightd.shm_tensors import MIN_SHARED_BYTES, Lease, SharedInput, SharedOutput, ShmTensors, WrongOut
+from weightd.pending import PendingCall
+from weightd.queries import Query
+from weightd.shm_tensors import MIN_SHARED_BYTES, SharedInput, SharedOutput, ShmTensors, WrongOut
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, encode
 from weightd_protocol.errors import (
@@ -30,24 +32,9 @@ from weightd_protocol.errors import (
     WeightdError,
     request_error,
 )
-from weightd_protocol.messages.control import (
-    ModelMetadata,
-    ModelMetadataResponse,
-    ModelReady,
-    ReadyResponse,
-    Reload,
-    ReloadResponse,
-    ServerMetadata,
-    ServerMetadataResponse,
-    ServerReady,
-    Update,
-    UpdateResponse,
-)
-from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
-from weightd_protocol.messages.metrics import Metrics, MetricsResponse
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Registered, Released
-from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import TO_CLIENT, ClientMessage, DaemonMessage
 from weightd_protocol.schema import describe_value, label
 from weightd_protocol.tensors import describe_request, frame_of, from_frame, to_wire
@@ -66,71 +53,6 @@ _ndarray = np.ndarray
 
 # Where the tensors of a message are.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
-
-
-class PendingCall:
-    """A question under way and, in the end, its answer.
-
-    Attributes:
-        id: the request's id on the wire.
-        response_type: the type of the message that answers it.
-        done: whether it has ended, in an answer or in an error.
-        request: what an inference request asks, as its `infer` message has it; None for any other.
-        lease: what is in shared memory of it.
-    """
-
-    _result: Any
-
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_result", "done", "id", "lease", "request", "response_type")
-
-    def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
-        self.id = request_id
-        self.response_type = expects
-        self.request = request
-        self.done = False
-        self.lease: Optional[Lease] = None
-        self._error: Optional[WeightdError] = None
-        self._callbacks: List[Callable[[], None]] = []
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once the call has ended: at once if it has."""
-        self._callbacks.append(callback)
-        if self.done:
-            self._run_callbacks()
-
-    def result(self) -> Any:
-        """Return the answer of a call that is done: what it expects, or the outputs of an inference request by name.
-
-        Raises:
-            RequestError: the request ended in an error.
-            RemoteProtocolError: it was answered by what breaks the protocol.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def succeed(self, answer: Any) -> None:
-        """End the call in an answer."""
-        self._result = answer
-        # Whoever keeps the error keeps the call: not its arrays, too.
-        self.lease = None
-        self.done = True
-        if self._callbacks:
-            self._run_callbacks()
-
-    def fail(self, error: WeightdError) -> None:
-        """End the call in an error."""
-        self._error = error
-        self.succeed(None)
-
-    def _run_callbacks(self) -> None:
-        # Another thread may do the same: each hook is taken by one of them.
-        while self._callbacks:
-            try:
-                hook = self._callbacks.pop()
-            except IndexError:
-                return
-            hook()
 
 
 # A call that may be begun, and the frames that do it.
@@ -181,7 +103,7 @@ class ClientCore:
         """Return an inference request and its frames.
 
         Raises:
-            Untyped: `typed_inputs` has to make arrays of `inputs` first.
+            NeedsMetadata: `typed_inputs` has to make arrays of `inputs` first.
             InvalidArgument: an argument is not what it has to be; an array has no datatype on the wire, or is too large
                 for it; names or shapes do not fit into a header.
         """
@@ -238,7 +160,7 @@ class ClientCore:
         call = self._metadata_calls.get(model)
         if call is not None and self.is_tracked(call):
             return call, []
-        call, frames = self.prepare_model_metadata(model)
+        call, frames = self.prepare_query(queries.metadata(model))
         self._metadata_calls[model] = call
         return call, frames
 
@@ -294,60 +216,15 @@ class ClientCore:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
         return encode(Cancel(call.id))
 
-    def prepare_ready(self, model: str) -> PreparedCall:
-        """Return the question whether a model, or with "" all of them, can answer, and its frames."""
-        call = PendingCall(self._next_id(), ReadyResponse)
-        model = arguments.parse_text("model", model)
-        return call, _encode_checked(
-            ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant)
-        )
-
-    def prepare_model_metadata(self, model: str) -> PreparedCall:
-        """Return a question about a model and its frames."""
-        call = PendingCall(self._next_id(), ModelMetadataResponse)
-        return call, _encode_checked(ModelMetadata(call.id, arguments.parse_text("model", model), self._tenant))
-
-    def prepare_server_metadata(self) -> PreparedCall:
-        """Return a question about the server and its frames."""
-        call = PendingCall(self._next_id(), ServerMetadataResponse)
-        return call, _encode_checked(ServerMetadata(call.id, self._tenant))
-
-    def prepare_status(self) -> PreparedCall:
-        """Return a question about everything and its frames."""
-        call = PendingCall(self._next_id(), StatusResponse)
-        return call, _encode_checked(Status(call.id, self._tenant))
-
-    def prepare_metrics(self) -> PreparedCall:
-        """Return a question about what was counted and its frames."""
-        call = PendingCall(self._next_id(), MetricsResponse)
-        return call, _encode_checked(Metrics(call.id, self._tenant))
-
-    def prepare_events(self, after: int, model: str) -> PreparedCall:
-        """Return the question what has happened, and its frames."""
-        call = PendingCall(self._next_id(), EventsResponse)
-        return call, _encode_checked(Events(call.id, after, arguments.parse_text("model", model)))
-
-    def prepare_logs(self, model: str, process: str, lines: int) -> PreparedCall:
-        """Return the question what the processes of a model have said, and its frames."""
-        call = PendingCall(self._next_id(), LogsResponse)
-        names = arguments.parse_text("model", model), arguments.parse_text("process", process)
-        return call, _encode_checked(Logs(call.id, *names, lines))
-
-    def prepare_update(self, model: str, path: str, weights: str, *, rollback: bool) -> PreparedCall:
-        """Return a wish for another model or other weights, and its frames.
+    def prepare_query(self, query: Query[Any]) -> PreparedCall:
+        """Return a call other than inference, and its frames.
 
         Raises:
-            InvalidArgument: an argument is not text, or too long.
+            InvalidArgument: a field is not what the wire allows.
         """
-        call = PendingCall(self._next_id(), UpdateResponse)
-        name = arguments.parse_text("model", model)
-        files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
-        return call, _encode_checked(Update(call.id, name, *files, rollback))
-
-    def prepare_reload(self) -> PreparedCall:
-        """Return the wish that the configuration file be read again, and its frames."""
-        call = PendingCall(self._next_id(), ReloadResponse)
-        return call, encode(Reload(call.id))
+        call = PendingCall(self._next_id(), query.response_type)
+        tenant = (self._tenant,) if query.takes_tenant else ()
+        return call, _encode_checked(query.message_type(call.id, *query.fields, *tenant))
 
     def on_message(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
@@ -450,7 +327,7 @@ def _wire_arrays(inputs: Inputs) -> Dict[str, Any]:
     """Return inputs by name, as the wire wants them.
 
     Raises:
-        Untyped, InvalidArgument: as `ClientCore.infer`.
+        NeedsMetadata, InvalidArgument: as `ClientCore.prepare_infer`.
     """
     if not isinstance(inputs, dict) and not isinstance(inputs, abc.Mapping):
         raise NeedsMetadata

@@ -9,11 +9,11 @@ from time import monotonic
 from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
-from weightd import arguments, transport_unix, transport_zmq
-from weightd.address import Address, NoDaemon, default_addresses, no_daemon_error, parse_address
-from weightd.connection import ConnectSteps, DaemonConnection, NotConnected
-from weightd.curve import CurveKeys
-from weightd.protocol_core import ClientCore, PendingCall
+from weightd import arguments, transport_zmq
+from weightd.address import Address, CurveKeys, NoDaemon, default_addresses, no_daemon_error, parse_address
+from weightd.connection import ConnectSteps, DaemonConnection, NotConnected, unix_connect_steps
+from weightd.pending import PendingCall
+from weightd.protocol_core import ClientCore
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import (
@@ -139,7 +139,7 @@ class ClientSession:
         if not path:
             return (yield from transport_zmq.connect_steps(zeromq_address, self._curve))
         try:
-            return (yield from transport_unix.connect_steps(path))
+            return (yield from unix_connect_steps(path))
         except RequestError as error:
             if not zeromq_address:
                 raise

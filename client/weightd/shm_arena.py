@@ -12,19 +12,22 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_left
 from collections import deque
 from typing import Any, Deque, Dict, List, Optional, Tuple, cast
 
 import numpy as np
 
 from weightd import arguments
-from weightd.free_list import FreeList
 from weightd_common import memfd
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
 
 _BYTE = np.dtype(np.uint8)
+
+# A line of the cache, and what the widest instruction wants.
+ALIGNMENT = 64
 
 # A region takes memory where it was used, so one that is large costs nothing.
 _MIN_REGION_BYTES = 16 * 1024 * 1024
@@ -240,6 +243,56 @@ class ShmArena:
         self.regions = (*self.regions, region)
         return region
 
+
+class FreeList:
+    """Parts are cut where they fit first, so that memory that was used before is used again; free neighbours are one.
+
+    Args:
+        nbytes: there are.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # Free stretches, in their order.
+        self._free_starts: List[int] = [0]
+        self._free_ends: List[int] = [nbytes]
+        # End by begin.
+        self._allocated: Dict[int, int] = {}
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is taken."""
+        return not self._allocated
+
+    def take(self, nbytes: int) -> Optional[int]:
+        """Take so many bytes: return where they begin, aligned; None where they fit nowhere."""
+        nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        for index, begin in enumerate(self._free_starts):
+            end = begin + nbytes
+            if end <= self._free_ends[index]:
+                if end == self._free_ends[index]:
+                    del self._free_starts[index], self._free_ends[index]
+                else:
+                    self._free_starts[index] = end
+                self._allocated[begin] = end
+                return begin
+        return None
+
+    def release(self, begin: int) -> None:
+        """Give back what `take` returned."""
+        end = self._allocated.pop(begin)
+        index = bisect_left(self._free_starts, begin)
+        if index and self._free_ends[index - 1] == begin:
+            index -= 1
+            self._free_ends[index] = end
+        else:
+            self._free_starts.insert(index, begin)
+            self._free_ends.insert(index, end)
+        if index + 1 < len(self._free_starts) and self._free_starts[index + 1] == end:
+            self._free_ends[index] = self._free_ends.pop(index + 1)
+            del self._free_starts[index + 1]
+
+
+# --- fork ------------------------------------------------------------------------------------------------------------
 
 _arenas: weakref.WeakSet[ShmArena] = weakref.WeakSet()
 

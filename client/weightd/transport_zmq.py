@@ -15,8 +15,8 @@ from typing import Any, Deque, List, Optional, Sequence, cast
 import zmq
 
 from weightd import address as addresses
+from weightd.address import CurveKeys
 from weightd.connection import ConnectSteps, DaemonConnection
-from weightd.curve import CurveKeys
 from weightd.polling import SelectPoller, new_poller
 from weightd_common import zmq_io
 from weightd_protocol import limits

@@ -28,7 +28,8 @@ import msgpack
 from testkit import users
 from weightd import Client, Pending, RequestError, WeightdError
 from weightd import session as client_session
-from weightd.protocol_core import ClientCore, PendingCall
+from weightd.pending import PendingCall
+from weightd.protocol_core import ClientCore
 from weightd.protocol_core import PreparedCall as Asking
 
 from .ledger import OK, WRONG, Incident, RequestAccounting, SentRequest

@@ -202,7 +202,7 @@ def test_a_permission_that_is_missing_is_told_although_there_is_no_other_way(mon
     def refused(path: str) -> Any:
         raise PermissionDenied("may not")
 
-    monkeypatch.setattr("weightd.transport_unix.connect_steps", refused)
+    monkeypatch.setattr("weightd.session.unix_connect_steps", refused)
     with pytest.raises(PermissionDenied, match="may not"):
         Client("/nowhere/d.sock")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightd import Client, InvalidArgument
-from weightd.curve import read_keys
+from weightd.address import read_keys
 
 ADDRESS = "tcp://127.0.0.1:1"
 

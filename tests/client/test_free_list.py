@@ -7,7 +7,7 @@ from typing import Dict
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weightd.free_list import ALIGNMENT, FreeList
+from weightd.shm_arena import ALIGNMENT, FreeList
 
 _NBYTES = 16 * ALIGNMENT
 

@@ -10,7 +10,7 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, taking
 from weightd import AsyncClient, Client, Internal, InvalidArgument, Retry
-from weightd.map import MAX_IN_FLIGHT
+from weightd.model import MAX_IN_FLIGHT
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.inference import Cancel, Error, Infer
 from weightd_protocol.messages.types import ClientMessage

@@ -15,9 +15,9 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, DeadlineExceeded
+from weightd.pending import PendingCall
 from weightd.polling import READ, WRITE, SelectPoller, new_poller
-from weightd.protocol_core import PendingCall
-from weightd.reader_election import ReaderElection
+from weightd.threaded import ReaderElection
 from weightd_protocol.messages.control import ReadyResponse
 
 # Above 64 KiB, from where on frames over ZeroMQ are not copied.

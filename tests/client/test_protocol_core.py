@@ -8,8 +8,10 @@ from typing import Any, List
 import numpy as np
 import pytest
 
+from weightd import queries
 from weightd.inputs import NeedsMetadata
-from weightd.protocol_core import ClientCore, PendingCall
+from weightd.pending import PendingCall
+from weightd.protocol_core import ClientCore
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import (
@@ -67,7 +69,7 @@ def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
     assert message.description.outputs == ("y", "x")
     with pytest.raises(InvalidArgument, match=r"^outputs: expected a list of names, got str 'y'$"):
         core.prepare_infer("m", inputs, 1.5, "y")
-    call, frames = core.prepare_status()
+    call, frames = core.prepare_query(queries.STATUS)
     assert decode(frames, FROM_CLIENT) == Status(call.id)
 
 

@@ -8,8 +8,8 @@ from typing import List, Tuple
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from weightd.protocol_core import PendingCall
-from weightd.reader_election import ReaderElection, Waiter
+from weightd.pending import PendingCall
+from weightd.threaded import ReaderElection, Waiter
 from weightd_protocol.errors import Unavailable
 from weightd_protocol.messages.control import ReadyResponse
 

@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from testkit.examples import examples
 from weightd import shm_arena as arenas
-from weightd.free_list import ALIGNMENT
-from weightd.shm_arena import Block, ShmArena
+from weightd.shm_arena import ALIGNMENT, Block, ShmArena
 
 _PAGE = mmap.PAGESIZE
 

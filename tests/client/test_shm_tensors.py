@@ -9,7 +9,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import pytest
 
-from weightd.protocol_core import ClientCore, PendingCall
+from weightd.pending import PendingCall
+from weightd.protocol_core import ClientCore
 from weightd.shm_tensors import MIN_SHARED_BYTES
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import Cancelled, InvalidArgument, RemoteProtocolError, Unavailable

@@ -12,8 +12,8 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
-from weightd.reader_election import Waiter
 from weightd.session import ClientSession
+from weightd.threaded import Waiter
 from weightd_protocol.messages.inference import Infer
 from weightd_protocol.messages.types import ClientMessage
 

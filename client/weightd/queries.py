@@ -1,0 +1,88 @@
+"""Calls other than inference: the message of each, with checked arguments, and the type of its answer."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Generic, Type, TypeVar
+
+from weightd import arguments
+from weightd_protocol.messages.control import (
+    ModelMetadata,
+    ModelMetadataResponse,
+    ModelReady,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
+    ServerMetadata,
+    ServerMetadataResponse,
+    ServerReady,
+    Update,
+    UpdateResponse,
+)
+from weightd_protocol.messages.events import Events, EventsResponse, Logs, LogsResponse
+from weightd_protocol.messages.metrics import Metrics, MetricsResponse
+from weightd_protocol.messages.status import Status, StatusResponse
+from weightd_protocol.messages.types import ClientMessage
+
+R = TypeVar("R")
+
+
+class Query(Generic[R]):
+    """A message to the daemon without its id.
+
+    Args:
+        message_type: of the message.
+        response_type: of the answer.
+        fields: of the message, after its id.
+        takes_tenant: whether the message ends in the tenant for whom it is sent.
+    """
+
+    __slots__ = ("fields", "message_type", "response_type", "takes_tenant")
+
+    def __init__(
+        self,
+        message_type: Callable[..., ClientMessage],
+        response_type: Type[R],
+        *fields: Any,
+        takes_tenant: bool = False,
+    ) -> None:
+        self.message_type = message_type
+        self.response_type = response_type
+        self.fields = fields
+        self.takes_tenant = takes_tenant
+
+
+SERVER = Query(ServerMetadata, ServerMetadataResponse, takes_tenant=True)
+STATUS = Query(Status, StatusResponse, takes_tenant=True)
+METRICS = Query(Metrics, MetricsResponse, takes_tenant=True)
+RELOAD = Query(Reload, ReloadResponse)
+
+
+def ready(model: str) -> Query[ReadyResponse]:
+    """Return the query whether a model is ready, or with "" the server."""
+    model = arguments.parse_text("model", model)
+    if not model:
+        return Query(ServerReady, ReadyResponse, takes_tenant=True)
+    return Query(ModelReady, ReadyResponse, model, takes_tenant=True)
+
+
+def metadata(model: str) -> Query[ModelMetadataResponse]:
+    """Return the query for the signature of a model."""
+    return Query(ModelMetadata, ModelMetadataResponse, arguments.parse_text("model", model), takes_tenant=True)
+
+
+def events(after: int, model: str) -> Query[EventsResponse]:
+    """Return the query for the events after one of them."""
+    return Query(Events, EventsResponse, after, arguments.parse_text("model", model))
+
+
+def logs(model: str, process: str, lines: int) -> Query[LogsResponse]:
+    """Return the query for the last lines that processes of a model have written."""
+    names = arguments.parse_text("model", model), arguments.parse_text("process", process)
+    return Query(Logs, LogsResponse, *names, lines)
+
+
+def update(model: str, path: str, weights: str, *, rollback: bool) -> Query[UpdateResponse]:
+    """Return the request for another model file or other weights."""
+    name = arguments.parse_text("model", model)
+    files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
+    return Query(Update, UpdateResponse, name, *files, rollback)

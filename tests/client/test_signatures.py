@@ -1,0 +1,53 @@
+"""`Client` and `AsyncClient` are one interface: the same methods, parameters and defaults; the latter are awaited."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Dict, List, Type
+
+import pytest
+
+from weightd import AsyncClient, AsyncModel, Client, Model
+
+# What a blocking client has alone: a task awaits its answer where a thread would submit a request.
+BLOCKING_ALONE = {"submit"}
+
+# Inputs may come from an asynchronous iterable, too.
+OTHER_TYPES = {"map": {"inputs"}}
+
+NOT_AWAITED = {"address", "empty", "map", "model", "name", "timeout", "transport"}
+
+
+def public(kind: Type[Any]) -> Dict[str, Any]:
+    names = {name for name in vars(kind) if not name.startswith("_") or name in ("__init__", "__call__")}
+    return {name: inspect.getattr_static(kind, name) for name in names}
+
+
+def parameters(name: str, member: Any) -> List[Any]:
+    function: Any = member.fget if isinstance(member, property) else member
+    return [
+        (each.name, each.kind, each.default, None if each.name in OTHER_TYPES.get(name, ()) else each.annotation)
+        for each in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize(("blocking", "awaited"), [(Client, AsyncClient), (Model, AsyncModel)])
+def test_both_have_the_same_methods(blocking: Type[Any], awaited: Type[Any]) -> None:
+    assert set(public(awaited)) == set(public(blocking)) - BLOCKING_ALONE
+
+
+@pytest.mark.parametrize(
+    ("blocking", "awaited", "name"),
+    [(Client, AsyncClient, each) for each in sorted(public(AsyncClient))]
+    + [(Model, AsyncModel, each) for each in sorted(set(public(AsyncModel)) - {"__init__"})],
+)
+def test_each_method_has_the_same_signature_and_description(blocking: Type[Any], awaited: Type[Any], name: str) -> None:
+    one, other = public(blocking)[name], public(awaited)[name]
+    assert parameters(name, one) == parameters(name, other)
+    if name in ("__init__", "__call__"):
+        return
+    assert inspect.iscoroutinefunction(other) == (name not in NOT_AWAITED and not isinstance(other, property))
+    # Each says the same, and what is left out there is in the other one.
+    said = (inspect.getdoc(other) or "").split("\n")[0]
+    said = said.partition(f": as `{blocking.__name__}.")[0].rstrip(".")
+    assert (inspect.getdoc(one) or "").startswith(said[:30])
