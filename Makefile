@@ -36,7 +36,7 @@ $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: demo collect test test-most test-oldest test-beside test-ranks test-long test-kserve test-ray test-models test-systemd mutants check check-pyright check-mypy check-rest bench browser manual fuzz chaos leak clean
-.PHONY: bench-rival bench-gateway bench-cluster help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
+.PHONY: bench-rival bench-gateway bench-cluster descriptors help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -107,6 +107,9 @@ check-rest:
 
 manual: $(VENV)/.made  ## man pages, completion, docs/configuration.md and the examples of a configuration
 	$(BIN)/python -m tools.manual
+
+descriptors: $(VENV)/.made  ## compile the .proto files of the gateway; the result is committed
+	$(BIN)/python -m tools.descriptors
 
 bench: $(VENV)/.made  ## memory, latency, large tensors, throughput, engine, start-up, each against the bare engine or transport
 	$(BIN)/python -m benchmarks all
