@@ -41,7 +41,7 @@ def one_after_another() -> int:
     return 1
 
 
-class AttachControl:
+class AttachControl(Machine[AttachState, AttachEvent]):
     """To the weights of one generation.
 
     Args:
@@ -64,6 +64,7 @@ class AttachControl:
         emit: Callable[[Action], None],
         logger: ProgressLogger,
     ) -> None:
+        super().__init__(ATTACH_TRANSITIONS, AttachState.OPEN, label, logger.log_extra())
         self.attach_limit = one_after_another
         self.closed_reason = ""
         self.required_holder = ""
@@ -71,15 +72,9 @@ class AttachControl:
         self._requested_worker = ""
         # Something may have attached since what only attaching needs was given back.
         self._should_trim = False
-        self._machine = Machine(ATTACH_TRANSITIONS, AttachState.OPEN, label, logger.log_extra())
         self._processes = processes
         self._emit = emit
         self._logger = logger
-
-    @property
-    def state(self) -> AttachState:
-        """Who may attach."""
-        return self._machine.state
 
     @property
     def is_fork_only(self) -> bool:
@@ -103,9 +98,7 @@ class AttachControl:
 
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
         """Return whether an answer can be passed on: not if the memory it came from may be invalid by now."""
-        return self._machine.state is not AttachState.INVALID and (
-            not self.required_holder or is_alive(self.required_holder)
-        )
+        return self.state is not AttachState.INVALID and (not self.required_holder or is_alive(self.required_holder))
 
     # --- what happens -------------------------------------------------------------------------------------------
 
@@ -118,7 +111,7 @@ class AttachControl:
     def on_hello(self, *, has_fixed_pids: bool) -> None:
         """Somebody is up. Where it `has_fixed_pids`, the engine must know at the build who will attach."""
         if self.state is AttachState.OPEN and has_fixed_pids:
-            self._advance(AttachEvent.FIX_PIDS)
+            self.advance(AttachEvent.FIX_PIDS)
         if self.state in (AttachState.OPEN, AttachState.FORK_ONLY):
             self.admit_greeted()
 
@@ -132,9 +125,9 @@ class AttachControl:
         """The holder has built. If it has nothing to share, nobody depends on it."""
         self._should_trim = True
         if is_template:
-            self._advance(AttachEvent.FORK)
+            self.advance(AttachEvent.FORK)
         elif not is_shared and self.state is not AttachState.OPEN:
-            self._advance(AttachEvent.UNSHARE)
+            self.advance(AttachEvent.UNSHARE)
             self.admit_greeted()
 
     def on_attached(self) -> None:
@@ -149,7 +142,7 @@ class AttachControl:
         if allowed.error:
             self._close_attach(AttachEvent.REFUSE, allowed.error)
             return
-        self._advance(AttachEvent.ALLOW)
+        self.advance(AttachEvent.ALLOW)
         if worker is not None and worker.state is ChildState.GREETED:
             worker.advance(ChildEvent.ADMIT)
 
@@ -158,7 +151,7 @@ class AttachControl:
         if self.is_fork_only:
             self._close_attach(AttachEvent.ORPHAN, "the template is lost, of which they would be forked")
         elif self.state in (AttachState.LISTED, AttachState.ALLOW_PENDING, AttachState.CLOSED):
-            self._advance(AttachEvent.LOSE_HOLDER)
+            self.advance(AttachEvent.LOSE_HOLDER)
 
     def on_files_lost(self, reason: str) -> None:
         """What lost workers would need to load has vanished: those that are there go on."""
@@ -168,7 +161,7 @@ class AttachControl:
     def invalidate(self) -> None:
         """What is computed on the weights may be anything from now on."""
         if self.is_valid:
-            self._advance(AttachEvent.INVALIDATE)
+            self.advance(AttachEvent.INVALIDATE)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -218,12 +211,12 @@ class AttachControl:
     def _request_allow(self, worker: WorkerProcess, now: float) -> None:
         holder = self._processes.holder
         if self.state is AttachState.LISTED and holder is not None and worker.hello is not None:
-            self._advance(AttachEvent.REQUEST_ALLOW)
+            self.advance(AttachEvent.REQUEST_ALLOW)
             self._requested_worker, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
             self._emit(Send(holder.name, AllowAttach((worker.hello.engine_pid,))))
 
     def _close_attach(self, event: AttachEvent, reason: str) -> None:
-        self._advance(event)
+        self.advance(event)
         self.closed_reason = reason
         self._logger.log(f"lost workers are not replaced, they wait for the next generation: {reason}")
 
@@ -238,9 +231,10 @@ class AttachControl:
     def restore(self, persisted_state: str, closed_reason: str) -> None:
         """Go on with what an earlier daemon has written down."""
         for event in _RESTORE_EVENTS[AttachState(persisted_state)]:
-            self._advance(event)
+            self.advance(event)
         self.closed_reason = closed_reason
 
-    def _advance(self, event: AttachEvent) -> None:
-        self._machine.advance(event)
+    def advance(self, event: AttachEvent) -> None:
+        """Change who may attach; what was asked of the holder until then is over."""
+        super().advance(event)
         self._requested_worker, self.deadline = "", FOREVER

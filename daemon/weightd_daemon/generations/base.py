@@ -37,7 +37,7 @@ from weightd_protocol.version import VERSION
 HELLO_TIMEOUT_S = 60.0
 
 
-class GenerationView(abc.ABC):
+class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
     """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
 
     Args:
@@ -67,6 +67,8 @@ class GenerationView(abc.ABC):
         number: int = 1,
         counters: ProcessCounters | None = None,
     ) -> None:
+        self._log = ProgressLogger(label, number)
+        super().__init__(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, label, self._log.log_extra())
         self.label = label
         self.spec = spec
         self.device = device
@@ -77,7 +79,6 @@ class GenerationView(abc.ABC):
         self.device_usage = DeviceUsage()
         self.failure = FailureReason()
         self._actions: list[Action] = []
-        self._log = ProgressLogger(label, number)
         self.processes = GenerationProcesses(
             label,
             self._actions.append,
@@ -87,12 +88,6 @@ class GenerationView(abc.ABC):
         )
         self.children = self.processes.children
         self.attach_control = AttachControl(label, self.processes, self._actions.append, self._log)
-        self._machine = Machine(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, label, self.log_extra())
-
-    @property
-    def state(self) -> GenerationState:
-        """Where it is."""
-        return self._machine.state
 
     @property
     def cause(self) -> str:
@@ -155,7 +150,7 @@ class GenerationBase(GenerationView):
 
     def on_resumed(self) -> None:
         """An earlier daemon has loaded it; it serves once its processes have reconnected."""
-        self._machine.advance(GenerationEvent.RESUME)
+        self.advance(GenerationEvent.RESUME)
 
     def on_snapshot_taken(
         self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
@@ -170,7 +165,7 @@ class GenerationBase(GenerationView):
         """
         if self.state is GenerationState.SNAPSHOTTING:
             self.sha256 = sha256
-            self._machine.advance(GenerationEvent.SNAPSHOT_TAKEN)
+            self.advance(GenerationEvent.SNAPSHOT_TAKEN)
             self._start_processes(now, selftest, slice_digests)
             self._reconcile(now)
 
@@ -187,7 +182,7 @@ class GenerationBase(GenerationView):
             case ChildState.AWAITED, Reconnected():
                 child.ready_at = now
                 child.advance(ChildEvent.RECONNECTED)
-                self._on_reconnected(child, message.step, now)
+                self._on_ready(child, message.step, now)
             case _:
                 self._on_load_message(child, message, now)
         self._reconcile(now)
@@ -220,7 +215,7 @@ class GenerationBase(GenerationView):
         """No new work: wind down; to finish what they have, its processes may take `timeout_s` seconds more."""
         self.processes.limit_stops(now, timeout_s)
         if self.state in ACTIVE:
-            self._machine.advance(GenerationEvent.DRAIN)
+            self.advance(GenerationEvent.DRAIN)
         self._reconcile(now)
 
     def fail(self, reason: FailureReason, now: float) -> None:
@@ -228,7 +223,7 @@ class GenerationBase(GenerationView):
         if self.state in ACTIVE:
             self.failure = reason
             self._count_lost()
-            self._machine.advance(GenerationEvent.FAIL)
+            self.advance(GenerationEvent.FAIL)
             self._reconcile(now)
 
     def tick(self, now: float) -> None:
@@ -257,8 +252,15 @@ class GenerationBase(GenerationView):
         child.hello = hello
         child.advance(ChildEvent.HELLO)
         if self.state is GenerationState.SPAWNING:
-            self._machine.advance(GenerationEvent.GREETED)
+            self.advance(GenerationEvent.GREETED)
         self._on_greeted(hello, now)
+
+    def _stop(self, child: WorkerProcess, now: float) -> None:
+        """Have a child leave; where its answers count no more, at once."""
+        if self.attach_control.is_valid:
+            self.processes.stop(child, now)
+        else:
+            self.processes.kill(child)
 
     def _count_lost(self) -> None:
         """Count what is lost with the generation."""
@@ -287,8 +289,8 @@ class GenerationBase(GenerationView):
         """A child says what only processes of this kind say, or what it should not, or not now."""
 
     @abc.abstractmethod
-    def _on_reconnected(self, child: WorkerProcess, step: int, now: float) -> None:
-        """A child that was READY for the daemon before this one is connected; `step` is the last one it has run."""
+    def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
+        """A child is READY, as it was for the daemon before this one; `step` is the last one that it has run."""
 
     @abc.abstractmethod
     def _on_process_failed(self, child: WorkerProcess, failure: ProcessFailed, now: float) -> None:

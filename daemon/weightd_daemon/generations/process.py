@@ -67,7 +67,7 @@ class LossReason:
         )
 
 
-class WorkerProcess:
+class WorkerProcess(Machine[ChildState, ChildEvent]):
     """A process of a generation, whatever its role is.
 
     Args:
@@ -87,7 +87,7 @@ class WorkerProcess:
     """
 
     def __init__(self, name: str, role: Role, deadline: float, extra: Mapping[str, Any], device: str) -> None:
-        self.name = name
+        super().__init__(CHILD_TRANSITIONS, ChildState.SPAWNED, name, extra)
         self.role = role
         self.device = device
         self.deadline = deadline
@@ -96,16 +96,10 @@ class WorkerProcess:
         self.shared_bytes = 0
         self.note = ""
         self.loss: LossReason | None = None
-        self._machine = Machine(CHILD_TRANSITIONS, ChildState.SPAWNED, name, extra)
-
-    @property
-    def state(self) -> ChildState:
-        """Where it is in its life."""
-        return self._machine.state
 
     def advance(self, event: ChildEvent, deadline: float = FOREVER) -> None:
         """Change its state; the new one may last until `deadline`."""
-        self._machine.advance(event)
+        super().advance(event)
         self.deadline = deadline
 
 

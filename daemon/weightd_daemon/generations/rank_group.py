@@ -141,7 +141,7 @@ class RankGroup(GenerationBase):
         if mismatch:
             self.fail(FailureReason(mismatch), now)
             return
-        self._machine.advance(GenerationEvent.GATHERED)
+        self.advance(GenerationEvent.GATHERED)
         deadline = now + max(self.spec.load_timeout, self.group_spec.connect_timeout)
         for child in list(self.children.values()):
             is_rank = child.role is Role.RANK
@@ -157,7 +157,7 @@ class RankGroup(GenerationBase):
         if mismatch:
             self.fail(FailureReason(mismatch), now)
             return
-        self._machine.advance(GenerationEvent.BUILT)
+        self.advance(GenerationEvent.BUILT)
         self._set_models(rank_checks.loaded_models(self._joined[self._rank_names[0]], self.group_spec))
         order = RunSelfTest(self.spec.row_test.max_rows, self.spec.row_test.sizes)
         for child in self.processes.usable(Role.RANK):
@@ -184,7 +184,7 @@ class RankGroup(GenerationBase):
         self._log.log_row_test(self.models[0], is_exact=self.spec.row_test.is_exact)
         self._start_serving()
 
-    def _on_reconnected(self, child: WorkerProcess, step: int, now: float) -> None:
+    def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
         """All ranks have to have run the same `step`."""
         self._reconnect_steps[child.name] = step
         if len(self._reconnect_steps) < self.group_spec.size:
@@ -200,7 +200,7 @@ class RankGroup(GenerationBase):
         self.models, self.built = models, models[0]
 
     def _start_serving(self) -> None:
-        self._machine.advance(GenerationEvent.READY)
+        self.advance(GenerationEvent.READY)
         self.processes.add_joint_slot()
 
     # --- while it winds down ------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class RankGroup(GenerationBase):
                 if child.state in USABLE:
                     self.processes.stop(child, now)
             if not self.children:
-                self._machine.advance(GenerationEvent.EMPTY)
+                self.advance(GenerationEvent.EMPTY)
         self._log_progress()
 
     def fail(self, reason: FailureReason, now: float) -> None:

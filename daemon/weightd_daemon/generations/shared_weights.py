@@ -147,9 +147,8 @@ class Generation(GenerationBase):
     # --- while it comes up --------------------------------------------------------------------------------------
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        del slice_digests  # of what is cut
+        """Begin with what is known of the self-test; `_reconcile` starts the holder, and the workers."""
         self.selftest_search = SelfTestSearch(selftest or self.spec.selftest, self.spec.row_test)
-        self._spawn(Role.HOLDER, self.device, now)
 
     def _on_greeted(self, hello: Hello, now: float) -> None:
         self.attach_control.on_hello(has_fixed_pids=self._is_sharing and hello.sharing_traits.pids_fixed_at_build)
@@ -195,7 +194,7 @@ class Generation(GenerationBase):
         if self._is_sharing:
             self.attach_control.require(holder, can_outlive_holder=self.spec.can_outlive_holder)
         if self.state is GenerationState.BUILDING:
-            self._machine.advance(GenerationEvent.BUILT)
+            self.advance(GenerationEvent.BUILT)
             self.attach_control.on_built(is_shared=self._is_sharing, is_template=built.is_template)
         if not self._is_sharing:
             # It has told the signature and the self-test; its copy of the weights is of no use to anybody.
@@ -214,21 +213,18 @@ class Generation(GenerationBase):
         if self.spec.is_sharing:
             self._log.log_attached(self.built, attached, worker.name)
             self.device_usage.on_attached(attached.device)  # else that was its weights too
-        worker.ready_at = now
         worker.advance(ChildEvent.ATTACHED)
-        self._on_ready()
+        self._on_ready(worker, 0, now)
 
-    def _on_reconnected(self, child: WorkerProcess, step: int, now: float) -> None:
-        del step  # of ranks
-        self._on_ready()
-
-    def _on_ready(self) -> None:
+    def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
+        """A worker has attached, or has reconnected: it serves."""
+        child.ready_at = now
         self._starts.on_ready()
         self.failure = FailureReason()
         self.attach_control.on_attached()
         self.processes.fill_slots(self.spec.workers)
         if self.state in LOADING:
-            self._machine.advance(GenerationEvent.READY)
+            self.advance(GenerationEvent.READY)
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
@@ -258,15 +254,18 @@ class Generation(GenerationBase):
                 if child.state in USABLE:
                     self._stop(child, now)
             if not self.children and self.state is GenerationState.DRAINING:
-                self._machine.advance(GenerationEvent.EMPTY)
+                self.advance(GenerationEvent.EMPTY)
         self._log_progress()
 
     def _spawn_missing(self, now: float) -> None:
+        deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
+        # A holder that a self-test has killed is waited for: no two of them hold the weights at once.
+        is_starting = self.state in (GenerationState.SPAWNING, GenerationState.GATHERING)
+        if is_starting and not self.processes.has(Role.HOLDER):
+            self.processes.spawn(Role.HOLDER, deadline, self.device)
+        template = self.processes.holder if self.attach_control.is_fork_only else None
         for device in self._starts.due_devices(now):
-            self._spawn(Role.WORKER, device, now)
-        # One that a self-test has killed is waited for: no two of them hold the weights at once.
-        if self.state is GenerationState.GATHERING and not self.processes.has(Role.HOLDER):
-            self._spawn(Role.HOLDER, self.device, now)
+            self.processes.spawn(Role.WORKER, deadline, device, "" if template is None else template.name)
 
     def _build_if_gathered(self, now: float) -> None:
         """Order the build once the pids that must be known are."""
@@ -279,7 +278,7 @@ class Generation(GenerationBase):
             self._starts.missing_devices or len(known_pids) < len(workers)
         ):
             return
-        self._machine.advance(GenerationEvent.GATHERED)
+        self.advance(GenerationEvent.GATHERED)
         holder.advance(ChildEvent.BUILD, now + self.spec.load_timeout)
         self.attach_control.admit_greeted()
         self._actions.append(
@@ -297,17 +296,6 @@ class Generation(GenerationBase):
             self.attach_control.attach_next(self.selftest_search.attach_message(self.built), now, timeout_s)
         if self.is_complete and self.processes.is_all_ready:
             self.attach_control.trim_store(is_shared=self._is_sharing)
-
-    def _spawn(self, role: Role, device: str, now: float) -> None:
-        holder = self.processes.holder if role is Role.WORKER and self.attach_control.is_fork_only else None
-        deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
-        self.processes.spawn(role, deadline, device, "" if holder is None else holder.name)
-
-    def _stop(self, child: WorkerProcess, now: float) -> None:
-        if self.attach_control.is_valid:
-            self.processes.stop(child, now)
-        else:
-            self.processes.kill(child)
 
     # --- what is lost -------------------------------------------------------------------------------------------
 
@@ -331,30 +319,26 @@ class Generation(GenerationBase):
         self.processes.abort(child, now + ABORT_TIMEOUT_S)
         if previous_state in USABLE:
             child.loss = LossReason(reason, previous_state, has_answered=has_answered, has_timed_out=True)
-            self._on_death(child, child.loss, now)
+            self._on_loss(child, child.loss, now, is_death=True)
 
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
         if exit_cause.missing_file is not MissingFile.NONE and self.state is GenerationState.SERVING:
             self.attach_control.on_files_lost(exit_cause.detail)
         if loss.previous_state in USABLE:
-            self._on_death(child, loss, now)
+            self._on_loss(child, loss, now, is_death=True)
         elif child.loss is not None and exit_cause.detail:
             # It was given up before it was dead: only now its log is complete.
             self._log.log(str(FailureReason(child.loss.reason, child.name, exit_cause.detail)), child.name)
             if self.failure.child == child.name:
                 self.failure = dataclasses.replace(self.failure, log_tail=exit_cause.detail)
 
-    def _on_death(self, child: WorkerProcess, loss: LossReason, now: float) -> None:
-        """A child has ended, or has to be, without being asked to; that a try of the holder may cost it is known."""
-        if not self._has_died_of_selftest(child, loss):
-            self.processes.count_death()
-        self._on_loss(child, loss, now)
-
-    def _has_died_of_selftest(self, child: WorkerProcess, loss: LossReason) -> bool:
-        return child.role is Role.HOLDER and bool(self.selftest_search.current_cases) and not loss.is_external
-
-    def _on_loss(self, child: WorkerProcess, loss: LossReason, now: float) -> None:
+    def _on_loss(self, child: WorkerProcess, loss: LossReason, now: float, *, is_death: bool = False) -> None:
+        """A child is of no use any more; `is_death`: it has ended, or has to be, without being asked to."""
         state_before = self.state
+        # That a try of the holder may cost it is known.
+        is_tried = child.role is Role.HOLDER and bool(self.selftest_search.current_cases) and not loss.is_external
+        if is_death and not is_tried:
+            self.processes.count_death()
         if state_before in ACTIVE:
             self.processes.counters.on_lost()
         if child.role is Role.HOLDER:
@@ -371,16 +355,15 @@ class Generation(GenerationBase):
 
     def _on_holder_lost(self, holder: WorkerProcess, loss: LossReason, now: float) -> None:
         tried_inputs = describe_cases(self.selftest_search.current_cases)
-        has_died_of_selftest = self._has_died_of_selftest(holder, loss)
         if self.state is GenerationState.BUILDING and self.selftest_search.on_holder_lost(
             has_timed_out=loss.has_timed_out, is_external=loss.is_external
         ):
             self._log.log(
                 f"the holder is lost while it tries {tried_inputs} as self-test input: {loss.reason}", holder.name
             )
-            self._machine.advance(GenerationEvent.RETRY)
+            self.advance(GenerationEvent.RETRY)
         elif self.built is None or holder.hello is None:
-            may_succeed = loss.is_signaled and not has_died_of_selftest
+            may_succeed = loss.is_signaled and not (tried_inputs and not loss.is_external)
             consequence = f"; it ran the configured self-test, {tried_inputs}" if tried_inputs else ""
             retry_hint = RetryHint.after(loss, may_succeed=may_succeed)
             self.fail(FailureReason.from_loss(loss, holder.name, retry_hint, suffix=consequence), now)

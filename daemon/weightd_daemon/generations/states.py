@@ -250,13 +250,14 @@ class Machine(Generic[S, E]):
         extra: of each of its records.
 
     Attributes:
+        name: of what has this state.
         state: the present one; only `advance` changes it.
     """
 
     def __init__(self, table: Mapping[tuple[S, E], S], state: S, name: str, extra: Mapping[str, Any]) -> None:
         self._table = table
         self.state = state
-        self._name = name
+        self.name = name
         self._extra = extra
 
     def advance(self, event: E) -> None:
@@ -266,7 +267,7 @@ class Machine(Generic[S, E]):
             IllegalTransition: the table does not list the event in the present state.
         """
         before, self.state = self.state, advance(self._table, self.state, event)
-        _log.debug("%s: %s -> %s", self._name, before.value, self.state.value, extra=self._extra)
+        _log.debug("%s: %s -> %s", self.name, before.value, self.state.value, extra=self._extra)
 
 
 def diagram(table: Mapping[tuple[S, E], S]) -> Iterator[str]:

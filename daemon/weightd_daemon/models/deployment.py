@@ -73,7 +73,7 @@ class Deployment(DeploymentView):
         """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
         self.loading = self._last_generation = generation
         self.spec = generation.spec
-        self._machine.advance(DeploymentEvent.SERVE)
+        self.advance(DeploymentEvent.SERVE)
         self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
         # It is there: whether there is room is no question.
         self.placement.restore(generation.label, self._resource_request(snapshot), port)
@@ -89,13 +89,13 @@ class Deployment(DeploymentView):
             wanted_again, old = self.loading.source, self.loading
             self.loading = self._pending_snapshot = None
             self._drain_generation(old, now)
-        self._machine.advance(DeploymentEvent.UPDATE)
+        self.advance(DeploymentEvent.UPDATE)
         self._load(source)
         self._wanted_source = wanted_again
 
     def retry(self, source: ModelSource) -> None:
         """Load again what has `failed`."""
-        self._machine.advance(DeploymentEvent.RETRY)
+        self.advance(DeploymentEvent.RETRY)
         self._backoff = RestartBackoff()
         self._load(source)
 
@@ -141,9 +141,9 @@ class Deployment(DeploymentView):
 
     def vacate(self, now: float) -> None:
         """Another model of the name comes in the place of this one: what serves leaves, and nothing is loaded."""
-        if self._state is not DeploymentState.ESTABLISHED:
+        if self.state is not DeploymentState.ESTABLISHED:
             return
-        self._machine.advance(DeploymentEvent.VACATE)
+        self.advance(DeploymentEvent.VACATE)
         self.mark_leaving()
         self._wanted_source = None
         for generation in (self.serving, self.loading):
@@ -156,14 +156,14 @@ class Deployment(DeploymentView):
     def reinstate(self, now: float) -> None:
         """The other one could not be loaded: what served before does again, as soon as there is room."""
         if self.is_vacated:
-            self._machine.advance(DeploymentEvent.REINSTATE)
+            self.advance(DeploymentEvent.REINSTATE)
             self._wanted_source = self.main_generation.source
             self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `timeout_s` seconds more."""
-        if self._state in LOADING_STATES or self.is_vacated:
-            self._machine.advance(DeploymentEvent.STOP)
+        if self.state in LOADING_STATES or self.is_vacated:
+            self.advance(DeploymentEvent.STOP)
         self._wanted_source = None
         self.mark_leaving()
         for generation in self.generations:
@@ -185,7 +185,7 @@ class Deployment(DeploymentView):
             self._on_loading_failed(self.loading, now)
         if self.serving is not None and self.serving.state not in ACTIVE:
             self._on_serving_failed(self.serving, now)
-        if self._state is not DeploymentState.STOPPING:
+        if self.state is not DeploymentState.STOPPING:
             self._admit(now)
             self._take_over_if_ready(now)
             self._load_if_wanted(now)
@@ -299,10 +299,10 @@ class Deployment(DeploymentView):
     def _take_over(self, loading: GenerationBase, now: float) -> None:
         old, self.serving, self.loading = self.serving, loading, None
         self._wanted_source, self._serving_since = None, now
-        if self._state is DeploymentState.INITIAL:
-            self._machine.advance(DeploymentEvent.SERVE)
+        if self.state is DeploymentState.INITIAL:
+            self.advance(DeploymentEvent.SERVE)
         elif self.is_updating:
-            self._machine.advance(DeploymentEvent.FINISH_UPDATE)
+            self.advance(DeploymentEvent.FINISH_UPDATE)
         self._backoff.on_ready()
         self._failed_generation = None
         self._is_failing = False
@@ -320,7 +320,7 @@ class Deployment(DeploymentView):
             self._load(self._wanted_source)
 
     def _may_load(self) -> bool:
-        return self._wanted_source is not None and self.loading is None and self._state in LOADING_STATES
+        return self._wanted_source is not None and self.loading is None and self.state in LOADING_STATES
 
     def _is_awaiting_snapshot(self, source: ModelSource) -> bool:
         loading = self.loading
@@ -330,12 +330,12 @@ class Deployment(DeploymentView):
         self.loading, self._pending_snapshot = None, None
         self.draining.append(failed)
         self._failed_generation = failed
-        if self._state is DeploymentState.STOPPING:
+        if self.state is DeploymentState.STOPPING:
             return
-        if self._state is DeploymentState.REPAIRING:
+        if self.state is DeploymentState.REPAIRING:
             self._fail(failed)
         elif self.is_updating:
-            self._machine.advance(DeploymentEvent.FINISH_UPDATE)
+            self.advance(DeploymentEvent.FINISH_UPDATE)
         elif failed.failure.retry_hint is RetryHint.WAIT_FOR_MEMORY:
             # Copies of the weights in each process would find less.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
@@ -360,7 +360,7 @@ class Deployment(DeploymentView):
             self.spec = self.spec.without_forking()
             self._wanted_source = failed.source
             return
-        elif self._state is DeploymentState.INITIAL and failed.failure.retry_hint is not RetryHint.MAY_SUCCEED:
+        elif self.state is DeploymentState.INITIAL and failed.failure.retry_hint is not RetryHint.MAY_SUCCEED:
             self._fail(failed)
         else:
             self._backoff.on_start_failed(now)
@@ -373,7 +373,7 @@ class Deployment(DeploymentView):
         return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.failure.is_transient
 
     def _retry_or_fail(self, failed: GenerationBase) -> None:
-        if self._state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
+        if self.state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
             # What has served before was good: it is not given up, whatever is in its way now.
             self._wanted_source = failed.source
             delay_s = self._backoff.delay_s
@@ -382,7 +382,7 @@ class Deployment(DeploymentView):
             self._fail(failed)
 
     def _fail(self, last: GenerationBase) -> None:
-        self._machine.advance(DeploymentEvent.FAIL)
+        self.advance(DeploymentEvent.FAIL)
         self._is_failing = True
         consequence = (
             ""
@@ -400,7 +400,7 @@ class Deployment(DeploymentView):
         self.serving = None
         self.draining.append(serving)
         self._failed_generation = serving
-        if self._state is DeploymentState.STOPPING or serving.state is not GenerationState.FAILED:
+        if self.state is DeploymentState.STOPPING or serving.state is not GenerationState.FAILED:
             return
         self._backoff.on_death(now - self._serving_since, now)
         self._wanted_source = serving.source

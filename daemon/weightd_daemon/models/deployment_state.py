@@ -93,7 +93,7 @@ class RolloutPolicy:
     buffer_bytes: int = 0
 
 
-class DeploymentView:
+class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
     """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
 
     Args:
@@ -109,6 +109,7 @@ class DeploymentView:
     """
 
     def __init__(self, placement: Placement, spec: GenerationSpec) -> None:
+        super().__init__(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {placement.name}", {})
         self.placement = placement
         self.spec = spec
         self.serving: GenerationBase | None = None
@@ -120,14 +121,7 @@ class DeploymentView:
         self._is_failing = False
         # What the next generation loads, once there may be one.
         self._wanted_source: ModelSource | None = None
-        self._machine = Machine(
-            DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {placement.name}", {}
-        )
         self.predecessor: ReplacedDeployment | None = None
-
-    @property
-    def _state(self) -> DeploymentState:
-        return self._machine.state
 
     @property
     def generations(self) -> list[GenerationBase]:
@@ -145,7 +139,7 @@ class DeploymentView:
         return (
             self._failed_generation is None
             or self._failed_generation.failure.retry_hint is RetryHint.MAY_SUCCEED
-            or self._state is DeploymentState.STOPPING
+            or self.state is DeploymentState.STOPPING
         )
 
     @property
@@ -166,12 +160,12 @@ class DeploymentView:
     @property
     def is_updating(self) -> bool:
         """Whether what `update` has loaded is still on its way."""
-        return self._state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
+        return self.state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
 
     @property
     def has_failed(self) -> bool:
         """Whether nothing has served and nothing is loaded, until a retry or an update."""
-        return self._state is DeploymentState.FAILED
+        return self.state is DeploymentState.FAILED
 
     @property
     def is_failing(self) -> bool:
@@ -187,19 +181,19 @@ class DeploymentView:
     def is_lost(self) -> bool:
         """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
         is_reconnecting = self.loading is not None and self.loading.is_reconnecting
-        return self._state is DeploymentState.ESTABLISHED and self.serving is None and not is_reconnecting
+        return self.state is DeploymentState.ESTABLISHED and self.serving is None and not is_reconnecting
 
     @property
     def is_being_replaced(self) -> bool:
         """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
         return (
-            self._state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
+            self.state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
         )
 
     @property
     def is_vacated(self) -> bool:
         """Whether it has made room for another model of its name."""
-        return self._state is DeploymentState.VACATED
+        return self.state is DeploymentState.VACATED
 
     @property
     def is_busy(self) -> bool:
