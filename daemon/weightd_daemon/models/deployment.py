@@ -17,6 +17,7 @@ from weightd_daemon.generations.progress import FailureReason, RetryHint
 from weightd_daemon.generations.restarts import RestartBackoff
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.states import ACTIVE, GenerationState
+from weightd_daemon.models.admission import Admission
 from weightd_daemon.models.deployment_state import (
     LOADING_STATES,
     DeploymentEvent,
@@ -24,9 +25,8 @@ from weightd_daemon.models.deployment_state import (
     DeploymentView,
     RolloutPolicy,
 )
-from weightd_daemon.models.placement import Placement, ResourceRequest
+from weightd_daemon.models.placement import Placement
 from weightd_daemon.processes.events import Snapshot
-from weightd_protocol.messages.worker_common import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
 
@@ -40,6 +40,9 @@ class Deployment(DeploymentView):
         rollout_policy: how one follows another.
         make_generation: makes a generation of a source, with a new number.
         wake: called when there may be room by now for what waits for it: `tick` is due.
+
+    Attributes:
+        admission: of its generations, where they are placed.
     """
 
     def __init__(
@@ -52,35 +55,33 @@ class Deployment(DeploymentView):
     ) -> None:
         super().__init__(placement, spec)
         self._rollout_policy = rollout_policy
-        self._process_bytes = rollout_policy.process_bytes
+        self.admission = Admission(placement, rollout_policy, wake)
         self._make_generation = make_generation
-        self._wake = wake
         self._backoff = RestartBackoff()
         self._serving_since = 0.0
         # Of a generation that has its snapshot and waits for room.
         self._pending_snapshot: tuple[Snapshot, SelfTestSpec | None] | None = None
-        # Something has been released since it was refused.
-        self._is_memory_released = False
         self._actions: list[tuple[GenerationBase, Action]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self, source: ModelSource) -> None:
-        """Load the first generation."""
-        self._load(source)
+        """Load a generation of this source."""
+        self._wanted_source = None
+        self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
+        self.loading.start()
+        self._collect_actions()
 
     def resume(self, generation: GenerationBase, snapshot: Snapshot, now: float, port: int = 0) -> None:
         """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
         self.loading = self._last_generation = generation
         self.spec = generation.spec
         self.advance(DeploymentEvent.SERVE)
-        self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
-        # It is there: whether there is room is no question.
-        self.placement.restore(generation.label, self._resource_request(snapshot), port)
+        self.admission.restore(generation, snapshot, port)
         self.reconcile(now)
 
     def update(self, source: ModelSource, now: float) -> None:
-        """Load a generation that is to take over once `switch_to_loaded` is called.
+        """Load a generation that is to take over once `take_over` is called.
 
         What `is_lost`, or `is_being_replaced`, is tried again only if that fails.
         """
@@ -90,14 +91,14 @@ class Deployment(DeploymentView):
             self.loading = self._pending_snapshot = None
             self._drain_generation(old, now)
         self.advance(DeploymentEvent.UPDATE)
-        self._load(source)
+        self.start(source)
         self._wanted_source = wanted_again
 
     def retry(self, source: ModelSource) -> None:
         """Load again what has `failed`."""
         self.advance(DeploymentEvent.RETRY)
         self._backoff = RestartBackoff()
-        self._load(source)
+        self.start(source)
 
     def on_snapshot_taken(
         self, source: ModelSource, snapshot: Snapshot, now: float, selftest: SelfTestSpec | None = None
@@ -106,34 +107,42 @@ class Deployment(DeploymentView):
 
         `selftest` is what an earlier generation of the source has found out of it.
         """
-        if self._is_awaiting_snapshot(source):
+        if self.is_awaiting_snapshot(source):
             self._pending_snapshot = snapshot, selftest
             self.reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
-        if self._is_awaiting_snapshot(source) and self.loading is not None:
+        if self.is_awaiting_snapshot(source) and self.loading is not None:
             self.loading.fail(FailureReason(cause, is_transient=is_transient), now)
             self.reconcile(now)
 
-    def switch_to_loaded(self, now: float) -> None:
-        """Let the generation that was loaded by `update` take over."""
-        if self.loading is not None:
-            self._take_over(self.loading, now)
-            self.reconcile(now)
+    def take_over(self, now: float) -> None:
+        """Let the generation that was loaded serve; `reconcile` comes next."""
+        loading = self.loading
+        if loading is None:
+            return
+        old, self.serving, self.loading = self.serving, loading, None
+        self._wanted_source, self._serving_since = None, now
+        if self.state is DeploymentState.INITIAL:
+            self.advance(DeploymentEvent.SERVE)
+        elif self.is_updating:
+            self.advance(DeploymentEvent.FINISH_UPDATE)
+        self._backoff.on_ready()
+        self._failed_generation = None
+        self._is_failing = False
+        if old is not None:
+            _log.info("%s takes over from %s", loading.label, old.label, extra=loading.log_extra())
+            self._drain_generation(old, now)
+        # After the old one's workers are dismissed: no two generations are given requests.
+        self._collect_actions()
+        self._actions += [(loading, AddSlot(name)) for name in loading.processes.slots]
 
     def abandon(self, cause: str, now: float) -> None:
         """Give up the generation that was loaded by `update`."""
         if self.loading is not None and self.is_updating:
             self.loading.fail(FailureReason(cause), now)
             self.reconcile(now)
-
-    def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
-        """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
-        if memory is not None:
-            self.placement.set_free_bytes(memory.free_bytes, rank)
-            self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
-            self.placement.set_process_bytes(generation.label, self._process_bytes)
 
     def mark_leaving(self) -> None:
         """It will be drained: who needs the room may wait for that."""
@@ -180,7 +189,6 @@ class Deployment(DeploymentView):
     def reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; to be called after each event of a generation."""
         self._collect_actions()
-        self._remove_ended()
         if self.loading is not None and self.loading.state not in ACTIVE:
             self._on_loading_failed(self.loading, now)
         if self.serving is not None and self.serving.state not in ACTIVE:
@@ -188,17 +196,19 @@ class Deployment(DeploymentView):
         if self.state is not DeploymentState.STOPPING:
             self._admit(now)
             self._take_over_if_ready(now)
-            self._load_if_wanted(now)
+            if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
+                self._wanted_source = self.serving.source
+            if self.may_load and now >= self._backoff.due_at and self._wanted_source is not None:
+                self.start(self._wanted_source)
         self._collect_actions()
-        self._remove_ended()
 
     @property
     def next_tick_at(self) -> float:
         """When `tick` is due, in monotonic seconds."""
-        if self._is_memory_released and self._pending_snapshot is not None:
+        if self.admission.is_released and self._pending_snapshot is not None:
             return 0.0
         due_at = min((each.next_tick_at for each in self.generations), default=float("inf"))
-        return min(due_at, self._backoff.due_at) if self._may_load() else due_at
+        return min(due_at, self._backoff.due_at) if self.may_load else due_at
 
     def take_actions(self) -> list[tuple[GenerationBase, Action]]:
         """Return what is to be done, in order, and forget it."""
@@ -207,24 +217,20 @@ class Deployment(DeploymentView):
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
-    def _load(self, source: ModelSource) -> None:
-        self._wanted_source = None
-        self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
-        self.loading.start()
-        self._collect_actions()
-
     def _admit(self, now: float) -> None:
         """Let a generation that has its snapshot go on, if its device has room."""
-        self._is_memory_released = False
+        self.admission.is_released = False
         if self._pending_snapshot is None or self.loading is None:
             return
         snapshot, selftest = self._pending_snapshot
-        coming, old, need = self.loading, self.serving, self._resource_request(snapshot)
+        coming, old, need = self.loading, self.serving, self.admission.request(self.spec, snapshot)
         is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
-        reason = self._rejection_reason(coming.label, need, now)
+        reason = self.admission.rejection_reason(coming.label, need, now)
         if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
             return  # they make room, and there are never more than two
-        if old is not None and self._should_vacate_first(reason):
+        # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
+        is_beside = self.is_updating and self.spec.rank_group is None
+        if old is not None and not is_beside and self._rollout_policy.vacates_first(has_room=not reason):
             vacate_reason = reason or "policy replace"
             reason = self.placement.rejection_reason(coming.label, need, excluding=[old.label])
             if not reason:
@@ -236,11 +242,7 @@ class Deployment(DeploymentView):
                     self._wanted_source = old.source
                 self._drain_generation(old, now)
                 return
-        if reason and not self.placement.rejection_reason(coming.label, need, excluding=self.placement.leaving):
-            if coming.label not in self.placement.waiting:
-                labels = ", ".join(sorted(self.placement.leaving))
-                _log.info("%s waits for memory of %s", coming.label, labels, extra=coming.log_extra())
-                self.placement.wait_for_release(coming.label, self._on_memory_released)
+        if reason and self.admission.will_suffice(coming, need):
             return
         if reason:
             coming.fail(FailureReason(reason), now)
@@ -249,40 +251,6 @@ class Deployment(DeploymentView):
             self._pending_snapshot = None
             self.placement.reserve(coming.label, need)
             coming.on_snapshot_taken(snapshot.sha256, now, selftest, tuple(each.sha256 for each in snapshot.slices))
-
-    def _rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
-        """Why there is no room for a generation, or ""; whose place it may take has made way for it."""
-        reason = self.placement.rejection_reason(label, request)
-        if not reason or self.predecessor is None:
-            return reason
-        leaving_labels = [*self.placement.leaving, *self.predecessor.generation_labels()]
-        if not self.placement.rejection_reason(label, request, excluding=leaving_labels):
-            self.predecessor.vacate(now)
-        return self.placement.rejection_reason(label, request)
-
-    def _on_memory_released(self) -> None:
-        self._is_memory_released = True
-        self._wake()
-
-    def _should_vacate_first(self, reason: str) -> bool:
-        """Whether the generation that serves leaves before the next one is loaded."""
-        # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
-        is_beside = self.is_updating and self.spec.rank_group is None
-        if is_beside or self._rollout_policy.policy is ReplacementPolicy.OVERLAP:
-            return False
-        return self._rollout_policy.policy is ReplacementPolicy.REPLACE or bool(reason)
-
-    def _resource_request(self, snapshot: Snapshot) -> ResourceRequest:
-        nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
-        if slices:
-            buffer_bytes = self._rollout_policy.buffer_bytes
-            return ResourceRequest(nbytes, 1, len(slices), len(slices), self._process_bytes, buffer_bytes, slices)
-        if self.spec.rank_group is not None:
-            return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
-        worker_count = self.spec.process_count
-        # Without sharing the holder has left, and its copy with it, before a worker loads.
-        copy_count = 1 if self.spec.is_sharing else worker_count
-        return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
 
     def _take_over_if_ready(self, now: float) -> None:
         """The coming generation takes over: at once where nobody serves, else as soon as it is complete."""
@@ -294,37 +262,7 @@ class Deployment(DeploymentView):
                 loading.fail(loading.failure.with_prefix("not every worker could load it: "), now)
                 self._on_loading_failed(loading, now)
         elif self.serving is None or loading.is_complete:
-            self._take_over(loading, now)
-
-    def _take_over(self, loading: GenerationBase, now: float) -> None:
-        old, self.serving, self.loading = self.serving, loading, None
-        self._wanted_source, self._serving_since = None, now
-        if self.state is DeploymentState.INITIAL:
-            self.advance(DeploymentEvent.SERVE)
-        elif self.is_updating:
-            self.advance(DeploymentEvent.FINISH_UPDATE)
-        self._backoff.on_ready()
-        self._failed_generation = None
-        self._is_failing = False
-        if old is not None:
-            _log.info("%s takes over from %s", loading.label, old.label, extra=loading.log_extra())
-            self._drain_generation(old, now)
-        # After the old one's workers are dismissed: no two generations are given requests.
-        self._collect_actions()
-        self._actions += [(loading, AddSlot(name)) for name in loading.processes.slots]
-
-    def _load_if_wanted(self, now: float) -> None:
-        if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
-            self._wanted_source = self.serving.source
-        if self._may_load() and now >= self._backoff.due_at and self._wanted_source is not None:
-            self._load(self._wanted_source)
-
-    def _may_load(self) -> bool:
-        return self._wanted_source is not None and self.loading is None and self.state in LOADING_STATES
-
-    def _is_awaiting_snapshot(self, source: ModelSource) -> bool:
-        loading = self.loading
-        return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
+            self.take_over(now)
 
     def _on_loading_failed(self, failed: GenerationBase, now: float) -> None:
         self.loading, self._pending_snapshot = None, None
@@ -340,7 +278,7 @@ class Deployment(DeploymentView):
             # Copies of the weights in each process would find less.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
             self._retry_or_fail(failed)
-        elif self._should_fall_back(failed):
+        elif self._rollout_policy.should_fall_back and self.spec.is_sharing and _may_sharing_be_why(failed):
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
                 failed.label,
@@ -365,12 +303,8 @@ class Deployment(DeploymentView):
         else:
             self._backoff.on_start_failed(now)
             self._retry_or_fail(failed)
-        self._log_failure(failed)
-
-    def _should_fall_back(self, failed: GenerationBase) -> bool:
-        """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
-        has_sharing_failed = self.spec.is_sharing and bool(failed.sha256) and failed.built is None
-        return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.failure.is_transient
+        if not self.has_failed:
+            _log_failure(failed)
 
     def _retry_or_fail(self, failed: GenerationBase) -> None:
         if self.state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
@@ -391,11 +325,6 @@ class Deployment(DeploymentView):
         )
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 
-    def _log_failure(self, generation: GenerationBase) -> None:
-        """Tell why, unless that was told with what follows."""
-        if not self.has_failed and generation.state is GenerationState.FAILED:
-            _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())
-
     def _on_serving_failed(self, serving: GenerationBase, now: float) -> None:
         self.serving = None
         self.draining.append(serving)
@@ -404,7 +333,8 @@ class Deployment(DeploymentView):
             return
         self._backoff.on_death(now - self._serving_since, now)
         self._wanted_source = serving.source
-        self._log_failure(serving)
+        if not self.has_failed:
+            _log_failure(serving)
 
     def _drain_generation(self, old: GenerationBase, now: float) -> None:
         if self.serving is old:
@@ -412,17 +342,26 @@ class Deployment(DeploymentView):
         self.draining.append(old)
         old.drain(now, timeout_s=self.spec.predict_timeout)
 
-    def _remove_ended(self) -> None:
-        for generation in [each for each in self.draining if each.is_ended]:
-            self.draining.remove(generation)
-            self.placement.release(generation.label)
-            self._actions.append((generation, DeleteFiles()))
-
     def _collect_actions(self) -> None:
-        """Take the generations' actions; only the one that serves may have its workers enlisted."""
+        """Take the generations' actions; only the one that serves may have its slots added. Forget what has ended."""
         self._actions += [
             (generation, action)
             for generation in self.generations
             for action in generation.take_actions()
             if not isinstance(action, AddSlot) or generation is self.serving
         ]
+        for generation in [each for each in self.draining if each.is_ended]:
+            self.draining.remove(generation)
+            self.placement.release(generation.label)
+            self._actions.append((generation, DeleteFiles()))
+
+
+def _may_sharing_be_why(failed: GenerationBase) -> bool:
+    """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
+    return bool(failed.sha256) and failed.built is None and not failed.failure.is_transient
+
+
+def _log_failure(generation: GenerationBase) -> None:
+    """Tell why, unless that was told with what follows."""
+    if generation.state is GenerationState.FAILED:
+        _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())

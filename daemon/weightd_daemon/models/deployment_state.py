@@ -14,7 +14,7 @@ from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import RetryHint
 from weightd_daemon.generations.spec import CONCAT, GenerationSpec, ModelSource, RankGroupSpec
-from weightd_daemon.generations.states import Machine
+from weightd_daemon.generations.states import GenerationState, Machine
 from weightd_daemon.models.placement import CardGroup, DeviceBudget, Placement
 from weightd_daemon.platform.memory import MIB
 
@@ -92,6 +92,12 @@ class RolloutPolicy:
     process_bytes: int = 0
     buffer_bytes: int = 0
 
+    def vacates_first(self, *, has_room: bool) -> bool:
+        """Return whether the generation that serves leaves before the next one is loaded."""
+        return self.policy is ReplacementPolicy.REPLACE or (
+            self.policy is not ReplacementPolicy.OVERLAP and not has_room
+        )
+
 
 class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
     """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
@@ -105,7 +111,6 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         loading: the one that loads.
         draining: those that wind down.
         spec: of the next generation.
-        predecessor: whose place it may take where there is no room for both; None: nobody's.
     """
 
     def __init__(self, placement: Placement, spec: GenerationSpec) -> None:
@@ -121,7 +126,6 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         self._is_failing = False
         # What the next generation loads, once there may be one.
         self._wanted_source: ModelSource | None = None
-        self.predecessor: ReplacedDeployment | None = None
 
     @property
     def generations(self) -> list[GenerationBase]:
@@ -194,6 +198,16 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
     def is_vacated(self) -> bool:
         """Whether it has made room for another model of its name."""
         return self.state is DeploymentState.VACATED
+
+    @property
+    def may_load(self) -> bool:
+        """Whether a generation is wanted, and none is in its way: when it is loaded depends on the last failures."""
+        return self._wanted_source is not None and self.loading is None and self.state in LOADING_STATES
+
+    def is_awaiting_snapshot(self, source: ModelSource) -> bool:
+        """Return whether a generation waits for the snapshot of that source."""
+        loading = self.loading
+        return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
 
     @property
     def is_busy(self) -> bool:

@@ -247,7 +247,7 @@ class ServedModel:
             return
         predecessor = ReplacedDeployment(lambda: [each.label for each in old.generations], old.vacate)
         for deployment in self.deployments:
-            deployment.predecessor = predecessor
+            deployment.admission.predecessor = predecessor
 
     def vacate(self, now: float) -> None:
         """The model that is to replace it needs its room: what serves leaves, and what comes waits."""

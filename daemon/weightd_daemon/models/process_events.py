@@ -170,7 +170,7 @@ class ProcessEvents:
             case _:
                 generation.on_message(child, message, now)
         if isinstance(message, (Built, Attached, JoinedGroup, SelfTestDone)):
-            deployment.on_device_memory(generation, message.device, rank_number(child) or 0)
+            deployment.admission.on_device_memory(generation, message.device, rank_number(child) or 0)
         is_watched = isinstance(generation, Generation) and isinstance(message, (Attached, Reconnected))
         if is_watched and generation.processes.is_ready(child):
             self._use.dispatchers[0].processes.watch(child, now)

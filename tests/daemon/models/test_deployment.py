@@ -101,6 +101,10 @@ class DeploymentHarness:
             self.there[label].on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), self.now)
         return self.settled()
 
+    def takes_over(self) -> None:
+        self.deployment.take_over(self.now)
+        self.deployment.reconcile(self.now)
+
     def builds(self, label: str, device: DeviceMemory | None = None) -> DeploymentHarness:
         """Everybody says hello, and the holder builds."""
         self.greets(label)
@@ -235,8 +239,8 @@ def test_what_it_learns_counts_for_the_next_one_too() -> None:
     life = DeploymentHarness(frozen=True).pinned().builds("m.1", DeviceMemory(1000 * MIB, 500 * MIB))
     memory, generation = DeviceMemory(1000 * MIB, 470 * MIB), life.there["m.1"]
     generation.on_message("m.1.w1", Attached("canary", 1, device=memory), life.now)
-    life.deployment.on_device_memory(generation, memory)
-    life.deployment.on_device_memory(generation, None)
+    life.deployment.admission.on_device_memory(generation, memory)
+    life.deployment.admission.on_device_memory(generation, None)
     assert (life.device.free_bytes, life.device.reserved["m.1"].process_bytes) == (470 * MIB, 30 * MIB)
     life.settled().attaches("m.1.w2").exit("m.1.holder").pinned()
     assert life.device.reserved["m.2"].process_bytes == 30 * MIB
@@ -385,7 +389,7 @@ def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Replacement
     life.attaches("m.2.w2")
     assert (life.deployment.is_update_ready, life.deployment.is_updating) == (True, True)
     assert (life.standing, life.passed_on()) == (("m.1", "m.2", []), [])
-    life.deployment.switch_to_loaded(life.now)
+    life.takes_over()
     assert (life.deployment.is_update_ready, life.deployment.is_updating) == (False, False)
     assert life.standing == ("m.2", "", ["m.1"])
     assert life.passed_on() == ["RemoveSlot m.1.w1", "RemoveSlot m.1.w2", "AddSlot m.2.w1", "AddSlot m.2.w2"]
@@ -411,7 +415,7 @@ def test_an_update_can_be_abandoned_once_and_is_not_tried_again() -> None:
     life = updating().loads("m.2", SECOND)
     life.deployment.abandon("another device failed", life.now)
     life.deployment.abandon("twice", life.now)
-    life.deployment.switch_to_loaded(life.now)
+    life.takes_over()
     assert (life.standing, life.passed_on()) == (("m.1", "", ["m.2"]), ["RemoveSlot m.2.w1", "RemoveSlot m.2.w2"])
     assert life.deployment.cause == "another device failed"
     life.is_lost("m.2")
@@ -426,7 +430,7 @@ def test_what_is_lost_during_an_update_is_loaded_again_only_if_that_fails(fails:
         life.exit("m.2.holder")
         assert life.there[life.coming].source == FIRST
     else:
-        life.builds("m.2").attaches("m.2.w1", "m.2.w2").deployment.switch_to_loaded(life.now)
+        life.builds("m.2").attaches("m.2.w1", "m.2.w2").takes_over()
         life.is_lost("m.1")
         assert (life.standing, life.deployment.is_busy) == (("m.2", "", []), False)
 
@@ -448,7 +452,7 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
         life.deployment.tick(life.now)
         assert life.there[life.coming].source == FIRST
     else:
-        life.loads(label, SECOND).deployment.switch_to_loaded(life.now)
+        life.loads(label, SECOND).takes_over()
         assert (life.standing[:2], life.deployment.is_busy, life.deployment.is_lost) == ((label, ""), False, False)
 
 

@@ -1,0 +1,89 @@
+"""Room for the generations of one deployment: what each takes of its placement, and who makes way for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.spec import GenerationSpec
+from weightd_daemon.models.deployment_state import ReplacedDeployment, RolloutPolicy
+from weightd_daemon.models.placement import Placement, ResourceRequest
+from weightd_daemon.processes.events import Snapshot
+from weightd_protocol.messages.worker_common import DeviceMemory
+
+_log = logging.getLogger("weightd.generation")
+
+
+class Admission:
+    """What a deployment has room for.
+
+    Args:
+        placement: where it is.
+        rollout_policy: what is configured of the memory that processes take.
+        wake: called when something has been released that a generation waits for.
+
+    Attributes:
+        predecessor: whose place it may take where there is no room for both; None: nobody's.
+        is_released: something has been released since a generation had to wait.
+    """
+
+    def __init__(self, placement: Placement, rollout_policy: RolloutPolicy, wake: Callable[[], object]) -> None:
+        self.predecessor: ReplacedDeployment | None = None
+        self.is_released = False
+        self._placement = placement
+        self._rollout_policy = rollout_policy
+        self._process_bytes = rollout_policy.process_bytes
+        self._wake = wake
+
+    def request(self, spec: GenerationSpec, snapshot: Snapshot) -> ResourceRequest:
+        """Return what a generation takes that loads this snapshot."""
+        nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
+        if slices:
+            buffer_bytes = self._rollout_policy.buffer_bytes
+            return ResourceRequest(nbytes, 1, len(slices), len(slices), self._process_bytes, buffer_bytes, slices)
+        if spec.rank_group is not None:
+            return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
+        worker_count = spec.process_count
+        # Without sharing the holder has left, and its copy with it, before a worker loads.
+        copy_count = 1 if spec.is_sharing else worker_count
+        return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
+
+    def restore(self, generation: GenerationBase, snapshot: Snapshot, port: int) -> None:
+        """A generation is there, with that port: whether there is room for it is no question."""
+        self._learn(generation)
+        self._placement.restore(generation.label, self.request(generation.spec, snapshot), port)
+
+    def rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
+        """Return why there is no room for a generation, or ""; whose place it may take has made way for it."""
+        reason = self._placement.rejection_reason(label, request)
+        if not reason or self.predecessor is None:
+            return reason
+        leaving_labels = [*self._placement.leaving, *self.predecessor.generation_labels()]
+        if not self._placement.rejection_reason(label, request, excluding=leaving_labels):
+            self.predecessor.vacate(now)
+        return self._placement.rejection_reason(label, request)
+
+    def will_suffice(self, generation: GenerationBase, request: ResourceRequest) -> bool:
+        """Return whether there is room once those are gone that leave; then the generation waits for it."""
+        if self._placement.rejection_reason(generation.label, request, excluding=self._placement.leaving):
+            return False
+        if generation.label not in self._placement.waiting:
+            labels = ", ".join(sorted(self._placement.leaving))
+            _log.info("%s waits for memory of %s", generation.label, labels, extra=generation.log_extra())
+            self._placement.wait_for_release(generation.label, self._on_released)
+        return True
+
+    def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
+        """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
+        if memory is not None:
+            self._placement.set_free_bytes(memory.free_bytes, rank)
+            self._learn(generation)
+            self._placement.set_process_bytes(generation.label, self._process_bytes)
+
+    def _learn(self, generation: GenerationBase) -> None:
+        self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
+
+    def _on_released(self) -> None:
+        self.is_released = True
+        self._wake()
