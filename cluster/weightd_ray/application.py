@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 from weightd_common.modelfiles.files import ModelFileError, digest
+from weightd_gateway.http.messages import AsgiApp, Receive, Scope, Send
 from weightd_ray import options as arguments
-from weightd_ray.asgi import Receive, Scope, Send
 from weightd_ray.options import Arguments
 from weightd_ray.replica import Replica
 
@@ -37,7 +37,7 @@ class _Serving(Replica):
         super().__init__(arguments)
         await self.start()
 
-    def __serve_build_asgi_app__(self) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    def __serve_build_asgi_app__(self) -> AsgiApp:
         # A function, and no method: uvicorn takes anything else for one of an earlier ASGI.
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self.asgi(scope, receive, send)

@@ -16,8 +16,7 @@ from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.http.app import HttpApi
-from weightd_gateway.http.auth import ANY_HOST
-from weightd_gateway.http.responses import HttpReply, error_reply
+from weightd_gateway.http.messages import ANY_HOST, HttpRequest, Receive, Scope, Send, error_reply
 from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
@@ -31,8 +30,6 @@ from weightd_protocol.errors import (
     WeightdError,
 )
 from weightd_protocol.schema import label
-from weightd_ray import asgi
-from weightd_ray.asgi import AsgiRequest, Receive, Scope, Send
 from weightd_ray.daemon import DaemonEndpoint, EmbeddedDaemon, HostDaemon
 from weightd_ray.options import Arguments
 
@@ -121,11 +118,12 @@ class Replica:
         admission = AdmissionControl(config.max_in_flight, config.max_memory_bytes)
         self._daemon_client = _CheckedDaemonClient(self._check_verified, self._address, config.timeout, admission)
         self._exit_stack.push_async_callback(self._daemon_client.close)
-        authenticator = Authenticator({}, {}, {}, anonymous=self._caller)
         parsers = ParserPool()
         self._exit_stack.push_async_callback(parsers.close)
-        gateway = Gateway(config, authenticator, self._daemon_client, RegisteredRegions(enabled=False), parsers)
-        self._api = HttpApi(gateway, frozenset({ANY_HOST}))
+        nobody, no_regions = Authenticator({}, {}, {}), RegisteredRegions(enabled=False)
+        gateway = Gateway(config, nobody, self._daemon_client, no_regions, parsers)
+        # Whoever reaches Serve's proxy may ask, whatever authorization is meant for it.
+        self._api = HttpApi(gateway, frozenset({ANY_HOST}), self._caller, arguments.request_timeout)
         await self._wait_verified()
 
     async def _make_daemon(self) -> DaemonEndpoint:
@@ -285,20 +283,13 @@ class Replica:
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer over HTTP, as the gateway does: the Open Inference Protocol."""
-        if scope["type"] == "lifespan":
-            await asgi.handle_lifespan(receive, send)
-        elif scope["type"] != "http":
-            await asgi.refuse_websocket(send)
-        else:
-            request = AsgiRequest(scope, receive, self._arguments.request_timeout)
-            await asgi.send_reply(await self._handle(request), request.method, send)
-
-    async def _handle(self, request: AsgiRequest) -> HttpReply:
         try:
-            self._check_verified()
+            if scope["type"] == "http":
+                self._check_verified()
         except RequestError as error:
-            return error_reply(error)
-        return await self._api.handle(request)
+            await error_reply(error).send(HttpRequest(scope, receive), send)
+        else:
+            await self._api(scope, receive, send)
 
     def _check_verified(self) -> None:
         if not self._is_verified:

@@ -141,7 +141,7 @@ class Handshakes:
         peer: Peer,
         context: ssl.SSLContext,
         timeout_s: float,
-        protocol_factory: Callable[[], asyncio.Protocol],
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
     ) -> None:
         """Complete the handshake of a connection and attach a protocol to it.
 
@@ -189,7 +189,7 @@ class Handshakes:
         peer: Peer,
         context: ssl.SSLContext,
         timeout_s: float,
-        protocol_factory: Callable[[], asyncio.Protocol],
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
     ) -> None:
         loop = asyncio.get_running_loop()
         raw, _ = await loop.connect_accepted_socket(_Paused, connection)
@@ -277,18 +277,18 @@ class _EarlyData(asyncio.Protocol):
     """Keeps what comes between the handshake and `hand_over`."""
 
     def __init__(self) -> None:
-        self._protocol: asyncio.Protocol | None = None
+        self._protocol: asyncio.BaseProtocol | None = None
         self._received = b""
         self._has_ended = False
 
-    def hand_over(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+    def hand_over(self, transport: asyncio.Transport, protocol: asyncio.BaseProtocol) -> None:
         """Attach the protocol that has the connection from now on."""
         self._protocol = protocol
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         if self._received:
-            protocol.data_received(self._received)
-        if self._has_ended and not protocol.eof_received():
+            _feed(protocol, self._received)
+        if self._has_ended and not cast(asyncio.Protocol, protocol).eof_received():
             transport.close()
 
     def data_received(self, data: bytes) -> None:

@@ -82,7 +82,17 @@ def test_it_needs_python_37_and_three_packages_and_has_seven_extras(wheel: Path)
     assert core == ["msgpack", "numpy", "pyzmq"]
     assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "gateway", "images", *ENGINES, "ray"]
     extras = [each for each in requirements if "extra ==" in each]
-    needed = {"aiohttp", "grpcio", "pillow", "protobuf", "pynacl", "ray[serve]", "tomli", *ENGINES}
+    needed = {
+        "grpcio",
+        "grpcio-reflection",
+        "httptools",
+        "pillow",
+        "protobuf",
+        "pynacl",
+        "ray[serve]",
+        "tomli",
+        *ENGINES,
+    }
     assert {each.partition(">")[0] for each in extras} == needed
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 

@@ -1,13 +1,11 @@
-"""What is done for each request: who asks, what is asked, and the answer that comes of it."""
+"""The ASGI application: the REST form of the Open Inference Protocol, Triton's extensions of it, and the page."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
-
-from aiohttp import hdrs
+from typing import Any
 
 from weightd_common.exposition import CONTENT_TYPE, exposition
 from weightd_common.rate_limits import RateLimitedLog
@@ -16,13 +14,21 @@ from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
 from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.fair_limit import FairLimit
-from weightd_gateway.http import body, infer_json
-from weightd_gateway.http.auth import caller_of, check_host, traceparent_of
-from weightd_gateway.http.connection import ConnectionPhase
+from weightd_gateway.http import infer_json
 from weightd_gateway.http.infer import HttpInference
-from weightd_gateway.http.request import HttpRequest, RequestConnection
-from weightd_gateway.http.responses import HttpError, HttpReply, error_reply, json_reply
+from weightd_gateway.http.messages import (
+    HttpError,
+    HttpReply,
+    HttpRequest,
+    Receive,
+    Scope,
+    Send,
+    error_reply,
+    json_reply,
+    read_body,
+)
 from weightd_gateway.http.routes import Operation, parse_route
+from weightd_gateway.logs import log_failure
 from weightd_gateway.page.files import FILES, STATUS_HEADERS
 from weightd_gateway.page.poller import StatusPoller
 from weightd_gateway.tracing import TRACEPARENT
@@ -44,6 +50,9 @@ _PROBE = Caller(None, "probe")
 MAX_PROBES = 64
 
 _SERVER_ERROR = 500
+
+# Of a WebSocket that is closed, for there are none here.
+_CLOSE_UNSUPPORTED = 1003
 
 # Between two lines of the log about errors of one status to one caller: who asks again and again fills no log.
 _LOG_INTERVAL_S = 10.0
@@ -70,17 +79,27 @@ Handler = Callable[[HttpRequest, Caller, str], Awaitable[HttpReply]]
 
 
 class HttpApi:
-    """Answers requests.
+    """Answers requests: an application of ASGI, for the gateway's own server and for any other one.
 
     Args:
         gateway: what all protocols share.
         hosts: names under which callers may know this host.
+        caller: who sends each request, where another server's proxy has seen to that; None: whom the request names.
+        body_timeout_s: seconds in which the body of a request has to come; None where the server limits them.
     """
 
-    def __init__(self, gateway: Gateway, hosts: frozenset[str]) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        hosts: frozenset[str],
+        caller: Caller | None = None,
+        body_timeout_s: float | None = None,
+    ) -> None:
         self._gateway = gateway
         self._daemon_client = gateway.daemon_client
         self._hosts = hosts
+        self._caller = caller
+        self._body_timeout_s = body_timeout_s
         self._error_log = RateLimitedLog(_LOG_INTERVAL_S)
         self._status_poller = StatusPoller(gateway.daemon_client)
         self._expositions: dict[str | None, tuple[MetricsResponse, bytes]] = {}
@@ -95,12 +114,12 @@ class HttpApi:
             Operation.STATISTICS: self._statistics,
             Operation.INFER: HttpInference(gateway).infer,
             Operation.INDEX: self._index,
-            Operation.LOAD: self._load,
+            Operation.LOAD: _refuse_load,
             Operation.REGIONS: self._regions,
             Operation.REGISTER: self._register,
             Operation.UNREGISTER: self._unregister,
             Operation.CUDA_REGIONS: self._no_cuda_regions,
-            Operation.CUDA_REGISTER: self._register_cuda,
+            Operation.CUDA_REGISTER: _refuse_cuda_register,
             Operation.CUDA_UNREGISTER: self._no_cuda_regions,
             Operation.TRACE: self._trace,
             Operation.LOGGING: self._logging,
@@ -110,26 +129,40 @@ class HttpApi:
             Operation.STATUS_JSON: self._status_json,
         }
 
-    async def handle(self, request: HttpRequest) -> HttpReply:
-        """Return the answer to a request, whatever comes of it."""
-        connection = cast(RequestConnection, request.protocol)
-        connection.set_phase(ConnectionPhase.ANSWER)
-        started_at, traceparent = time.monotonic(), traceparent_of(request)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as ASGI wants it."""
+        if scope["type"] == "http":
+            request = HttpRequest(scope, receive, self._body_timeout_s)
+            await (await self._reply(request)).send(request, send)
+        elif scope["type"] == "lifespan":
+            # Nothing is to be waited for.
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+        else:
+            await send({"type": "websocket.close", "code": _CLOSE_UNSUPPORTED})
+
+    async def _reply(self, request: HttpRequest) -> HttpReply:
+        """Return the reply to a request, whatever comes of it."""
+        started_at, traceparent = time.monotonic(), request.traceparent
         caller = _PROBE
         try:
-            check_host(request, self._hosts)
-            methods, name = parse_route(request.raw_path.partition("?")[0])
+            request.check_host(self._hosts)
+            methods, name = parse_route(request.raw_path)
             operation = methods.get("GET" if request.method == "HEAD" else request.method)
             if operation is None:
                 allowed = ", ".join(methods)
                 raise HttpError(405, f"expected method {allowed}, got {label(request.method)}", allowed)
             if operation not in _UNAUTHENTICATED:
-                caller = caller_of(request, self._gateway.authenticator)
+                caller = self._caller or request.caller(self._gateway.authenticator)
             reply = await self._handlers[operation](request, caller, name)
         except WeightdError as error:
             reply = error_reply(to_request_error(error))
         except HttpError as refused:
             reply = refused.reply()
+        except Exception as error:  # noqa: BLE001 - the caller is told, and the process goes on
+            log_failure(_log, f"a request fails: {request.method} {request.raw_path}", error)
+            reply = HttpError(_SERVER_ERROR, "the gateway fails; its log says why").reply()
         if traceparent:
             reply.headers[TRACEPARENT] = traceparent
         self._log(request, reply, caller, time.monotonic() - started_at, traceparent)
@@ -204,7 +237,7 @@ class HttpApi:
     async def _page(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         self._check_page()
         file = FILES[name]
-        if request.headers.get(hdrs.IF_NONE_MATCH) == file.etag:
+        if request.header(b"if-none-match") == file.etag:
             reply = HttpReply([], file.content_type, 304, file.headers)
             reply.body_length = len(file.body)  # that of what the browser has
             return reply
@@ -220,9 +253,6 @@ class HttpApi:
 
     # --- what Triton has and weightd does otherwise ------------------------------------------------------------
 
-    async def _load(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
-
     async def _trace(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         return json_reply(_TRACE_SETTINGS)
 
@@ -232,7 +262,9 @@ class HttpApi:
     async def _change_setting(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         if await self._read_parameters(request, caller):
             raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
-        return await (self._logging if request.path.startswith("/v2/logging") else self._trace)(request, caller, name)
+        return await (self._logging if request.raw_path.startswith("/v2/logging") else self._trace)(
+            request, caller, name
+        )
 
     # --- shared memory -----------------------------------------------------------------------------------------
 
@@ -249,9 +281,6 @@ class HttpApi:
         self._gateway.regions.unregister(caller, name)
         return json_reply({})
 
-    async def _register_cuda(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        raise InvalidArgument("weightd has no memory of CUDA devices")
-
     async def _no_cuda_regions(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         """There is none of it, and so it is when it is gone."""
         return json_reply([] if request.method == "GET" else {})
@@ -260,9 +289,14 @@ class HttpApi:
 
     async def _read_parameters(self, request: HttpRequest, caller: Caller) -> dict[str, Any]:
         """Return the map that a request has, which may be empty."""
-        connection = cast(RequestConnection, request.protocol)
         with self._daemon_client.admission.admit(caller) as permit:
-            connection.begin_body(request.content)
-            content = await body.read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
-            connection.set_phase(ConnectionPhase.ANSWER)
+            content = await read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
             return infer_json.parse_map(bytes(content)) if content else {}
+
+
+async def _refuse_load(request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+    raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
+
+
+async def _refuse_cuda_register(request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+    raise InvalidArgument("weightd has no memory of CUDA devices")

@@ -1,37 +1,43 @@
-"""Connections of callers: how long each may be silent, and which goes first where there is no room for more."""
+"""Connections of HTTP/1.1: how long each may be silent, and which one is closed where there is no room for more."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import time
+import logging
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
-from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from httptools import HttpParserError
 
 from weightd_common.peers import Peer
-from weightd_gateway.fair_runner import FairRunner, ParseChunk
-from weightd_gateway.http.responses import HttpError, HttpReply
+from weightd_gateway.fair_runner import FairRunner
+from weightd_gateway.http.exchange import HttpExchange, RequestParser
+from weightd_gateway.http.messages import JSON, MAX_COPIED_BYTES, AsgiApp, HttpError
 from weightd_gateway.listening import common_name
 from weightd_gateway.logs import log_failure
+from weightd_gateway.tensors import to_json
+
+_log = logging.getLogger("weightd.gateway.http")
 
 SWEEP_S = 1.0
 """How often `HttpConnections.sweep` has to be called."""
 
+RECEIVE_BYTES = 64 * 1024
+"""Bytes that are received at once, but for a large body, and that a connection may have received ahead."""
+
+# A body that is received to where it belongs comes in pieces of this size, so that others have their turn.
+_MAX_RECEIVED_BYTES = 256 * 1024
+
 # A sweep that comes so late shows that the process did not run.
 _OVERSLEPT_S = 0.5
 
-# Where there is no room for others, an answer has to be read within this.
+# Where there is no room for others, a reply has to be read within this.
 _SLOW_S = 1.0
 
 # The part of all connections that a peer keeps whatever other peers do.
 _RESERVED_DIVISOR = 32
-
-_BODY_TIMEOUT = "the body of the request has not come in time (receive_timeout)"
 
 
 class ConnectionPhase(enum.Enum):
@@ -40,8 +46,13 @@ class ConnectionPhase(enum.Enum):
     IDLE = "a request"
     HEADER = "the rest of its header"
     BODY = "its body"
-    ANSWER = "the answer"
-    READING = "the caller, to read that"
+    ANSWER = "the reply"
+    READING = "the client, to read that"
+    LINGERING = "the end of what the client sends and nobody reads, so that it can read the reply"
+
+
+# Those in which a connection may be closed for another one.
+_IDLE_PHASES = frozenset({ConnectionPhase.IDLE, ConnectionPhase.LINGERING})
 
 
 class HttpConnections:
@@ -49,7 +60,7 @@ class HttpConnections:
 
     Args:
         max_connections: of them.
-        phase_timeouts: seconds that a phase may take; of one that is not named any.
+        phase_timeouts: seconds that a phase may take; a phase without may take any time.
         clock: tells the time.
     """
 
@@ -63,26 +74,29 @@ class HttpConnections:
         self._all: dict[HttpConnection, None] = {}
         # How many each peer has.
         self._count_by_peer: Counter[str] = Counter()
-        # Those that ask nothing, in the order in which they have begun with that; who has sent a part of a header, too.
+        # Those without a request, in the order in which that began; with a part of a header, too.
         self._idle: dict[HttpConnection, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
+    def __iter__(self) -> Iterator[HttpConnection]:
+        return iter([*self._all])
+
     def on_connect(self, connection: HttpConnection) -> None:
-        """Add a connection; where that is one too many, end one.
+        """Add a connection; where that is one too many, close one.
 
         The peer that has the most loses one, if it has more than a thirty-second of all; otherwise peers are not
         compared, so that many peers with one connection each push out nobody who has two. Of the connections in
-        question, that which has asked nothing for longest ends, or else that which has not read an answer for longest,
-        or else the new one.
+        question, that which has sent no request for longest is closed, or else that whose client has not read a reply
+        for longest, or else the new one.
         """
         self._all[connection] = self._idle[connection] = None
         self._count_by_peer[connection.peer.key] += 1
         if len(self._all) > self._max_connections:
             key, count = max(self._count_by_peer.items(), key=lambda each: each[1])
             largest = key if count > max(1, self._max_connections // _RESERVED_DIVISOR) else None
-            # Many may come before the loop tells of the one that goes.
+            # Many may come before the loop reports the one that is closed.
             victim = next((each for each in self._idle if largest in (None, each.peer.key)), connection)
             if victim is connection:
                 limit = self.clock() - _SLOW_S
@@ -107,15 +121,15 @@ class HttpConnections:
         self._idle.pop(connection, None)
 
     def on_phase(self, connection: HttpConnection, phase: ConnectionPhase) -> None:
-        """Something else is waited for."""
-        if phase is ConnectionPhase.IDLE:
+        """Note that a connection waits for something else."""
+        if phase in _IDLE_PHASES:
             if connection in self._all:
                 self._idle[connection] = None
         elif phase is not ConnectionPhase.HEADER:
             self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Let those go that have been waited for too long, without the time in which this process was stopped."""
+        """Close those that waited for too long, without the time in which this process was stopped."""
         now = self.clock()
         overdue_s, self._next_sweep = now - self._next_sweep, now + SWEEP_S
         if overdue_s > _OVERSLEPT_S:
@@ -127,212 +141,266 @@ class HttpConnections:
                 each.on_timeout()
 
 
-class HttpConnection(RequestHandler):
-    """One connection, which knows what is waited for.
+class ConnectionParts(NamedTuple):
+    """What all connections of a server use.
+
+    Attributes:
+        app: answers requests.
+        connections: all connections.
+        fair_runner: divides the time of the event loop among the peers.
+        buffer: what is received from any connection comes here first; nothing stays there.
+    """
+
+    app: AsgiApp
+    connections: HttpConnections
+    fair_runner: FairRunner
+    buffer: memoryview
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """One connection: receives a request, has the application answer it, and goes on with the next one.
 
     Args:
-        connections: all of them.
-        fair_runner: of the peers.
+        parts: what all connections use.
         peer: the other end.
-        manager: of aiohttp.
-        options: for aiohttp.
 
     Attributes:
         peer: as above.
+        uid: the number of the user at the other end, which the kernel tells of a Unix socket; None of any other.
         phase: what is waited for.
         phase_started_at: when that began.
-        uid: the number of the user at the other end, which the kernel tells of a unix socket; None of any other.
         common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
+        unparsed: what has been received and not been used.
+        task: answers the request; None: there is none.
     """
 
-    def __init__(
-        self, connections: HttpConnections, fair_runner: FairRunner, peer: Peer, manager: web.Server, **options: Any
-    ) -> None:
-        super().__init__(manager, **options)
-        self._request_maker: Any = self._request_factory
-        self._request_factory = self._make_request
-        self._http_connections = connections
-        self._fair_runner = fair_runner
+    def __init__(self, parts: ConnectionParts, peer: Peer) -> None:
+        self._parts = parts
         self.peer = peer
-        self.phase = ConnectionPhase.IDLE
-        self.phase_started_at = connections.clock()
         self.uid = peer.uid
+        self.phase = ConnectionPhase.IDLE
+        self.phase_started_at = parts.connections.clock()
         self.common_name: str | None = None
-        self._body: Any = None
-        # What has been received and not been parsed yet.
-        self._unparsed = bytearray()
-        self._uncut = b""
+        self.unparsed = bytearray()
+        self.task: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._parser: RequestParser | None = None
+        self._exchange: HttpExchange | None = None
+        # Whether `_parse` is going to be called.
         self._is_queued = False
-        self._is_reading_held = False
-        self._is_resuming = False
-        self._chunk_size = ParseChunk()
+        self._is_reading_paused = False
+        # While the client has to read first.
+        self._writable: asyncio.Future[None] | None = None
 
-    def connection_made(self, transport: Any) -> None:  # noqa: D102
+    # --- what the event loop calls -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+        self._transport = cast(asyncio.Transport, transport)
         self.common_name = common_name(transport)
-        super().connection_made(transport)
-        self._http_connections.on_connect(self)
+        self._parts.connections.on_connect(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:  # noqa: D102
-        self._http_connections.on_disconnect(self)
-        self._unparsed = bytearray()
-        super().connection_lost(exc)
+        self._parts.connections.on_disconnect(self)
+        self._transport = None
+        self.unparsed.clear()
+        if self.task is not None:
+            self.task.cancel()
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
-        if not data:
-            # aiohttp goes on with what it has kept, after a pause.
-            super().data_received(data)
-        elif self.phase is ConnectionPhase.IDLE:
-            self.set_phase(ConnectionPhase.HEADER)
-        if data and not self._unparsed and not self._is_queued and len(data) <= self._chunk_size.size_bytes:
-            # What is not cut is not copied either.
-            self._uncut = data
-            self._queue_parse()
-            if self._uncut:
-                self._unparsed += self._uncut
-                self._uncut = b""
-        else:
-            self._unparsed += data
-            if self._unparsed and not self._is_queued:
-                self._queue_parse()
-        if self._unparsed:
-            self._hold_reading()
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: D102
+        target = None if self._exchange is None else self._exchange.target
+        return self._parts.buffer if target is None else target[:_MAX_RECEIVED_BYTES]
 
-    def _make_request(self, message: Any, payload: Any, *rest: Any) -> web.BaseRequest:
-        """Make a request that aiohttp has taken out of its queue, perhaps before its body is complete."""
-        if not payload.is_eof():
-            # aiohttp calls this before it counts the request.
-            payload.on_eof(partial(asyncio.get_running_loop().call_soon, self._on_body_complete))
-        request: web.BaseRequest = self._request_maker(message, payload, *rest)
-        return request
-
-    def _on_body_complete(self) -> None:
-        """Free the place of a request in the parser, which holds no more than aiohttp's queue.
-
-        aiohttp frees it when it takes the request out of the queue. The parser takes the place when the body is
-        complete, which may be later: it would keep that place until the connection ends.
-        """
-        if self.transport is None or self._parser is None:
+    def buffer_updated(self, nbytes: int) -> None:  # noqa: D102
+        exchange = self._exchange
+        if exchange is not None and exchange.target is not None:
+            exchange.on_received(nbytes)
             return
-        self._parser.message_consumed()
-        if not self._is_paused():
-            super().data_received(b"")
+        self.unparsed += self._parts.buffer[:nbytes]
+        if exchange is not None:
+            exchange.on_data()
+            if self.phase is ConnectionPhase.LINGERING:
+                self._linger(exchange)
+        elif self.phase is ConnectionPhase.LINGERING:
+            self.unparsed.clear()
+        elif not self._is_queued:
+            self._is_queued = True
+            self._parts.fair_runner.run(self.peer.key, self._parse)
+        if self.phase is ConnectionPhase.IDLE:
+            self.set_phase(ConnectionPhase.HEADER)
+        if len(self.unparsed) > RECEIVE_BYTES and self._transport is not None and not self._is_reading_paused:
+            self._is_reading_paused = True
+            self._transport.pause_reading()
 
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Go on with the body of a request, in the next pass of the loop.
+    def pause_writing(self) -> None:  # noqa: D102
+        self._writable = asyncio.get_running_loop().create_future()
 
-        aiohttp wants this for each chunk that is taken out of a full buffer, and would fill the buffer again meanwhile.
-        """
-        if not resume_parser:
-            super().resume_reading(resume_parser)
-        elif not self._is_resuming:
-            self._is_resuming = True
-            asyncio.get_running_loop().call_soon(self._resume)
+    def resume_writing(self) -> None:  # noqa: D102
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
 
-    def _resume(self) -> None:
-        self._is_resuming = False
-        if self.transport is not None:
-            super().resume_reading()
-
-    def _queue_parse(self) -> None:
-        self._is_queued = True
-        self._fair_runner.run(self.peer.key, self._parse)
+    # --- requests ----------------------------------------------------------------------------------------------
 
     def _parse(self) -> None:
-        """Parse a piece of what has been received; the rest follows when it is the peer's turn again."""
+        """Parse the head of a request, and begin to answer it."""
         self._is_queued = False
-        if self.transport is None or self._is_paused():
+        if self._transport is None or self._transport.is_closing() or self._exchange is not None:
             return
-        if self._uncut:
-            chunk, self._uncut = self._uncut, b""
+        parser = self._parser = self._parser or RequestParser()
+        try:
+            while not parser.is_head_complete and parser.feed(self.unparsed):
+                pass
+        except HttpParserError as error:
+            self._refuse(error)
+            return
+        if parser.is_head_complete:
+            self._parser = None
+            self._exchange = HttpExchange(parser, self)
+            self.set_phase(ConnectionPhase.ANSWER)
+            self.task = asyncio.get_running_loop().create_task(self._answer(self._exchange))
+        elif self.phase is ConnectionPhase.IDLE:
+            self.set_phase(ConnectionPhase.HEADER)
+        self._resume_reading()
+
+    async def _answer(self, exchange: HttpExchange) -> None:
+        try:
+            await self._parts.app(exchange.scope(), exchange.receive, exchange.send)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this connection alone
+            if self._transport is not None:
+                log_failure(_log, "a request fails", error)
+        finally:
+            self.task = None
+        if self._transport is None:
+            return
+        if not exchange.is_replied:
+            self.abort()
+        elif not exchange.keep_alive:
+            self._exchange = None
+            self._close(is_body_complete=exchange.is_body_complete)
+        elif exchange.is_body_complete:
+            self._go_on()
         else:
-            size = self._chunk_size.size_bytes
-            chunk = bytes(memoryview(self._unparsed)[:size])
-            del self._unparsed[:size]
-        started_at = time.thread_time()
-        super().data_received(chunk)
-        self._chunk_size.on_parsed(len(chunk), time.thread_time() - started_at)
-        if self._unparsed:
-            if not self._is_queued:
-                self._queue_parse()
-        elif self._is_reading_held:
-            self._is_reading_held = False
-            self._resume_transport()
+            self.set_phase(ConnectionPhase.LINGERING)
+            exchange.discard_body()
+            self._resume_reading()
+            self._linger(exchange)
 
-    def _resume_transport(self) -> None:
-        if self.transport is not None and not self._is_paused():
-            self.transport.resume_reading()
+    def _linger(self, exchange: HttpExchange) -> None:
+        """Go on where the end of a body that nobody reads has come."""
+        if exchange.is_body_complete and self._exchange is exchange and self.task is None:
+            self._go_on()
 
-    def _is_paused(self) -> bool:
-        """Return whether aiohttp takes nothing more: the buffer of a body or the queue of requests is full."""
-        return self._reading_paused or self._buffer_paused
+    def _go_on(self) -> None:
+        """Wait for the next request."""
+        self._exchange = None
+        self.set_phase(ConnectionPhase.IDLE)
+        if self.unparsed and not self._is_queued:
+            # A request that the client has sent ahead is answered when it is the peer's turn.
+            self._is_queued = True
+            self._parts.fair_runner.pipelined.run(self.peer.key, self._parse)
+        self._resume_reading()
 
-    def _resume_reading_for_buffer(self) -> None:
-        """Go on once aiohttp's queue of requests has room: first with what has been received before."""
-        super()._resume_reading_for_buffer()
-        if self._unparsed:
-            self._hold_reading()
-            if not self._is_queued:
-                self._queue_parse()
+    def _refuse(self, error: HttpParserError) -> None:
+        """Answer what is no HTTP."""
+        reason = error.__context__ if isinstance(error.__context__, ValueError) else error
+        body = to_json({"error": f"expected a request of HTTP: {reason}"}).encode()
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {JSON}\r\ncontent-length: {len(body)}\r\n"
+        self.write(head.encode(), b"connection: close\r\n\r\n", body)
+        self._close(is_body_complete=False)
 
-    def _hold_reading(self) -> None:
-        """Read nothing more until what has been received has been parsed, although aiohttp may have resumed."""
-        if self.transport is not None:
-            self._is_reading_held = True
-            self.transport.pause_reading()
+    def _close(self, *, is_body_complete: bool) -> None:
+        """Close the connection once the client has all of the reply: an unread body would have it lost."""
+        if self._transport is None:
+            return
+        if (is_body_complete and not self.unparsed) or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        self.unparsed.clear()
+        self.set_phase(ConnectionPhase.LINGERING)
+        self._transport.write_eof()
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self._is_reading_paused and self._transport is not None and len(self.unparsed) <= RECEIVE_BYTES:
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+
+    # --- what the exchange uses --------------------------------------------------------------------------------
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Receive that many bytes of the body."""
+        if self._exchange is None:
+            raise ConnectionResetError("the client has gone")
+        await self._exchange.receive_into(view)
+
+    def write(self, *content: bytes | memoryview) -> None:
+        """Send bytes."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        for each in content if sum(map(len, content)) > MAX_COPIED_BYTES else [b"".join(content)]:
+            self._transport.write(each)
+
+    async def drain(self) -> None:
+        """Return when the client has read enough of what was sent."""
+        if self._writable is not None:
+            self.set_phase(ConnectionPhase.READING)
+            await self._writable
+
+    def begin_body(self) -> None:
+        """More of the body is waited for."""
+        if self.phase is not ConnectionPhase.BODY:
+            self.set_phase(ConnectionPhase.BODY)
+        self._resume_reading()
+
+    def end_body(self) -> None:
+        """All of the body has been received."""
+        if self.phase is ConnectionPhase.BODY:
+            self.set_phase(ConnectionPhase.ANSWER)
+
+    def run_fairly(self, exchange: HttpExchange) -> None:
+        """Decode a piece of a body in chunks when it is the peer's turn."""
+        self._parts.fair_runner.run(self.peer.key, lambda: self._decode(exchange))
+
+    def _decode(self, exchange: HttpExchange) -> None:
+        if self._transport is None or self._exchange is not exchange:
+            return
+        try:
+            exchange.decode()
+        except HttpParserError as error:
+            if self.phase is ConnectionPhase.LINGERING:
+                self._exchange = None
+                self._close(is_body_complete=False)
+            else:
+                exchange.fail_body(HttpError(400, f"expected a body in chunks: {error}"))
+            return
+        self._resume_reading()
+        if self.phase is ConnectionPhase.LINGERING:
+            self._linger(exchange)
+
+    # --- what the server and the other connections call --------------------------------------------------------
 
     def set_phase(self, phase: ConnectionPhase) -> None:
-        """Something else is waited for from now on."""
-        self._http_connections.on_phase(self, phase)
+        """Wait for something else from now on."""
+        self._parts.connections.on_phase(self, phase)
         self.phase = phase
-        self.phase_started_at = self._http_connections.clock()
-
-    def begin_body(self, body: Any) -> None:
-        """The body of a request is read: an aiohttp.StreamReader."""
-        self._body = body
-        self.set_phase(ConnectionPhase.BODY)
+        self.phase_started_at = self._parts.connections.clock()
 
     def on_timeout(self) -> None:
-        """What is waited for has not come in time."""
-        if self.phase is ConnectionPhase.BODY and self._body is not None:
-            self._body.set_exception(HttpError(408, _BODY_TIMEOUT))
+        """Give up: what is waited for has not come in time."""
+        if self.phase is ConnectionPhase.BODY and self._exchange is not None:
+            self._exchange.fail_body()
             self.set_phase(ConnectionPhase.ANSWER)
         else:
             self.abort()
 
+    def finish(self) -> None:
+        """Close the connection after the reply that is under way, or now where there is none."""
+        if self._exchange is not None and self.task is not None:
+            self._exchange.keep_alive = False
+        elif self._transport is not None:
+            self._transport.close()
+
     def abort(self) -> None:
-        """End it at once."""
-        if self.transport is not None:
-            self.transport.abort()
-
-    async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[Any, bool]:
-        """Send an answer; then the next request is waited for."""
-        self.set_phase(ConnectionPhase.READING)
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            if isinstance(resp, HttpReply):
-                resp.release()
-            if self._body is not None and isinstance(self._body.exception(), HttpError):
-                # aiohttp would wait for the rest of it, and tell the log of that error.
-                self.force_close()
-            self.set_phase(ConnectionPhase.IDLE)
-            if self._messages:
-                # A request that the client has sent ahead is answered when it is the peer's turn.
-                turn = asyncio.get_running_loop().create_future()
-                self._fair_runner.pipelined.run(self.peer.key, partial(_resolve, turn))
-                await turn
-
-    def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
-    ) -> Any:
-        """Answer what aiohttp could not read, or what nobody has thought of."""
-        if status >= 500:
-            log_failure(self.logger, f"a request fails: {request.method} {request.path}", exc)
-        reply = HttpError(status, message or "the gateway fails; its log says why").reply()
-        reply.keep_alive = False
-        return reply
-
-
-def _resolve(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pickle import PickleBuffer
-from typing import Any, cast
+from typing import Any
 
 from weightd_gateway import tensors
 from weightd_gateway.admission_control import Permit
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
-from weightd_gateway.http import body, infer_json, infer_response
-from weightd_gateway.http.auth import traceparent_of
-from weightd_gateway.http.connection import ConnectionPhase
+from weightd_gateway.http import infer_json, infer_response
 from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJson
-from weightd_gateway.http.request import HttpRequest, RequestConnection
-from weightd_gateway.http.responses import BINARY, JSON, HttpReply
+from weightd_gateway.http.messages import BINARY, JSON, HttpReply, HttpRequest, read_body
 from weightd_gateway.inference import InferenceRequest
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+
+_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 Array = tensors.Array
 
@@ -54,14 +53,11 @@ class HttpInference:
         Raises:
             RequestError: that is what comes of it.
         """
-        connection = cast(RequestConnection, request.protocol)
         with self._daemon_client.admission.admit(caller) as request_permit:
             length = _header_length(request)
-            connection.begin_body(request.content)
             # Memory that the workers see is kept for the next request: only tensors are worth it.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
-            content = await body.read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
-            connection.set_phase(ConnectionPhase.ANSWER)
+            content = await read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
             header, binary = _split_body(content, length)
             parsed = await self._read_json(caller, header, model, request_permit)
             inputs = self._make_inputs(caller, parsed, binary, request_permit)
@@ -76,7 +72,7 @@ class HttpInference:
                     parsed.output_names,
                     parsed.timeout,
                     parsed.priority,
-                    traceparent_of(request),
+                    request.traceparent,
                     parsed.id,
                 ),
             )
@@ -164,8 +160,8 @@ def _region_parameters(parameters: Any) -> tuple[object, object, object]:
 
 def _header_length(request: HttpRequest) -> int | None:
     """Return how many bytes of the body are JSON, once it is decompressed; None: all of them."""
-    values = request.headers.getall(HEADER_LENGTH, None)
-    if values is None:
+    values = request.header_values(_HEADER_LENGTH)
+    if not values:
         return None
     if len(values) > 1 or not (values[0].isascii() and values[0].isdecimal()) or len(values[0]) > 12:
         raise InvalidArgument(f"{HEADER_LENGTH}: expected one number of bytes, got {describe_value(', '.join(values))}")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from aiohttp import web
-
 from weightd_common.peers import Peer, Peers
 from weightd_gateway import listening, tls_handshakes
 from weightd_gateway.config import addresses
@@ -22,23 +20,23 @@ from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.context import Gateway
 from weightd_gateway.fair_runner import FairRunner
 from weightd_gateway.http.app import HttpApi
-from weightd_gateway.http.connection import SWEEP_S, ConnectionPhase, HttpConnection, HttpConnections
-from weightd_gateway.http.responses import JSON
+from weightd_gateway.http.connection import (
+    RECEIVE_BYTES,
+    SWEEP_S,
+    ConnectionParts,
+    ConnectionPhase,
+    HttpConnection,
+    HttpConnections,
+)
+from weightd_gateway.http.messages import JSON
 from weightd_gateway.listening import GatewayAcceptor
 from weightd_gateway.tensors import to_json
 
 # Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
 _RESERVED_FDS = 128
 
-# Of headers, together with the request line: eight times what ordinary clients send.
-_MAX_HEADER_BYTES = 8190
-_MAX_HEADERS = 64
-
-# What follows a request that was refused is read and dropped for so long, so that its sender reads why.
+# What follows a request that was refused is received and dropped for so long, so that its sender reads why.
 _LINGERING_S = 5.0
-
-# When aiohttp would end a silent connection: that is the crowd's to do.
-_NEVER_S = 1e8
 
 
 class HttpServer:
@@ -55,7 +53,6 @@ class HttpServer:
         self._gateway = gateway
         self.connections = _make_connections(gateway.config)
         self._api = HttpApi(gateway, _allowed_hosts(gateway.config))
-        self._managers: list[web.Server] = []
         self._peers = Peers()
         # How many connections a peer may have is for the crowd to decide, which closes idle ones.
         self._admission = GatewayConnectionLimiter(sys.maxsize, gateway.config.max_connection_rate)
@@ -71,16 +68,14 @@ class HttpServer:
             OSError: an address cannot be had.
         """
         config, loop = self._gateway.config, asyncio.get_running_loop()
-        # It wants to be made in the loop.
-        manager = web.Server(self._api.handle, handler_cancellation=True)  # type: ignore[arg-type]
-        self._managers.append(manager)
         self._tasks.append(asyncio.create_task(self._sweep()))
         fair_runner = FairRunner(loop.call_soon, time.thread_time)
+        parts = ConnectionParts(self._api, self.connections, fair_runner, memoryview(bytearray(RECEIVE_BYTES)))
         context = listening.tls_context(config)
         urls: list[str] = []
         for listener in self._bind_listeners():
             tls = None if listener.family == socket.AF_UNIX else context
-            admit = partial(self._on_connection, manager=manager, fair_runner=fair_runner, tls=tls)
+            admit = partial(self._on_connection, parts=parts, tls=tls)
             self._acceptors.append(
                 GatewayAcceptor(listener, self._admission, self._peers, admit, None if tls else _refusal_response)
             )
@@ -93,38 +88,37 @@ class HttpServer:
             accepting.close()
         for task in [*self._handshakes]:
             task.cancel()
-        for manager in self._managers:
-            manager.pre_shutdown()
-            await manager.shutdown(grace_s)
+        for each in self.connections:
+            each.finish()
+        await self._wait_replied(grace_s)
+        for each in self.connections:
+            each.abort()
+        # Those that were aborted are cancelled in the next pass of the loop, and end in the one after that.
+        await asyncio.sleep(0)
+        await self._wait_replied(None)
         for task in self._tasks:
             task.cancel()
         self._peers.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
+    async def _wait_replied(self, timeout_s: float | None) -> None:
+        tasks = [each.task for each in self.connections if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
     def _on_connection(
-        self,
-        connection: socket.socket,
-        peer: Peer,
-        *,
-        manager: web.Server,
-        fair_runner: FairRunner,
-        tls: ssl.SSLContext | None,
+        self, connection: socket.socket, peer: Peer, *, parts: ConnectionParts, tls: ssl.SSLContext | None
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, fair_runner, tls))
+        task = asyncio.get_running_loop().create_task(self._connect(connection, peer, parts, tls))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
     async def _connect(
-        self,
-        connection: socket.socket,
-        peer: Peer,
-        manager: web.Server,
-        fair_runner: FairRunner,
-        tls: ssl.SSLContext | None,
+        self, connection: socket.socket, peer: Peer, parts: ConnectionParts, tls: ssl.SSLContext | None
     ) -> None:
         self._admission.remove_connection(peer)
-        protocol_factory = partial(self._make_connection, manager, fair_runner, peer)
+        protocol_factory = partial(HttpConnection, parts, peer)
         try:
             if tls is None:
                 await asyncio.get_running_loop().connect_accepted_socket(protocol_factory, connection)
@@ -133,22 +127,6 @@ class HttpServer:
                 await self._gateway.handshakes.complete(connection, peer, tls, patience, protocol_factory)
         except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             connection.close()
-
-    def _make_connection(self, manager: web.Server, fair_runner: FairRunner, peer: Peer) -> HttpConnection:
-        return HttpConnection(
-            self.connections,
-            fair_runner,
-            peer,
-            manager,
-            loop=asyncio.get_running_loop(),
-            keepalive_timeout=_NEVER_S,
-            access_log=None,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            max_headers=_MAX_HEADERS,
-            lingering_time=_LINGERING_S,
-            auto_decompress=False,
-        )
 
     async def _sweep(self) -> None:
         while True:
@@ -184,5 +162,7 @@ def _make_connections(config: GatewayConfig) -> HttpConnections:
         (ConnectionPhase.HEADER, ConnectionPhase.BODY, ConnectionPhase.READING), config.receive_timeout
     )
     return HttpConnections(
-        max_connections, {**phase_timeouts, ConnectionPhase.IDLE: config.idle_timeout}, time.monotonic
+        max_connections,
+        {**phase_timeouts, ConnectionPhase.IDLE: config.idle_timeout, ConnectionPhase.LINGERING: _LINGERING_S},
+        time.monotonic,
     )

@@ -252,7 +252,7 @@ def test_requests_that_are_sent_ahead_wait_at_the_client(echo: HttpGateway) -> N
 
 @pytest.mark.parametrize("kind", ["length", "chunked", "refused"])
 def test_requests_that_follow_late_bodies_are_all_answered(echo: HttpGateway, kind: str) -> None:
-    """More bodies come after their headers than aiohttp's queue has places."""
+    """Bodies that come after their headers take no place from the requests after them."""
     path = b"/v2/none" if kind == "refused" else b"/v2/models/m/infer"
     chunked = kind == "chunked"
     header = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(BODY)

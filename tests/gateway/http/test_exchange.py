@@ -1,0 +1,81 @@
+"""Requests as they come in pieces: what is parsed, and what stays for the next request."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from httptools import HttpParserError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testkit.examples import examples
+from weightd_gateway.http.exchange import MAX_HEAD_BYTES, RequestParser
+
+HEAD = b"POST /v2?x HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+NEXT = b"GET /next HTTP/1.1\r\n\r\n"
+
+
+def parse(sent: bytes, cuts: list[int]) -> tuple[RequestParser, bytes]:
+    """Return what has parsed a request that comes in pieces, and what is left then."""
+    parser, data = RequestParser(), bytearray()
+    bounds = [0, *sorted(each % (len(sent) + 1) for each in cuts), len(sent)]
+    for begin, end in itertools.pairwise(bounds):
+        data += sent[begin:end]
+        while not parser.is_complete and parser.feed(data, 64):
+            pass
+    return parser, bytes(data)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(st.one_of(st.binary(min_size=1, max_size=30), st.just(b"\r\n\r\n"), st.just(b"x\r\n")), max_size=6),
+    st.sampled_from([b"", b"X: y\r\n", b"X: y\r\nY: z\r\n"]),
+    st.sampled_from([b"", NEXT, NEXT + NEXT]),
+    st.lists(st.integers(0, 500), max_size=8),
+)
+def test_a_request_in_chunks_ends_where_the_next_one_begins(
+    chunks: list[bytes], trailers: bytes, following: bytes, cuts: list[int]
+) -> None:
+    body = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n" + trailers + b"\r\n"
+    parser, left = parse(HEAD + body + following, cuts)
+    assert (parser.is_complete, b"".join(parser.chunks), left) == (True, b"".join(chunks), following)
+    assert (parser.method, parser.target, parser.version, parser.keep_alive) == ("POST", b"/v2?x", "1.1", True)
+    assert parser.headers == [(b"host", b"h"), (b"transfer-encoding", b"chunked")]
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"X: " + bytes(b"x" * MAX_HEAD_BYTES),
+        b"5;" + b"x" * 2 * MAX_HEAD_BYTES,
+        b"0\r\nX: " + b"x" * 2 * MAX_HEAD_BYTES,
+        b"0\r\n" + b"X: y\r\n" * MAX_HEAD_BYTES,
+        b"\r\n" * MAX_HEAD_BYTES,
+    ],
+)
+def test_what_is_neither_head_nor_body_is_bounded(endless: bytes) -> None:
+    """An endless header, extension of a chunk, trailer, many trailers, and empty lines."""
+    head = b"" if endless.startswith(b"\r\n") else HEAD[:-2] if endless.startswith(b"X") else HEAD
+    with pytest.raises(HttpParserError):
+        parse(head + endless, [*range(0, 2 * MAX_HEAD_BYTES, 1000)])
+
+
+def test_chunks_of_one_byte_are_no_endless_extension() -> None:
+    parser, left = parse(HEAD + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n", [])
+    assert (len(b"".join(parser.chunks)), left) == (20_000, b"")
+
+
+def test_the_last_bytes_of_an_empty_line_wait_for_the_rest() -> None:
+    parser, data = RequestParser(), bytearray(b"GET / HTTP/1.1\r\n\r")
+    while parser.feed(data):
+        pass
+    assert (parser.is_head_complete, bytes(data)) == (False, b"\r\n\r")
+    data += b"\n" + NEXT
+    assert parser.feed(data)
+    assert (parser.is_complete, bytes(data)) == (True, NEXT)
+
+
+def test_an_upgrade_is_a_request_after_which_the_connection_ends() -> None:
+    parser, left = parse(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nmore", [])
+    assert (parser.is_complete, parser.keep_alive, left) == (True, False, b"more")
