@@ -14,18 +14,19 @@ from typing import NoReturn
 from weightd_common import commandline, endpoints
 from weightd_common.commandline import Parser
 from weightd_common.devices import CPU
+from weightd_common.service_manager import ServiceManager
 from weightd_common.terminal import ends_on_hangup
-from weightd_daemon import exit_codes
+from weightd_daemon import app, exit_codes
 from weightd_daemon.config.check import describe_config, find_problems
 from weightd_daemon.config.daemon import default_path, unit_of
 from weightd_daemon.config.load import ConfigError, check_config, parse
 from weightd_daemon.config.tenants import find_warnings
+from weightd_daemon.config_file import CONFIG, ConfigFile
 from weightd_daemon.doctor import arguments as doctor
-from weightd_daemon.handover.config_file import ConfigFile
-from weightd_daemon.handover.systemd import ServiceManager
+from weightd_daemon.handover.shim_launcher import SHIM
+from weightd_daemon.main_loop import Options
 from weightd_daemon.platform import environment, log_setup
 from weightd_daemon.platform.directories import PathInUse
-from weightd_daemon.server import Server
 from weightd_daemon.zmq_proxy.zygote import Zygote
 from weightd_protocol.schema import label
 from weightd_protocol.version import VERSION
@@ -60,11 +61,11 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
 
 
 def _serve(options: argparse.Namespace) -> int:
-    manager = ServiceManager(os.environ)
+    manager = ServiceManager(os.environ, (SHIM, CONFIG))
     file = ConfigFile((options.config or default_path()).absolute(), manager)
     config = file.load_initial()
     environment.remove_unlisted(os.environ, config.daemon.pass_environment)
-    return Server(config, file, manager, zygote=options.zygote).run()
+    return app.run(Options(config, file, manager, zygote=options.zygote))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -88,7 +89,8 @@ def _run(options: argparse.Namespace) -> int:
             log_setup.print_error(_name_argument(problem, name))
         return exit_codes.USAGE
     environment.remove_unlisted(os.environ)
-    return Server(config, one_shot=_example_command(config.daemon.socket, name), zygote=options.zygote).run()
+    example = _example_command(config.daemon.socket, name)
+    return app.run(Options(config, one_shot=example, zygote=options.zygote))
 
 
 def _example_command(socket: str, model: str) -> str:

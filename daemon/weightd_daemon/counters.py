@@ -262,6 +262,11 @@ class DaemonCounters:
         self._count_dropped = count_dropped
 
     @property
+    def dropped_by_this_daemon(self) -> int:
+        """Answers that could not be sent by this daemon."""
+        return self._count_dropped()
+
+    @property
     def dropped_responses(self) -> int:
         """Answers that could not be sent, by this daemon and those before it."""
         return self._restored_dropped + self._count_dropped()

@@ -6,9 +6,10 @@ All legality is in the table of this file, and an unlisted pair of state and eve
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from weightd_daemon.generations.states import advance
+from weightd_daemon.platform.timers import Timer
 
 
 class ShutdownState(enum.Enum):
@@ -38,13 +39,18 @@ SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
 class Shutdown:
     """Where one daemon is in `SHUTDOWN`.
 
+    Args:
+        on_timeout: called with the time when what was accepted has taken too long.
+
     Attributes:
         has_begun: whether no new request is taken.
+        timer: call it when it is due.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_timeout: Callable[[float], object] = lambda _: None) -> None:
         self._state = ShutdownState.SERVING
         self.has_begun = False
+        self.timer = Timer(on_timeout)
 
     def handle(self, event: ShutdownEvent) -> None:
         """Go on to the next state.

@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 from pathlib import Path
 
 from weightd_common import commandline
 from weightd_common.commandline import Parser
 from weightd_common.process_start import disable_core_dumps
+from weightd_common.service_manager import CLIENTS, SEND_TIMEOUT_S, ServiceManager
 from weightd_gateway import heap_watch, logs
 from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.config import addresses
@@ -21,7 +23,6 @@ from weightd_gateway.frontend import Frontend
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.server import GatewayServer
 from weightd_gateway.system_shared_memory import RegisteredRegions
-from weightd_gateway.systemd import ServiceManager
 
 OK = 0
 CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be had
@@ -35,9 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     heap_watch.set_up()
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
-    manager = ServiceManager(os.environ)
+    manager = ServiceManager(os.environ, notify_timeout_s=SEND_TIMEOUT_S)
+    sockets = [socket.socket(fileno=each) for each in manager.inherited.get(CLIENTS, ())]
     try:
-        config, authenticator = load(path, [str(addresses.address_of(each)) for each in manager.sockets])
+        config, authenticator = load(path, [str(addresses.address_of(each)) for each in sockets])
     except ConfigError as error:
         for problem in error.problems:
             logs.print_error(problem)
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         daemon_client,
         RegisteredRegions(enabled=settings.shared_memory),
         ParserPool(),
-        manager.sockets,
+        sockets,
     )
     try:
         frontends = _make_frontends(gateway)

@@ -10,13 +10,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightd_common.service_manager import ServiceManager
 from weightd_common.terminal import Terminal
 from weightd_gateway import heap_watch
 from weightd_gateway.config.load import ConfigError, keys_needing_restart, load
 from weightd_gateway.config.schema import GatewayFile
 from weightd_gateway.context import Gateway
 from weightd_gateway.frontend import Frontend
-from weightd_gateway.systemd import ServiceManager
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -107,7 +107,7 @@ class GatewayServer:
         """Read the configuration again: who is who holds from now on, for who is connected, too."""
         self._manager.notify_reloading()
         try:
-            config, authenticator = load(self._path, self._config.gateway.http if self._manager.sockets else ())
+            config, authenticator = load(self._path, self._config.gateway.http if self._manager.inherited else ())
         except ConfigError as error:
             for problem in error.problems:
                 _log.error("the reload changes nothing: %s", problem)

@@ -71,10 +71,6 @@ class DaemonConfig:
     more makes better use of a device. Requests that cannot be split and are expected to take longer do not take the
     last free worker of a model, unless those of the other tenants take about as long."""
 
-    metrics: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.
-    Whoever reaches it sees those of all tenants; over TCP that is everybody on the host. Default: nowhere."""
-
     pass_environment: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), 256))
     """Further environment variables that workers get, by name or, with * at the end, by how the name begins. They get
     those that engines read, and no others."""
@@ -149,7 +145,6 @@ def complete_daemon(
     problems.add(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
     problems.add(_check_accounting_interval(config.accounting_interval), "accounting_interval")
     problems.add(_check_max_batch_time(config.max_batch_seconds), "max_batch_seconds")
-    problems.add(_check_metrics(config.metrics), "metrics")
     return complete
 
 
@@ -162,11 +157,6 @@ def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[Field
             f" {socket!r}"
         )
         yield FieldError(text).at(".socket")
-
-
-def _check_metrics(address: str) -> Iterator[FieldError]:
-    if address:
-        yield from (each.at(".metrics") for each in check_metrics_address(address))
 
 
 def _check_max_memory(max_memory_bytes: int) -> Iterator[FieldError]:
@@ -188,7 +178,6 @@ def _check_accounting_interval(interval: float) -> Iterator[FieldError]:
 EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {endpoints.TCP_ADDRESS_FORM}"
 _IPC = "ipc://"
 _UNIX = "unix://"
-_UNIX_PREFIX = "unix:"
 _IPC_PATTERN = re.compile(r"ipc:///.*[^/]")
 
 
@@ -205,21 +194,6 @@ def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
         yield FieldError(f"expected a path without {endpoints.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
     elif address.startswith(_IPC):
         yield from check_socket_path(address.removeprefix(_IPC) + suffix)
-
-
-def check_metrics_address(address: str) -> Iterator[FieldError]:
-    """Say what is wrong with where metrics are told: HOST:PORT, or unix:/ABSOLUTE/PATH."""
-    path = address.removeprefix(_UNIX_PREFIX)
-    if path != address and path.startswith("/") and not path.endswith("/"):
-        yield from check_socket_path(path)
-    elif path != address or not endpoints.is_tcp_address(f"tcp://{address}"):
-        yield FieldError(f"expected HOST:PORT or unix:/ABSOLUTE/PATH, got {address!r}")
-
-
-def metrics_listen_address(address: str) -> str:
-    """Return the same as `listening` takes it: tcp://HOST:PORT or unix://PATH."""
-    path = address.removeprefix(_UNIX_PREFIX)
-    return f"tcp://{address}" if path == address else _UNIX + path
 
 
 def check_socket_path(path: str) -> Iterator[FieldError]:

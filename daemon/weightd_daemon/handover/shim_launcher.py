@@ -8,11 +8,11 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from weightd_common.service_manager import ServiceManager
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.handover import state
 from weightd_daemon.handover.instance_lock import make_private_directory
 from weightd_daemon.handover.state import Handover, HandoverError
-from weightd_daemon.handover.systemd import SHIM, ServiceManager
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.resource_limits import with_limit_hint
@@ -21,6 +21,9 @@ from weightd_daemon.processes.shim.client import ShimClient, ShimLost
 from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 _log = logging.getLogger("weightd")
+
+SHIM = "shim"
+"""Name of the descriptor that is kept for the next daemon (FDSTORE=1): a link to the shim."""
 
 # What the kernel takes to end the children of a shim that is killed.
 _EXIT_TIMEOUT_S = 30.0

@@ -1,134 +1,37 @@
-"""What a service manager gives and wants to know: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3)."""
+"""The daemon under a service manager: the sockets that it passes, what it is told, and what the next daemon finds.
+
+`SystemdNotifier` decides what to tell; `ManagedService` tells it, and writes the handover file first.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
-import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd_common import service_manager
 from weightd_common.devices import CPU
 from weightd_common.log_text import to_one_line
-from weightd_common.service_manager import SEND_TIMEOUT_S
-from weightd_daemon.config import daemon as forms
+from weightd_common.service_manager import ServiceManager
 from weightd_daemon.config.load import Config
 from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.handover import state
+from weightd_daemon.handover.shim_launcher import ShimLauncher
 from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.persisted import DeviceRecord
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.listen import listen_addresses, listen_on
+from weightd_daemon.platform.timers import Timer
+from weightd_daemon.processes.supervisor import ProcessSupervisor
+from weightd_daemon.shutdown import Shutdown
 from weightd_protocol.codec import clip
 
 _log = logging.getLogger("weightd")
-
-CLIENTS = "clients"
-"""FileDescriptorName= of the sockets on which clients connect."""
-
-SHIM = "shim"
-CONFIG = "config"
-"""Names of descriptors that are kept for the next daemon (FDSTORE=1): a link to the shim, and what was configured."""
-
-
-class ServiceManager:
-    """The service manager that has started this process, or nobody: then everything here does nothing.
-
-    Args:
-        environment: of the process. What concerns this process alone is taken out of it: children must not see it.
-
-    Attributes:
-        inherited: the descriptors that were passed, by name.
-        watchdog_s: seconds within which a sign of life is expected; None if none is.
-    """
-
-    def __init__(self, environment: MutableMapping[str, str]) -> None:
-        self._address = environment.pop("NOTIFY_SOCKET", "")
-        self.watchdog_s = _parse_watchdog(environment)
-        self.inherited = _group_by_name(service_manager.take_listen_fds(environment))
-        # What could not be told yet.
-        self._unsent: dict[str, str] = {}
-        for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
-            environment.pop(name, None)
-
-    @property
-    def is_present(self) -> bool:
-        """Whether somebody wants to be notified."""
-        return bool(self._address)
-
-    def notify(self, *assignments: str) -> None:
-        """Tell it something, such as "READY=1".
-
-        A manager that is busy is told with the next notification, one that does not listen is not: a daemon that serves
-        waits for neither.
-        """
-        for each in assignments:
-            key, _, value = each.partition("=")
-            self._unsent[key] = value
-        if self._unsent:
-            message = "\n".join(f"{key}={value}" for key, value in self._unsent.items())
-            with contextlib.suppress(BlockingIOError):
-                self._send(message, [], 0.0)
-                self._unsent.clear()
-
-    def notify_reloading(self) -> None:
-        """A reload begins; it ends with the next READY=1."""
-        self.notify(*service_manager.reloading_message())
-
-    def store_descriptor(self, name: str, descriptor: int) -> None:
-        """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
-        self.remove_descriptor(name)
-        with contextlib.suppress(BlockingIOError):
-            self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], SEND_TIMEOUT_S)
-            return
-        _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
-
-    def remove_descriptor(self, name: str) -> None:
-        """Have it close what it holds under this name."""
-        with contextlib.suppress(BlockingIOError):
-            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], SEND_TIMEOUT_S)
-
-    def _send(self, message: str, descriptors: list[int], timeout_s: float) -> None:
-        """Send a message.
-
-        Raises:
-            BlockingIOError: its queue, which is short, has been full for so many seconds.
-        """
-        if not self._address:
-            return
-        try:
-            service_manager.send(self._address, message, descriptors, timeout_s)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            _log.warning("cannot notify the service manager: %s: %s", message.partition("\n")[0], error)
-
-
-def _parse_watchdog(environment: Mapping[str, str]) -> float | None:
-    microseconds = environment.get("WATCHDOG_USEC", "")
-    if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()) or not microseconds.isdecimal():
-        return None
-    return int(microseconds) / 1e6 or None
-
-
-def _group_by_name(descriptors: Sequence[tuple[int, str]]) -> Mapping[str, list[int]]:
-    inherited: dict[str, list[int]] = {}
-    for descriptor, name in descriptors:
-        # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
-        is_own = name in (SHIM, CONFIG) and not _is_listening(descriptor)
-        inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
-    return inherited
-
-
-def _is_listening(descriptor: int) -> bool:
-    """Whether clients connect there: nothing that a daemon has had kept is such a socket, however a unit names it."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        return False
-    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-        return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
 _STATUS_INTERVAL_S = 1.0
@@ -272,6 +175,103 @@ def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[G
     yield f"serving {serving} models from {workers} workers"
 
 
+class ManagedService:
+    """Keeps a service manager informed, and the handover file up to date for the next daemon of the service.
+
+    Args:
+        manager: is informed.
+        shim: holds the children, and has the directory of the handover file.
+        registry: the models.
+        supervisor: knows when a child or a generation has changed.
+        devices: the devices that models use, by name.
+        load_monitor: knows how far models are that load.
+        shutdown: once it has begun, there are no more signs of life.
+        config_note: returns why what is in force is not what the configuration file says, or "".
+        on_failed: called when a required model can never serve.
+
+    Attributes:
+        timer: call it when it is due.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        manager: ServiceManager,
+        shim: ShimLauncher,
+        registry: ModelRegistry,
+        supervisor: ProcessSupervisor,
+        devices: Mapping[str, DeviceBudget],
+        *,
+        load_monitor: LoadMonitor,
+        shutdown: Shutdown,
+        config_note: Callable[[], str],
+        on_failed: Callable[[float], object],
+    ) -> None:
+        self._manager = manager
+        self._shim = shim
+        self._registry = registry
+        self._supervisor = supervisor
+        self._devices = devices
+        self._load_monitor = load_monitor
+        self._shutdown = shutdown
+        self._config_note = config_note
+        self._on_failed = on_failed
+        self._notifier = SystemdNotifier(manager.watchdog_s)
+        self.timer = Timer(self._on_timer)
+
+    def start(self, resumed_models: Iterable[str]) -> None:
+        """Give the first sign of life; `resumed_models` were served by the daemon before this one."""
+        self._notifier.on_resumed(resumed_models)
+        self.timer.set(0.0)
+
+    def on_change(self, now: float) -> None:
+        """Something may have changed: write that for the next daemon before anybody is told."""
+        if self._supervisor.take_changed():
+            self._write_handover()
+            self._notify(now)
+
+    def on_suspended(self, seconds: float, now: float) -> None:
+        """The process did not run for so long: the manager's time went on."""
+        self._notifier.on_suspended(seconds)
+        self.timer.set(now)
+
+    def begin_reload(self) -> bool:
+        """Tell the manager that a reload begins; return whether `end_reload` is to be called."""
+        # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
+        should_notify = self._notifier.is_ready and not self._shutdown.has_begun
+        if should_notify:
+            self._manager.notify_reloading()
+        return should_notify
+
+    def end_reload(self) -> None:
+        """Tell the manager that the reload has ended, however it did."""
+        self._manager.notify("READY=1")
+
+    def _on_timer(self, now: float) -> None:
+        """It is time for a sign of life; the next daemon comes first."""
+        if self._supervisor.take_changed():
+            self._write_handover()
+        self._notify(now)
+
+    def _write_handover(self) -> None:
+        if not self._shutdown.is_stopping:
+            devices = [DeviceRecord(each.name, each.reported_bytes, each.free_bytes) for each in self._devices.values()]
+            state.write(self._shim.handover_path, self._registry.records(), devices)
+
+    def _notify(self, now: float) -> None:
+        if self._shutdown.has_begun:
+            return
+        self._load_monitor.update(self._registry.all_models(), now)
+        models = self._registry.models.values()
+        assignments = self._notifier.poll(
+            models, now, self._config_note(), lambda each: self._load_monitor.describe_progress(each.label, now)
+        )
+        self._manager.notify(*assignments)
+        self.timer.set(self._notifier.next_event_at)
+        if self._notifier.has_failed(models):
+            _log.error("a required model has failed")
+            self._on_failed(now)
+
+
 class ListenSockets(NamedTuple):
     """Sockets that listen and do not block.
 
@@ -279,13 +279,11 @@ class ListenSockets(NamedTuple):
         unix_listeners: for clients of this host; none where that could not be had.
         zmq_listeners: for clients that speak ZeroMQ, by the names of their listeners.
         addresses: of all of them.
-        metrics_listener: for those who want metrics; None where there is to be none.
     """
 
     unix_listeners: Sequence[socket.socket]
     zmq_listeners: Mapping[str, socket.socket]
     addresses: Sequence[str]
-    metrics_listener: socket.socket | None = None
 
 
 @contextlib.contextmanager
@@ -309,10 +307,8 @@ def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> 
             name: passed_listeners.get(each.address) or stack.enter_context(listen_on(each.address))
             for name, each in config.listeners.items()
         }
-        metrics = config.daemon.metrics
-        metrics_listener = stack.enter_context(listen_on(forms.metrics_listen_address(metrics))) if metrics else None
         all_addresses = [*unix_listeners, *(each.address for each in config.listeners.values())]
-        yield ListenSockets([*unix_listeners.values()], zmq_listeners, all_addresses, metrics_listener)
+        yield ListenSockets([*unix_listeners.values()], zmq_listeners, all_addresses)
 
 
 def _adopt_passed(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:

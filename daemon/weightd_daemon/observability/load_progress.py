@@ -31,6 +31,7 @@ class LoadMonitor:
     def __init__(self, copy_progress: Callable[[str, ModelSource], CopyProgress | None]) -> None:
         self.speeds: dict[str, LoadSpeed] = {}
         self._copy_progress = copy_progress
+        self._has_changed = True
         # By the label of the generation.
         self._loads: dict[str, LoadEstimate] = {}
 
@@ -43,8 +44,18 @@ class LoadMonitor:
         for each in records:
             self._remember_speed(each.model, each.speed)
 
+    def on_change(self) -> None:
+        """A generation is not what it was."""
+        self._has_changed = True
+
+    def update_if_changed(self, models: Iterable[ServedModel], now: float) -> None:
+        """See how far they are, if anything has changed since that was seen last."""
+        if self._has_changed:
+            self.update(models, now)
+
     def update(self, models: Iterable[ServedModel], now: float) -> None:
         """See how far they are."""
+        self._has_changed = False
         by_label = {
             generation.label: (model, generation)
             for model in models

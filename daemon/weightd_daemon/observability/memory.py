@@ -18,7 +18,6 @@ from weightd_common.devices import is_cpu
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.observability.metrics import MemoryFootprint
 from weightd_daemon.platform.memory import ProcessMemory, read_process_memory, resident_bytes
 from weightd_daemon.platform.resource_limits import with_limit_hint
 
@@ -62,6 +61,15 @@ class MemorySubject(NamedTuple):
 
 
 MemorySubjects = Mapping[str, Sequence[MemorySubject]]
+
+
+class MemoryFootprint(NamedTuple):
+    """What the processes of a model took of memory when that was measured last, in bytes; None: nobody tells."""
+
+    pss_bytes: int | None = None
+    shared_bytes: int | None = None
+    saved_bytes: int | None = None
+    copy_bytes: int | None = None
 
 
 class MemoryReport(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import stat
@@ -89,12 +88,6 @@ def reserve_socket_path(path: Path) -> Generator[None, None, None]:
     finally:
         with contextlib.suppress(PathInUse):
             _remove_socket(path)
-
-
-def is_loopback_listener(listener: socket.socket) -> bool:
-    """Return whether it listens over TCP where only programs of this host can connect."""
-    name: Any = listener.getsockname()
-    return listener.family != socket.AF_UNIX and ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
 def _unix_path(address: str) -> Path | None:

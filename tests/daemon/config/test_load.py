@@ -353,8 +353,6 @@ DAEMON_KEYS["max_user_connection_rate"] = ["1_000_001", "-1", "nan", "inf", "tru
 DAEMON_KEYS["accounting_interval"] = [*SECONDS, "0.5"]
 DAEMON_KEYS["max_batch_seconds"] = [*SECONDS, "0", "0.0009"]
 DAEMON_KEYS["pass_environment"] = ["1", '"A"', "[1]", '[""]']
-DAEMON_KEYS["metrics"] = [*TEXTS, '"9464"', '":9464"', '"127.0.0.1:0"', '"tcp://127.0.0.1:9464"', '"unix:relative"']
-DAEMON_KEYS["metrics"] += ['"unix:/directory/"', '"unix:/' + "x" * 107 + '"', '"localhost:http"']
 MODEL_KEYS = {
     "path": [*TEXTS, '""'],
     "engine": ["3", '"tensorflow"'],

@@ -20,7 +20,7 @@ from weightd_daemon.handover.counter_store import (
     CounterStore,
     CounterStoreError,
 )
-from weightd_daemon.observability.tenant_status import tenant_statuses
+from weightd_daemon.tenants.reporting import tenant_statuses
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import OTHER_MODELS, UsageRecord, UsageTable
 from weightd_protocol import limits

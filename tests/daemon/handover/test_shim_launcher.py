@@ -18,11 +18,11 @@ import pytest
 
 import testkit.manager
 from testkit.shims import LIMIT_S, ended
+from weightd_common.service_manager import ServiceManager
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.handover import shim_launcher, state
 from weightd_daemon.handover.instance_lock import make_private_directory
-from weightd_daemon.handover.shim_launcher import ShimLauncher
-from weightd_daemon.handover.systemd import SHIM, ServiceManager
+from weightd_daemon.handover.shim_launcher import SHIM, ShimLauncher
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.processes import reap
 from weightd_daemon.processes.shim import client

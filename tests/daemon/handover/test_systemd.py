@@ -13,21 +13,26 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_daemon.config.load import Config, parse
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.handover.systemd import CLIENTS, CONFIG, SHIM, ServiceManager, SystemdNotifier, listen
+from weightd_daemon.config_file import CONFIG
+from weightd_daemon.handover import state
+from weightd_daemon.handover.shim_launcher import SHIM
+from weightd_daemon.handover.systemd import ManagedService, SystemdNotifier, listen
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.listen import listen_addresses, listen_on
+from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 
 # Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
 _SERVICE = """
 import json, os, sys
-from weightd_daemon.handover.systemd import ServiceManager
+from weightd_common.service_manager import ServiceManager
 read, write = os.pipe()
 free = os.dup2(read, 100), os.dup2(write, 101)
 for row in json.loads(sys.argv[1]):
@@ -35,7 +40,7 @@ for row in json.loads(sys.argv[1]):
     os.environ.update({**row, "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "NOTIFY_SOCKET": "/notify"})
     if os.environ.get("LISTEN_PID") == "own":
         os.environ["LISTEN_PID"] = str(os.getpid())
-    inherited = ServiceManager(os.environ).inherited
+    inherited = ServiceManager(os.environ, ('shim', 'config')).inherited
     left = [name for name in os.environ if name.startswith(("LISTEN_", "WATCHDOG_", "NOTIFY_"))]
     print(json.dumps([inherited, [os.get_inheritable(each) for each in (3, 4)], left]))
 """
@@ -125,7 +130,7 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
 def test_a_socket_that_is_full_keeps_nobody(
     manager: ServiceManager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.handover.systemd.SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("weightd_common.service_manager.SEND_TIMEOUT_S", 0.05)
     sent = 1000
     for number in range(sent):
         manager.notify(f"STATUS={number} {'x' * 1000}")
@@ -562,3 +567,66 @@ def test_without_units_the_unix_socket_is_needed(tmp_path: Path) -> None:
     ):
         pass
     assert names(tmp_path) == set()
+
+
+# --- a daemon under a service manager -------------------------------------------------------------------------------
+
+
+class Managed:
+    """A daemon without models, and what it does for its manager, in order."""
+
+    def __init__(self, manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.has_changed = False
+        self.shutdown = Shutdown()
+        monkeypatch.setattr(state, "write", lambda *_: self.done.append("written"))
+        parts: Any = SimpleNamespace(
+            shim=SimpleNamespace(handover_path=None),
+            registry=SimpleNamespace(models={}, records=list, all_models=list),
+            supervisor=SimpleNamespace(take_changed=lambda: self.has_changed),
+            load_monitor=SimpleNamespace(update=lambda *_: None),
+        )
+        self.service = ManagedService(
+            manager, parts.shim, parts.registry, parts.supervisor, {}, load_monitor=parts.load_monitor,
+            shutdown=self.shutdown, config_note=lambda: "", on_failed=lambda _: self.done.append("failed"),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def managed(manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> Managed:
+    return Managed(manager, monkeypatch)
+
+
+def test_what_has_changed_is_written_for_the_next_daemon_before_anybody_is_told(
+    managed: Managed, listener: socket.socket
+) -> None:
+    listener.setblocking(False)
+    managed.service.on_change(1.0)
+    assert managed.done == []
+    managed.has_changed = True
+    managed.service.on_change(1.0)
+    assert (managed.done, received(listener)[0]) == (["written"], "READY=1")
+    managed.service.timer.fire(2.0)
+    assert managed.done == ["written", "written"]
+
+
+def test_a_daemon_that_drains_gives_no_more_signs_of_life(managed: Managed, listener: socket.socket) -> None:
+    managed.service.start([])
+    managed.service.timer.fire(1.0)
+    assert received(listener)[0] == "READY=1"
+    assert managed.service.timer.due_at == 2.0
+    managed.shutdown.handle(ShutdownEvent.STOP)
+    managed.service.timer.fire(2.0)
+    assert managed.service.timer.due_at == float("inf")
+    assert not managed.service.begin_reload()
+
+
+def test_a_reload_is_told_once_the_start_is_over(managed: Managed, listener: socket.socket) -> None:
+    assert not managed.service.begin_reload()
+    managed.service.start([])
+    managed.service.timer.fire(1.0)
+    received(listener)
+    assert managed.service.begin_reload()
+    assert received(listener)[0] == "RELOADING=1"
+    managed.service.end_reload()
+    assert received(listener) == ["READY=1"]

@@ -14,6 +14,7 @@ from weightd_daemon.observability import memory
 from weightd_daemon.observability.memory import (
     INTERVAL_S,
     MAX_AGE_S,
+    MemoryFootprint,
     MemorySampler,
     MemoryScan,
     MemorySubject,
@@ -21,7 +22,6 @@ from weightd_daemon.observability.memory import (
     measure_footprint,
     memory_subjects,
 )
-from weightd_daemon.observability.metrics import MemoryFootprint
 from weightd_daemon.platform.memory import ProcessMemory
 
 from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness

@@ -1,15 +1,21 @@
-"""Reads a configuration file in a process of its own.
+"""The configuration file of a daemon: read at the start, read again by a helper process, kept for the next daemon.
+
+A service manager holds what was last in force for the next daemon. So a file that has become wrong, or names
+directories that cannot be had, does not end a service that is restarted, nor what it holds in memory: the next daemon
+goes on with what was in force, and says so until a reload succeeds. Where nobody holds it, as at the first start, a
+wrong file ends the start.
 
 The parser takes seconds or more for some files, a file system that does not answer takes for ever, and the daemon's
-loop must go on meanwhile. So a helper process reads the file, checks it, and looks at the files that it names; the
-daemon ends a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, the last as a list in JSON. It
-answers on stdout with a pickled `ReadConfig`.
+loop must go on meanwhile. So a helper process reads the file for a reload, checks it, and looks at the files that it
+names; the daemon ends a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, the last as a list
+in JSON. It answers on stdout with a pickled `ReadConfig`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import pickle
 import signal
@@ -21,14 +27,23 @@ from typing import NamedTuple
 from weightd_common import process_start
 from weightd_common.process_attributes import raise_score
 from weightd_common.process_start import die_with_parent
+from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_daemon.config.check import find_problems
 from weightd_daemon.config.load import Config, ConfigError, load_text, read_text
+from weightd_daemon.handover.instance_lock import check_directories
 from weightd_daemon.platform import processes
+from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.platform.listen import listen_addresses
 from weightd_daemon.processes.process_table import ProcessTable
+
+_log = logging.getLogger("weightd")
+
+CONFIG = "config"
+"""Name of the descriptor that is kept for the next daemon (FDSTORE=1): what was configured."""
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "import weightd_daemon.handover.config_reader as this; this.main()"
+    "import weightd_daemon.config_file as this; this.main()"
 )
 
 _PROCESS_NAME = "configuration"
@@ -129,3 +144,92 @@ def main() -> None:
     result = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))
     with os.fdopen(os.dup(1), "wb") as out:
         pickle.dump(result, out)
+
+
+class ConfigFile:
+    """Reads the file at `path`.
+
+    Args:
+        path: of the file, absolute.
+        manager: holds what is in force; its sockets are where clients connect.
+
+    Attributes:
+        path: as given.
+        listen_addresses: addresses where the service manager listens for clients.
+        note: why what is in force is not what the file says; "" if it is.
+    """
+
+    def __init__(self, path: Path, manager: ServiceManager) -> None:
+        self.path = path
+        self.note = ""
+        self._manager = manager
+        self.listen_addresses = listen_addresses(manager.inherited.get(CLIENTS, []))
+        self._descriptors = manager.inherited.get(CONFIG, [])
+        self._text = ""
+
+    def load_initial(self) -> Config:
+        """Return the configuration to start with: the file's, or what was in force before if that cannot be.
+
+        Raises:
+            ConfigError: the file is wrong, and nothing was in force before that still can be.
+            PathInUse: the same of its directories.
+        """
+        try:
+            config = self.read()
+            if self._descriptors:
+                check_directories(config.daemon)
+            return config
+        except (ConfigError, PathInUse) as error:
+            before = self._load_previous()
+            if before is None:
+                raise
+            self.note = f"{error}\nwhat was in force before is served"
+            for problem in str(error).splitlines():
+                _log.error("%s", problem)
+            _log.error("%s is not in force: going on with what was in force before", self.path)
+            return before
+
+    def read(self) -> Config:
+        """Return what the file says now.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        text = read_text(self.path)
+        config = load_text(text, self.path, self.listen_addresses)
+        self._text = text
+        return config
+
+    def accept(self, result: ReadConfig) -> Config:
+        """Return what was read of the file.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        if result.config is None:
+            raise ConfigError(*result.problems)
+        self._text = result.text
+        return result.config
+
+    def mark_in_force(self) -> None:
+        """What was read last is what is served: the next daemon may fall back on it."""
+        content = self._text.encode()
+        try:
+            if not self._descriptors:
+                self._descriptors = [os.memfd_create("weightd-config", os.MFD_CLOEXEC)]
+                self._manager.store_descriptor(CONFIG, self._descriptors[0])
+            os.pwrite(self._descriptors[0], content, 0)
+            os.ftruncate(self._descriptors[0], len(content))
+        except OSError as error:
+            _log.warning("the configuration is not held for the next daemon: %s", error.strerror)
+
+    def _load_previous(self) -> Config | None:
+        for descriptor in self._descriptors[:1]:
+            text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
+            try:
+                config = load_text(text, self.path, self.listen_addresses)
+            except ConfigError:  # of a version of weightd that knew other keys
+                return None
+            self._text = text
+            return config
+        return None

@@ -1,16 +1,27 @@
-"""Answers the questions that cost the daemon's loop time: a step in each turn, and each user's within a share of it."""
+"""Answers status, metrics, events and logs requests, which cost the daemon's loop time.
+
+Each answer is made in steps between other work: `Reports` does one step in each turn of the loop, and keeps the answers
+for one user within a share of the loop's time.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from weightd_daemon.observability.log_tail import LogTailReader
+from weightd_daemon.observability.memory import MemoryScan, TtlCache
+from weightd_daemon.observability.snapshot import SnapshotBuilder
 from weightd_daemon.platform import clock
+from weightd_daemon.platform.event_log import EventLog
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.timers import Timer
 from weightd_daemon.scheduling.signature import MetadataRequest
-from weightd_protocol.errors import ResourceExhausted
+from weightd_daemon.tenants.tenant import Viewer
+from weightd_protocol.errors import RequestError, ResourceExhausted
+from weightd_protocol.messages.events import Events, Logs
+from weightd_protocol.messages.types import DaemonMessage
 
 # Of one user, and of all: each answer may cost milliseconds.
 MAX_PER_USER = 8
@@ -21,6 +32,97 @@ LOOP_SHARE = 0.1
 
 # So much of it a user can have at once who has asked for little: nobody who asks now and then waits.
 BURST_S = 0.1
+
+
+# Few may ask for logs, and each question may read a megabyte.
+_MAX_LOG_READERS = 4
+
+
+class Responses(Protocol):
+    """Sends replies to clients."""
+
+    def reply(self, client: bytes, message: DaemonMessage) -> None:
+        """Send a message."""
+        ...
+
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Send an error."""
+        ...
+
+
+class StatusService:
+    """Makes the answers, and sends each when it is complete.
+
+    Args:
+        snapshots: the daemon's state.
+        event_log: what has happened.
+        loop: calls when a step is due.
+        responses: sends answers.
+
+    Attributes:
+        timer: call it when it is due.
+    """
+
+    def __init__(self, snapshots: SnapshotBuilder, event_log: EventLog, loop: EventLoop, responses: Responses) -> None:
+        self._snapshots = snapshots
+        self._event_log = event_log
+        self._loop = loop
+        self._responses = responses
+        self._reports = Reports(
+            loop, lambda requester, error: responses.reply_error(requester.client, requester.request_id, error)
+        )
+        self.timer = self._reports.timer
+        self._memory_cache = TtlCache()
+        self._log_readers: list[LogTailReader] = []
+
+    def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
+        """Answer a status request, for who sees everything once the memory of each process has been read.
+
+        Raises:
+            RequestError: the client will not be told.
+        """
+        if not viewer.can_see_all:
+            self._answer(requester, lambda: self._snapshots.tenant_status(requester.request_id, viewer.tenant))
+            return
+        scan = MemoryScan(requester.request_id, self._snapshots.pids(), self._memory_cache)
+
+        def step() -> bool:
+            is_done = scan.step()
+            if is_done:
+                self._responses.reply(requester.client, self._snapshots.status(scan))
+            return is_done
+
+        self._reports.add(requester, step)
+
+    def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
+        """Answer a metrics request; raises as `report_status`."""
+        self._answer(requester, lambda: self._snapshots.metrics(requester.request_id, viewer))
+
+    def report_events(self, requester: MetadataRequest, request: Events) -> None:
+        """Answer an events request; raises as `report_status`."""
+        self._answer(requester, lambda: self._event_log.query(request))
+
+    def report_logs(self, client: bytes, request: Logs) -> None:
+        """Answer a logs request once the files have been read; raises as `report_status`."""
+        if len(self._log_readers) == _MAX_LOG_READERS:
+            raise ResourceExhausted(f"{_MAX_LOG_READERS} questions for logs are being answered")
+        self._log_readers.append(LogTailReader(client, request, self._snapshots.log_files(request.model_name)))
+        self._loop.call_soon(self._read_next_log)
+
+    def _answer(self, requester: MetadataRequest, make: Callable[[], DaemonMessage]) -> None:
+        def step() -> bool:
+            self._responses.reply(requester.client, make())
+            return True
+
+        self._reports.add(requester, step)
+
+    def _read_next_log(self) -> None:
+        """Read one file more."""
+        if self._log_readers[0].step():
+            reader = self._log_readers.pop(0)
+            self._responses.reply(reader.client, reader.response)
+        if self._log_readers:
+            self._loop.call_soon(self._read_next_log)
 
 
 class _PendingReport(NamedTuple):

@@ -1,14 +1,17 @@
-"""The accounts of tenants while the daemon runs: who has one, shares of late, and what the log tells of them."""
+"""What clients and the log are told of the accounts of tenants, and their upkeep while the daemon runs."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from weightd_daemon.platform.timers import Timer
-from weightd_daemon.tenants.tenant import TenantResolver
+from weightd_daemon.tenants.tenant import Tenant, TenantResolver
 from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
+from weightd_protocol import limits
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.schema import label
 
 # Shares are those of six of them.
@@ -17,6 +20,9 @@ _SAMPLE_INTERVAL_S = 10.0
 # Of a line: those on which most seconds were spent.
 _MAX_MODELS = 8
 
+
+# Requests that wait, by tenant and model.
+QueuedCounts = Mapping[tuple[str, str], int]
 
 _log = logging.getLogger("weightd.usage")
 
@@ -169,3 +175,75 @@ def _models_text(models: Mapping[str, float]) -> str:
     used = [(seconds, model) for model, seconds in models.items() if model != OTHER_MODELS and seconds > 0]
     largest = sorted(used, reverse=True)[:_MAX_MODELS]
     return f"; {', '.join(f'{model} {seconds:.3f} s' for seconds, model in largest)}" if largest else ""
+
+
+def tenant_statuses(
+    tenants: Iterable[Tenant],
+    usage_table: UsageTable,
+    queued: QueuedCounts,
+    visible_models: Collection[str] | None = None,
+) -> tuple[TenantStatus, ...]:
+    """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
+
+    What is left out is in the sum of its tenant, so that nothing is missing. `visible_models`: of no other models
+    anything is told but that sum; None for all.
+    """
+    tenant_list = list(tenants)
+    usages = {tenant.name: dict(usage_table.items(tenant.name)) for tenant in tenant_list}
+    candidates = [
+        (name, model, each)
+        for name, models in usages.items()
+        for model, each in models.items()
+        if model != OTHER_MODELS and (visible_models is None or model in visible_models)
+    ]
+    candidates.sort(key=lambda each: each[2].requests, reverse=True)
+    # A tenant has a sum beside them.
+    max_listed = limits.MAX_ACCOUNTS - len(tenant_list)
+    listed = {(name, model) for name, model, _ in candidates[:max_listed]}
+    merged_counts = Counter(name for name, _, _ in candidates[max_listed:])
+    shares = usage_table.shares()
+    return tuple(
+        TenantStatus(
+            tenant.name,
+            tenant.config.weight,
+            _account_statuses(tenant.name, usages[tenant.name], listed, queued),
+            shares.get(tenant.name) if shares else None,
+            merged_counts[tenant.name],
+        )
+        for tenant in tenant_list
+    )
+
+
+def _account_statuses(
+    name: str, usages: Mapping[str, Usage], listed: Collection[tuple[str, str]], queued: QueuedCounts
+) -> tuple[AccountStatus, ...]:
+    merged = Usage()
+    merged_queued = 0
+    statuses: list[AccountStatus] = []
+    for model, usage in usages.items():
+        if (name, model) in listed:
+            statuses.append(_account_status(model, usage, queued.get((name, model), 0)))
+        else:
+            merged.add(usage)
+            merged.in_flight += usage.in_flight
+            merged_queued += queued.get((name, model), 0)
+    if not merged.is_empty:
+        statuses.append(_account_status(OTHER_MODELS, merged, merged_queued))
+    return tuple(statuses)
+
+
+def _account_status(model: str, usage: Usage, queued: int) -> AccountStatus:
+    return AccountStatus(
+        model,
+        usage.requests,
+        usage.served,
+        usage.rows,
+        usage.slot_seconds,
+        usage.queue_seconds,
+        usage.bytes_in,
+        usage.bytes_out,
+        usage.in_flight,
+        queued,
+        dict(usage.refused),
+        usage.unexpected_exits,
+    )

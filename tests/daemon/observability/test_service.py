@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from weightd_daemon.observability.report_budget import BURST_S, LOOP_SHARE, MAX_PENDING, MAX_PER_USER, Reports
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.observability.service import (
+    BURST_S,
+    LOOP_SHARE,
+    MAX_PENDING,
+    MAX_PER_USER,
+    Reports,
+    StatusService,
+)
+from weightd_daemon.platform.event_log import EventLog
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.scheduling.signature import MetadataRequest
-from weightd_protocol.errors import ResourceExhausted
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
+from weightd_protocol.errors import RequestError, ResourceExhausted
+from weightd_protocol.messages.events import Events, Logs
 
 COST_S = 0.01
 
@@ -144,3 +160,92 @@ def test_a_user_has_few_that_wait(scene: Scene) -> None:
     scene.run(COST_S)
     scene.reports.step()
     scene.ask("a9")
+
+
+class Desk:
+    """A status service whose snapshots are words."""
+
+    def __init__(self, log_files: dict[int, GenerationFiles] | None = None) -> None:
+        self.told: list[tuple[bytes, Any]] = []
+        self.refused: list[tuple[bytes, str, str]] = []
+        self.loop = EventLoop()
+        snapshots: Any = SimpleNamespace(
+            pids=lambda: [1, 2],
+            status=lambda scan: ("status", scan.request_id, len(scan.memory_by_pid)),
+            tenant_status=lambda request_id, tenant: ("status", request_id, tenant.name),
+            metrics=lambda request_id, viewer: ("metrics", request_id),
+            log_files=lambda model: log_files,
+        )
+        self.service = StatusService(snapshots, EventLog(), self.loop, self)
+
+    def reply(self, client: bytes, message: Any) -> None:
+        self.told.append((client, message))
+
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.refused.append((client, request_id, error.code))
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.loop.close()
+
+
+EVERYTHING = Viewer(DEFAULT_TENANT, can_see_all=True)
+
+
+def test_a_status_is_sent_when_memory_has_been_read_and_to_a_tenant_at_once(desk: Desk) -> None:
+    desk.service.report_status(MetadataRequest(b"c", "7", "a"), EVERYTHING)
+    desk.loop.run_once(0.0)
+    assert desk.told == []
+    desk.service.report_status(
+        MetadataRequest(b"d", "8", "ann"), Viewer(Tenant("ann", TenantConfig()), can_see_all=False)
+    )
+    while len(desk.told) < 2:
+        desk.loop.run_once(1.0)
+    assert sorted(desk.told) == [(b"c", ("status", "7", 2)), (b"d", ("status", "8", "ann"))]
+
+
+def test_who_asks_for_what_is_costly_too_often_is_refused(desk: Desk) -> None:
+    service = desk.service
+    for number in range(6):
+        service.report_status(MetadataRequest(b"greedy", str(number), "a"), EVERYTHING)
+    service.report_metrics(MetadataRequest(b"greedy", "6", "a"), EVERYTHING)
+    service.report_events(MetadataRequest(b"greedy", "7", "a"), Events("7"))
+    ninth = MetadataRequest(b"greedy", "8", "a")
+    asked: list[Callable[[], None]] = [
+        lambda: service.report_status(ninth, EVERYTHING),
+        lambda: service.report_metrics(ninth, EVERYTHING),
+        lambda: service.report_events(ninth, Events("8")),
+    ]
+    for ask in asked:
+        with pytest.raises(
+            ResourceExhausted, match=r"8 status, metrics and events requests of this user are waiting already"
+        ):
+            ask()
+    for number in range(8):
+        service.report_status(MetadataRequest(b"%d" % number, "0", str(number)), EVERYTHING)
+    assert desk.refused == []
+    service.report_status(MetadataRequest(b"modest", "0", "b"), EVERYTHING)
+    assert desk.refused == [(b"greedy", "7", "RESOURCE_EXHAUSTED")]
+
+
+def test_logs_are_read_a_file_a_turn_and_few_are_asked_for_at_once(tmp_path: Path) -> None:
+    (tmp_path / "m.1").mkdir()
+    for name in ("holder", "w1"):
+        (tmp_path / "m.1" / f"m.1.{name}.log").write_text(name)
+    desk = Desk({1: GenerationFiles(tmp_path / "m.1")})
+    for number in range(4):
+        desk.service.report_logs(b"c", Logs(str(number), "m"))
+    with pytest.raises(ResourceExhausted):
+        desk.service.report_logs(b"c", Logs("4", "m"))
+    desk.loop.run_once(0.0)
+    assert desk.told == []
+    for _ in range(7):
+        desk.loop.run_once(0.0)
+    assert [(client, each.id, len(each.logs)) for client, each in desk.told] == [
+        (b"c", str(each), 2) for each in range(4)
+    ]
+    desk.service.report_logs(b"c", Logs("4", "m"))
+    desk.loop.close()

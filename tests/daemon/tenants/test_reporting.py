@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.tenants.reporting import UsageIntervals, UsageReporter
 from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, UsageTable
-from weightd_daemon.tenants.usage_log import UsageIntervals, UsageReporter
 from weightd_protocol.errors import Cancelled, NotFound
 
 

@@ -1,0 +1,362 @@
+"""The composition root of the daemon: acquires what has to be given back, and puts the parts together.
+
+`run` holds locks, sockets, signals and the shim from the first bind to the last exit; `build` wires the parts; what the
+daemon does with them is in `main_loop.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple
+
+import zmq
+
+from weightd_common.service_manager import CLIENTS, ServiceManager
+from weightd_common.terminal import ends_on_hangup
+from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.connection import proxied_identity
+from weightd_daemon.api.router import RequestRouter
+from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
+from weightd_daemon.config.load import Config
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config_file import ConfigReader
+from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
+from weightd_daemon.handover.counter_store import CounterEntry, CounterStore
+from weightd_daemon.handover.instance_lock import lock_instance
+from weightd_daemon.handover.shim_launcher import SHIM, ShimLauncher
+from weightd_daemon.handover.systemd import ListenSockets, ManagedService, listen
+from weightd_daemon.main_loop import Daemon, Options, Parts
+from weightd_daemon.models.interfaces import ClientNotifier
+from weightd_daemon.models.load_limit import LoadLimiter
+from weightd_daemon.models.load_progress import LoadSpeedRecord
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
+from weightd_daemon.models.shared_process import ModelFactory
+from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.observability.load_progress import LoadMonitor
+from weightd_daemon.observability.service import StatusService
+from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
+from weightd_daemon.platform import process_spawner
+from weightd_daemon.platform.client_log import ClientLog
+from weightd_daemon.platform.connection_limit import raise_descriptor_limit
+from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.platform.event_log import EventLog
+from weightd_daemon.platform.event_loop import EventLoop, watch_signals
+from weightd_daemon.platform.fd_closer import INTERRUPT
+from weightd_daemon.platform.memory import host_memory_bytes
+from weightd_daemon.platform.resource_limits import check_threads, with_limit_hint
+from weightd_daemon.processes.process_table import ProcessTable
+from weightd_daemon.processes.supervisor import ProcessSupervisor
+from weightd_daemon.reload import (
+    ConfigInForce,
+    Reloader,
+    TenantServices,
+    admitted_tenants,
+    listener_auth,
+    update_devices,
+)
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
+from weightd_daemon.scheduling.signature import MetadataRequest
+from weightd_daemon.shutdown import Shutdown
+from weightd_daemon.tenants.reporting import UsageReporter
+from weightd_daemon.tenants.tenant import TenantResolver, Viewer
+from weightd_daemon.tenants.usage import UsageRecord, UsageTable
+from weightd_protocol.errors import RequestError
+from weightd_protocol.messages.control import ReloadResponse
+from weightd_protocol.messages.events import Events, Logs
+from weightd_protocol.version import VERSION
+
+_log = logging.getLogger("weightd")
+
+# Of the host's memory, by default, for what clients send and do not read; the models have the rest.
+_MEMORY_DIVISOR = 4
+
+# Of libzmq, in a process with one context.
+_ZEROMQ_THREADS = 2
+
+
+class Host(NamedTuple):
+    """What a daemon holds of the operating system, which `run` gives back at the end.
+
+    Attributes:
+        loop: waits for everything.
+        context: of ZeroMQ.
+        sockets: on which clients connect.
+        wakeups: a descriptor from which the number of each signal is read.
+        event_log: keeps what is logged.
+        shim: holds children for the next daemon; None without a service manager, where a shim would be of no use.
+    """
+
+    loop: EventLoop
+    context: zmq.Context[zmq.Socket[bytes]]
+    sockets: ListenSockets
+    wakeups: int
+    event_log: EventLog
+    shim: ShimLauncher | None
+
+
+def run(options: Options) -> int:
+    """Serve until told to stop; return the exit status.
+
+    Raises:
+        PathInUse: a socket or a directory cannot be had.
+    """
+    config, manager = options.config, options.manager
+    raise_descriptor_limit()
+    check_threads(_ZEROMQ_THREADS)
+    try:
+        process_spawner.start_thread()
+    except OSError as error:
+        raise PathInUse(with_limit_hint(f"cannot start the thread that starts processes: {error}")) from None
+    signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
+    # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
+    if options.file is not None or ends_on_hangup():
+        signal_numbers.append(signal.SIGHUP)
+    event_log = EventLog()
+    with (
+        lock_instance(config.daemon, keep_private_dir=manager.is_present),
+        listen(config, manager.inherited.get(CLIENTS, [])) as sockets,
+        watch_signals(signal_numbers) as wakeups,
+        event_log.capture_logs(),
+        _shim(manager, config) as shim,
+        contextlib.closing(EventLoop()) as loop,
+        _zmq_context() as context,
+    ):
+        return build(options, Host(loop, context, sockets, wakeups, event_log, shim)).serve(shim)
+
+
+@contextlib.contextmanager
+def _shim(manager: ServiceManager, config: Config) -> Generator[ShimLauncher | None, None, None]:
+    if not manager.is_present:
+        # Of a service that had one: with nobody to hold on to it, it ends.
+        for descriptor in manager.inherited.get(SHIM, []):
+            os.close(descriptor)
+        yield None
+        return
+    with contextlib.closing(ShimLauncher(manager, config.daemon)) as shim:
+        yield shim
+
+
+@contextlib.contextmanager
+def _zmq_context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
+    context = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy()
+
+
+class ModelBuilder:
+    """Makes models from their configuration, with what all models of the daemon have in common.
+
+    Args:
+        devices: the devices that models use, by name.
+        supervisor: starts their processes.
+        loop: calls their timers.
+        counters: of each model.
+        client_log: for what requests do to processes.
+
+    Attributes:
+        fair_clocks: divide the slots of all models among tenants.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, DeviceBudget],
+        supervisor: ProcessSupervisor,
+        loop: EventLoop,
+        counters: CounterRegistry,
+        client_log: ClientLog,
+    ) -> None:
+        self._devices = devices
+        self._supervisor = supervisor
+        self._loop = loop
+        self._factory = ModelFactory()
+        self._load_limiter = LoadLimiter()
+        self._shared_scheduling = SharedScheduling(client_log=client_log, counters_of=counters.counters_of)
+        self.fair_clocks = self._shared_scheduling.clocks
+
+    def make(self, name: str, config: ModelConfig, ids: IdSequence, router: RequestRouter) -> ServedModel:
+        """Return a model that has not started; `router` is told what becomes of its requests."""
+        model = self._factory.make(
+            name,
+            config,
+            self._devices,
+            self._supervisor,
+            ClientNotifier(router.responses, router.admin),
+            ids,
+            shared_scheduling=self._shared_scheduling,
+        )
+        model.load_limiter = self._load_limiter
+        self._loop.add_timer(model.timer)
+        return model
+
+
+class Control:
+    """What clients may ask of the daemon as a whole.
+
+    Args:
+        parts: returns those that do it; the daemon is not complete when its API is made.
+    """
+
+    def __init__(self, parts: Callable[[], Parts]) -> None:
+        self._parts = parts
+
+    def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:  # noqa: D102
+        self._parts().status.report_status(requester, viewer)
+
+    def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:  # noqa: D102
+        self._parts().status.report_metrics(requester, viewer)
+
+    def report_events(self, requester: MetadataRequest, request: Events) -> None:  # noqa: D102
+        self._parts().status.report_events(requester, request)
+
+    def report_logs(self, client: bytes, request: Logs) -> None:  # noqa: D102
+        self._parts().status.report_logs(client, request)
+
+    def unmap(self, numbers: Sequence[int]) -> None:  # noqa: D102
+        self._parts().supervisor.messenger.unmap(numbers)
+
+    def reload(self, client: bytes, request_id: str) -> None:  # noqa: D102
+        parts = self._parts()
+        admin = parts.router.admin
+
+        def on_done(outcome: ConfigDiff | RequestError) -> None:
+            if isinstance(outcome, RequestError):
+                admin.reply_failed(client, request_id, outcome)
+            else:
+                admin.reply_reloaded(client, ReloadResponse(request_id, *outcome))
+
+        parts.reloader.request(on_done)
+
+
+def build(options: Options, host: Host) -> Daemon:
+    """Return a daemon of which nothing is loaded, and nobody is heard, before it serves.
+
+    Parts that refer to one another do so by functions, which are called when all of them are there.
+    """
+    config, loop, file = options.config, host.loop, options.file
+    devices: dict[str, DeviceBudget] = {}
+    update_devices(devices, config)
+    tenants = TenantResolver(config.tenants)
+    books = Books(UsageTable(), CounterRegistry(), DaemonCounters(lambda: router.dropped_responses))
+    client_log = ClientLog()
+    shutdown = Shutdown(lambda now: daemon.finish_drain(now))
+    supervisor = ProcessSupervisor(host.context, config.daemon, loop, devices, host.shim, lambda: daemon.on_change())
+    load_monitor = LoadMonitor(supervisor.snapshots.copy_progress)
+    model_builder = ModelBuilder(devices, supervisor, loop, books.counters, client_log)
+    registry = ModelRegistry(lambda name, model, ids: model_builder.make(name, model, ids, router))
+    authorizer = Authorizer(tenants, books.usage_table, admitted_tenants(config))
+    max_memory_bytes = config.daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
+    router = RequestRouter(
+        loop,
+        registry,
+        max_memory_bytes,
+        Control(lambda: parts),
+        max_shm_bytes=config.daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR,
+        user_limits=config.daemon.user_limits,
+        authorizer=authorizer,
+        log=client_log,
+    )
+    channels = supervisor.messenger.channels
+    channels.on_message_burst = router.cork
+    for listener in host.sockets.unix_listeners:
+        router.listen(listener)
+    proxies = ZmqProxies(
+        {name: (each, listener_auth(config, name)) for name, each in host.sockets.zmq_listeners.items()},
+        loop,
+        lambda name, connection, peer: router.adopt(connection, proxied_identity(connection, name, peer)),
+        ProxyLimits(max_memory_bytes, config.daemon.user_limits),
+        client_log,
+        options.zygote,
+    )
+    service = None
+    if host.shim is not None:
+        service = ManagedService(
+            options.manager,
+            host.shim,
+            registry,
+            supervisor,
+            devices,
+            load_monitor=load_monitor,
+            shutdown=shutdown,
+            config_note=options.config_note,
+            on_failed=lambda now: daemon.stop(now),
+        )
+    usage_reporter = UsageReporter(tenants, books.usage_table, lambda: registry.models)
+
+    def on_tenants_changed(auths: Mapping[str, ListenerAuth]) -> None:
+        proxies.update_auth(auths)
+        router.on_tenants_changed()
+
+    in_force = ConfigInForce(
+        config,
+        devices,
+        registry,
+        supervisor,
+        TenantServices(tenants, authorizer, usage_reporter, model_builder.fair_clocks, on_tenants_changed),
+        counters=books.counters,
+        on_applied=lambda: daemon.schedule_reconcile(),
+    )
+    reloader = Reloader(
+        file,
+        ConfigReader(ProcessTable(loop)),
+        in_force,
+        loop,
+        books.daemon_counters,
+        shutdown=shutdown,
+        service=service,
+    )
+    snapshots = SnapshotBuilder(
+        SnapshotSources(
+            registry,
+            supervisor,
+            devices,
+            load_monitor,
+            books,
+            tenants,
+            router.memory_budget,
+            proxies,
+            shutdown,
+            options.config_note,
+            [] if host.shim is None else [host.shim],
+        )
+    )
+    status = StatusService(snapshots, host.event_log, loop, router.responses)
+    counter_store = CounterStore(config.daemon.counters_file, _counter_entries(books, load_monitor), loop.call_soon)
+    parts = Parts(
+        loop,
+        shutdown,
+        supervisor,
+        load_monitor,
+        registry,
+        router,
+        proxies,
+        status,
+        in_force,
+        reloader,
+        counter_store,
+        service,
+    )
+    daemon = Daemon(options, parts)
+    timers = [*usage_reporter.timers, counter_store.timer, reloader.timer, status.timer, shutdown.timer]
+    for timer in timers if service is None else [*timers, service.timer]:
+        loop.add_timer(timer)
+    loop.on_suspended(daemon.on_suspended)
+    loop.add(host.wakeups, lambda: daemon.on_signals(os.read(host.wakeups, 64)))
+    _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(host.sockets.addresses))
+    return daemon
+
+
+def _counter_entries(books: Books, load_monitor: LoadMonitor) -> dict[str, CounterEntry]:
+    return {
+        "account": CounterEntry(books.usage_table, UsageRecord),
+        "model": CounterEntry(books.counters, ModelCounterRecord),
+        "daemon": CounterEntry(books.daemon_counters, DaemonCounterRecord),
+        "load": CounterEntry(load_monitor, LoadSpeedRecord),
+    }

@@ -1,0 +1,536 @@
+"""The state of the daemon at one moment, as clients see it: all of it, or what concerns one tenant.
+
+`SnapshotBuilder` is the only place that gathers it. Metrics are counters and integers that stand ready; a status adds
+what the kernel has to measure.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from weightd_common import log_text
+from weightd_common.devices import is_cpu
+from weightd_daemon.api.memory_budget import MemoryBudget
+from weightd_daemon.api.zmq_proxies import ProxyInfo, ZmqProxies
+from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
+from weightd_daemon.engines.ranktable import card_bytes
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.process import WorkerProcess
+from weightd_daemon.generations.progress import describe_selftest
+from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.states import ChildState
+from weightd_daemon.models import batching
+from weightd_daemon.models.load_progress import LoadProgress
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.observability.load_progress import LoadMonitor
+from weightd_daemon.observability.memory import (
+    MemoryFootprint,
+    MemoryReport,
+    MemorySampler,
+    MemoryScan,
+    memory_subjects,
+)
+from weightd_daemon.platform import cgroup, clock
+from weightd_daemon.platform.memory import resident_bytes
+from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.processes.files import GenerationFiles
+from weightd_daemon.processes.fork_servers import ForkServer
+from weightd_daemon.processes.supervisor import ProcessSupervisor
+from weightd_daemon.scheduling.measurements import ExecutionCounters
+from weightd_daemon.shutdown import Shutdown
+from weightd_daemon.tenants.reporting import QueuedCounts, tenant_statuses
+from weightd_daemon.tenants.tenant import Tenant, TenantResolver, Viewer
+from weightd_daemon.tenants.usage import UsageTable
+from weightd_protocol import limits
+from weightd_protocol.codec import clip
+from weightd_protocol.messages.accounts import TenantStatus
+from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
+from weightd_protocol.messages.status import (
+    DeviceStatus,
+    ExecutionsStatus,
+    ForkServerStatus,
+    GenerationStatus,
+    ModelStatus,
+    ProcessStatus,
+    ProxyStatus,
+    RowsCount,
+    StatusResponse,
+)
+from weightd_protocol.messages.worker import Built
+from weightd_protocol.version import VERSION
+
+_EMPTY_HISTOGRAM = Histogram((), 0.0)
+
+
+class Books(NamedTuple):
+    """What is counted, and survives the daemon.
+
+    Attributes:
+        usage_table: the accounts of tenants.
+        counters: of models.
+        daemon_counters: of the daemon.
+    """
+
+    usage_table: UsageTable
+    counters: CounterRegistry
+    daemon_counters: DaemonCounters
+
+
+class ShimView(Protocol):
+    """The shim, as far as a status tells of it."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        ...
+
+
+@dataclass(frozen=True)
+class SnapshotSources:
+    """The parts of a daemon that have something to show.
+
+    Attributes:
+        registry: the models.
+        supervisor: children, their files, and the fork servers.
+        devices: those that models use, by name.
+        load_monitor: how far models are that load.
+        books: what is counted.
+        tenants: who exists.
+        memory_budget: what is kept for clients.
+        proxies: of the ZeroMQ listeners.
+        shutdown: whether the daemon stops.
+        config_note: returns why what is in force is not what the configuration file says, or "".
+        shims: the shim, if there is one.
+    """
+
+    registry: ModelRegistry
+    supervisor: ProcessSupervisor
+    devices: Mapping[str, DeviceBudget]
+    load_monitor: LoadMonitor
+    books: Books
+    tenants: TenantResolver
+    memory_budget: MemoryBudget
+    proxies: ZmqProxies
+    shutdown: Shutdown
+    config_note: Callable[[], str]
+    shims: Sequence[ShimView] = ()
+
+
+class SnapshotBuilder:
+    """Gathers the state of a daemon.
+
+    Args:
+        sources: where it stands.
+        sampler: measures memory for metrics.
+    """
+
+    def __init__(self, sources: SnapshotSources, sampler: MemorySampler | None = None) -> None:
+        self._sources = sources
+        self._sampler = sampler or MemorySampler()
+        self._started_at = time.monotonic()
+
+    def pids(self) -> list[int]:
+        """Return the processes whose memory a status tells."""
+        return [*self._daemon_pids(), *(process.pid for process in self._sources.supervisor.processes.values())]
+
+    def log_files(self, model: str) -> dict[int, GenerationFiles]:
+        """Return the files of each generation of a model, by its number."""
+        files = self._sources.supervisor.storage.files
+        generations = self._sources.registry.models[model].generations
+        return {each.number: files[each.label] for each in generations if each.label in files}
+
+    def status(self, memory_scan: MemoryScan) -> StatusResponse:
+        """Return everything, with the memory that `memory_scan` has read."""
+        sources = self._sources
+        supervisor, models = sources.supervisor, list(sources.registry.models.values())
+        sources.load_monitor.update(sources.registry.all_models(), clock.now())
+        return StatusResponse(
+            id=memory_scan.request_id,
+            version=VERSION,
+            state=self._state,
+            pid=os.getpid(),
+            uptime_s=self._uptime_s,
+            pss_bytes=sum(memory_scan.pss_bytes(pid) or 0 for pid in self._daemon_pids()),
+            models=tuple(_model_status(model, memory_scan, sources) for model in models),
+            devices=tuple(_device_status(device) for device in sources.devices.values() if not is_cpu(device.name)),
+            dropped_responses=sources.books.daemon_counters.dropped_by_this_daemon,
+            memory=memory_scan.cache.get("group", cgroup.memory),
+            note=clip(sources.config_note()),
+            buffered_bytes=sources.memory_budget.used_bytes,
+            max_memory_bytes=sources.memory_budget.max_bytes,
+            zmq_proxies=tuple(_proxy_status(each, memory_scan) for each in sources.proxies.proxies),
+            fork_servers=tuple(
+                _fork_server_status(each, memory_scan, supervisor.processes)
+                for each in supervisor.fork_servers.servers.values()
+            ),
+            tenants=self._tenant_statuses(models) if sources.tenants.has_tenants else (),
+        )
+
+    def tenant_status(self, request_id: str, tenant: Tenant) -> StatusResponse:
+        """Return what concerns one tenant: no processes, no paths, no memory, nobody else."""
+        models, queued, tenants = self._own(tenant)
+        return StatusResponse(
+            id=request_id,
+            version=VERSION,
+            state=self._state,
+            pid=0,
+            uptime_s=self._uptime_s,
+            pss_bytes=0,
+            models=tuple(
+                _tenant_model_status(model, tenant, self._sources.books.usage_table, queued) for model in models
+            ),
+            tenants=tenants,
+        )
+
+    def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
+        """Return what was counted and how things stand: everything, or what concerns the viewer's tenant."""
+        if not viewer.can_see_all:
+            return self._tenant_metrics(request_id, viewer.tenant)
+        sources = self._sources
+        models = list(sources.registry.models.values())
+        report = self._measured(models)
+        return MetricsResponse(
+            id=request_id,
+            version=VERSION,
+            state=self._state,
+            uptime_s=self._uptime_s,
+            seconds_bounds=SECONDS_BOUNDS,
+            rows_bounds=ROWS_BOUNDS,
+            models=tuple(
+                _model_metrics(
+                    model,
+                    sources.books.counters,
+                    report.footprints.get(model.name, MemoryFootprint()),
+                    ready=self._is_ready(model),
+                )
+                for model in models
+            ),
+            tenants=self._tenant_statuses(models),
+            buffered_bytes=sources.memory_budget.used_bytes,
+            max_memory_bytes=sources.memory_budget.max_bytes,
+            dropped_responses=sources.books.daemon_counters.dropped_responses,
+            reloads=ReloadCounts(sources.books.daemon_counters.reloads, sources.books.daemon_counters.refused_reloads),
+            pss_bytes=report.pss_bytes,
+        )
+
+    def _tenant_metrics(self, request_id: str, tenant: Tenant) -> MetricsResponse:
+        models, queued, tenants = self._own(tenant)
+        return MetricsResponse(
+            id=request_id,
+            version=VERSION,
+            state=self._state,
+            uptime_s=self._uptime_s,
+            seconds_bounds=(),
+            rows_bounds=(),
+            models=tuple(
+                _tenant_model_metrics(model, queued.get((tenant.name, model.name), 0), ready=self._is_ready(model))
+                for model in models
+            ),
+            tenants=tenants,
+            buffered_bytes=0,
+            max_memory_bytes=0,
+            dropped_responses=0,
+            reloads=ReloadCounts(0, 0),
+        )
+
+    def _own(self, tenant: Tenant) -> tuple[list[ServedModel], QueuedCounts, tuple[TenantStatus, ...]]:
+        """Return the models that there are for a tenant, the requests that wait for them, and the tenant's account."""
+        models = [model for model in self._sources.registry.models.values() if tenant.can_see(model.name)]
+        queued = queued_counts(models)
+        return (
+            models,
+            queued,
+            tenant_statuses([tenant], self._sources.books.usage_table, queued, {model.name for model in models}),
+        )
+
+    def _tenant_statuses(self, models: Iterable[ServedModel]) -> tuple[TenantStatus, ...]:
+        resolver = self._sources.tenants
+        tenants = resolver.all_tenants if resolver.has_tenants else resolver
+        return tenant_statuses(tenants, self._sources.books.usage_table, queued_counts(models))
+
+    def _measured(self, models: Iterable[ServedModel]) -> MemoryReport:
+        supervisor = self._sources.supervisor
+        return self._sampler.poll(
+            self._daemon_pids(), lambda: memory_subjects(models, supervisor.processes, supervisor.storage.files)
+        )
+
+    def _daemon_pids(self) -> list[int]:
+        """The daemon, its shim, and what it has made for ZeroMQ clients."""
+        return [os.getpid(), *(shim.pid for shim in self._sources.shims), *self._sources.proxies.pids]
+
+    @property
+    def _state(self) -> str:
+        return "stopping" if self._sources.shutdown.has_begun else "running"
+
+    @property
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._started_at
+
+    def _is_ready(self, model: ServedModel) -> bool:
+        return not self._sources.shutdown.has_begun and not model.unready_reason(clock.now())
+
+
+def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: SnapshotSources) -> ModelStatus:
+    requests = model.dispatcher.status(clock.now())
+    return ModelStatus(
+        name=model.name,
+        engine=model.config.engine,
+        path=clip(model.source.path),
+        state=model.state.display_name,
+        queued=requests.queued,
+        served=requests.latencies.count,
+        failed=requests.failed,
+        generations=tuple(
+            _generation_status(model, generation, memory_scan, sources)
+            for generation in model.generations[: limits.MAX_GENERATIONS]
+        ),
+        p50_us=requests.latencies.percentile_us(50),
+        p99_us=requests.latencies.percentile_us(99),
+        unexpected_exits=model.deaths,
+        quarantined=requests.quarantined,
+        note=clip(_model_note(model, requests.confined_clients)),
+        weights=clip(model.source.weights),
+        executions=_executions_status(requests.execution_counters),
+        group=model.config.group.name if model.config.group is not None else "",
+        retry_s=model.retry_delay_s(clock.now()),
+    )
+
+
+def _executions_status(execution_counters: ExecutionCounters) -> ExecutionsStatus:
+    histogram = tuple(RowsCount(max_rows, count) for max_rows, count in execution_counters.batches_by_rows.items())
+    return ExecutionsStatus(
+        execution_counters.executions,
+        histogram,
+        execution_counters.padded_rows,
+        execution_counters.split_requests,
+        execution_counters.retried_items,
+    )
+
+
+def _model_note(model: ServedModel, confined_clients: Sequence[str]) -> str:
+    offenders = ", ".join(confined_clients)
+    offense_text = f"requests of {offenders} ended workers" if offenders else ""
+    being_replaced = [
+        each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced
+    ]
+    replacement_text = "; ".join(dict.fromkeys(f"cannot be reloaded: {cause}" for cause in being_replaced if cause))
+    return "; ".join(each for each in (model.note, replacement_text, offense_text) if each)
+
+
+def _generation_status(
+    model: ServedModel,
+    generation: GenerationBase,
+    memory_scan: MemoryScan,
+    sources: SnapshotSources,
+) -> GenerationStatus:
+    processes, files = sources.supervisor.processes, sources.supervisor.storage.files.get(generation.label)
+    progress = sources.load_monitor.progress(generation.label, clock.now())
+    children = [child for child in generation.processes.alive() if child.name in processes]
+    shared_bytes = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
+    if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
+        copy_bytes = (
+            0 if files is None else memory_scan.cache.get(files.store, functools.partial(resident_bytes, files.store))
+        )
+    else:
+        copy_bytes = generation.built.shared_bytes if generation.built else 0
+    return GenerationStatus(
+        number=generation.number,
+        device=generation.device,
+        state=generation.state.display_name,
+        progress=_progress_text(generation, progress),
+        reason=clip(generation.cause),
+        sha256=generation.sha256,
+        copy_bytes=copy_bytes,
+        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+        saved_bytes=None if copy_bytes is None else max(0, shared_bytes - copy_bytes) if copy_bytes else 0,
+        selftest=clip(describe_selftest(_find_built(model, generation))),
+        processes=tuple(
+            _process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children
+        ),
+        note=clip(generation.built.note) if generation.built is not None else "",
+        batching_note=clip(batching.describe_batching(model.config, generation)),
+        load_fraction=progress.fraction_done,
+        remaining_s=progress.remaining_s,
+        max_rows=batching.max_rows(model.config, generation),
+    )
+
+
+def _progress_text(generation: GenerationBase, progress: LoadProgress) -> str:
+    """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
+    if progress.fraction_done is not None or progress.fraction_copied is None:
+        return generation.progress
+    return f"{generation.progress}, {log_text.percent(progress.fraction_copied)} % copied"
+
+
+def _find_built(model: ServedModel, generation: GenerationBase) -> Built | None:
+    """What a generation has told of this model: its process may have others, too."""
+    group = model.config.group
+    if group is None or not isinstance(generation, RankGroup):
+        return generation.built
+    return generation.models[group.models.index(model.name)] if generation.models else None
+
+
+def _process_status(
+    model: ServedModel, generation: GenerationBase, child: WorkerProcess, pid: int, memory_scan: MemoryScan
+) -> ProcessStatus:
+    latencies = model.dispatcher.results.latencies_by_process.get(child.name)
+    hello = child.hello
+    return ProcessStatus(
+        name=child.name,
+        role=role_of(generation, child),
+        state=child.state.display_name,
+        pid=pid,
+        served=latencies.count if latencies else 0,
+        in_flight=model.dispatcher.processes.in_flight(child.name),
+        p50_us=latencies.percentile_us(50) if latencies else None,
+        p99_us=latencies.percentile_us(99) if latencies else None,
+        pss_bytes=memory_scan.pss_bytes(pid),
+        shared_bytes=child.shared_bytes,
+        note=clip(child.note),
+        private_bytes=memory_scan.private_bytes(pid),
+        anonymous_bytes=memory_scan.anonymous_bytes(pid),
+        origin=hello.origin if hello is not None else None,
+        origin_note=clip(hello.origin_note) if hello is not None else "",
+        device=child.device,
+        concurrency=hello.concurrency if hello is not None else 1,
+        sha256=hello.sha256 if hello is not None and child.role is Role.RANK else "",
+    )
+
+
+def _proxy_status(proxy: ProxyInfo, memory_scan: MemoryScan) -> ProxyStatus:
+    pss_bytes = memory_scan.pss_bytes(proxy.pid)
+    return ProxyStatus(proxy.name, clip(proxy.address), proxy.pid, proxy.peers, proxy.restarts, pss_bytes)
+
+
+def _fork_server_status(
+    server: ForkServer, memory_scan: MemoryScan, processes: Mapping[str, ChildProcess]
+) -> ForkServerStatus:
+    process = processes.get(server.name)
+    pid = process.pid if process is not None else 0
+    return ForkServerStatus(
+        server.engine, clip(server.python), pid, server.fork_count, memory_scan.pss_bytes(pid), clip(server.reason)
+    )
+
+
+def _device_status(device: DeviceBudget) -> DeviceStatus:
+    reservations = device.reserved.values()
+    return DeviceStatus(
+        name=device.name,
+        processes=device.process_count,
+        max_processes=device.max_processes or 0,
+        weights_bytes=sum(need.copy_count * card_bytes(need.weight_bytes) for need in reservations),
+        process_bytes=sum(need.process_count * need.process_bytes for need in reservations),
+        saved_bytes=sum((need.worker_count - need.copy_count) * card_bytes(need.weight_bytes) for need in reservations),
+        capacity_bytes=device.capacity_bytes,
+        free_bytes=device.free_bytes,
+        buffer_bytes=sum(need.buffer_bytes for need in reservations),
+    )
+
+
+def _model_metrics(
+    model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, *, ready: bool
+) -> ModelMetrics:
+    counters, main_generation = counter_registry.counters_of(model.name), model.main_generation
+    requests = model.dispatcher.status(clock.now())
+    return ModelMetrics(
+        name=model.name,
+        engine=model.config.engine,
+        state=model.state.display_name,
+        ready=ready,
+        generation=main_generation.number,
+        sha256=main_generation.sha256,
+        queued=requests.queued,
+        running=requests.running,
+        processes=_process_counts(model.generations),
+        executions=counters.compute.count,
+        unexpected_exits=counters.unexpected_exits,
+        restarts=counters.restarts,
+        selftest_failures=counters.selftest_failures,
+        batch_mismatches=counters.batch_mismatches,
+        quarantined=requests.quarantined,
+        request_seconds=counters.requests.to_histogram(),
+        queue_seconds=counters.queue.to_histogram(),
+        compute_seconds=counters.compute.to_histogram(),
+        batch_rows=counters.rows.to_histogram(),
+        pss_bytes=footprint.pss_bytes,
+        shared_bytes=footprint.shared_bytes,
+        saved_bytes=footprint.saved_bytes,
+        copy_bytes=footprint.copy_bytes,
+        max_queue=model.config.max_queue,
+    )
+
+
+def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
+    counts = Counter(
+        (role_of(generation, child), child.state.display_name)
+        for generation in generations
+        for child in generation.processes.alive()
+    )
+    items = sorted(counts.items())[: limits.MAX_PROCESS_COUNTS]
+    return tuple(ProcessCount(role, state, count) for (role, state), count in items)
+
+
+def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
+    """Return what a process is for: a worker that takes no requests yet is a spare."""
+    is_spare = (
+        child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.processes.serving
+    )
+    return "spare" if is_spare else child.role.value
+
+
+def _tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> ModelMetrics:
+    return ModelMetrics(
+        name=model.name,
+        engine=model.config.engine,
+        state=model.state.display_name,
+        ready=ready,
+        generation=0,
+        sha256="",
+        queued=queued,
+        running=0,
+        processes=(),
+        executions=0,
+        unexpected_exits=0,
+        restarts=0,
+        selftest_failures=0,
+        batch_mismatches=0,
+        quarantined=0,
+        request_seconds=_EMPTY_HISTOGRAM,
+        queue_seconds=_EMPTY_HISTOGRAM,
+        compute_seconds=_EMPTY_HISTOGRAM,
+        batch_rows=_EMPTY_HISTOGRAM,
+    )
+
+
+def _tenant_model_status(
+    model: ServedModel, tenant: Tenant, usage_table: UsageTable, queued: QueuedCounts
+) -> ModelStatus:
+    usage = usage_table.usage_of(tenant.name, model.name)
+    return ModelStatus(
+        name=model.name,
+        engine=model.config.engine,
+        path="",
+        state=model.state.display_name,
+        queued=queued.get((tenant.name, model.name), 0),
+        served=usage.served,
+        failed=usage.refused_total,
+        generations=(),
+    )
+
+
+def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
+    """Return how many requests wait, by tenant and model."""
+    queued: dict[tuple[str, str], int] = {}
+    for model in models:
+        for tenant, count in model.dispatcher.queued_by_tenant.items():
+            queued[tenant.name, model.name] = count
+    return queued

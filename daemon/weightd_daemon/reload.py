@@ -1,0 +1,337 @@
+"""The configuration that is in force, and its change while the daemon runs: SIGHUP, and clients that ask for a reload.
+
+A reload passes three stations: `Reloader.request` (or `on_hangup`) queues it, a helper process reads and checks the
+file (`config_file.py`), and `ConfigInForce.apply` compares the result with what serves and changes that. A file that is
+wrong changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from weightd_common.devices import is_cpu
+from weightd_common.terminal import Terminal
+from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.zmq_proxies import ListenerAuth
+from weightd_daemon.config.devices import DeviceConfig
+from weightd_daemon.config.listeners import NONE, allowed_keys
+from weightd_daemon.config.load import Config, ConfigError
+from weightd_daemon.config_file import ConfigFile, ConfigReader, ReadConfig
+from weightd_daemon.counters import CounterRegistry, DaemonCounters
+from weightd_daemon.handover.state import Handover
+from weightd_daemon.handover.systemd import ManagedService
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
+from weightd_daemon.platform import audit, clock
+from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.platform.timers import Timer
+from weightd_daemon.processes.supervisor import ProcessSupervisor
+from weightd_daemon.scheduling.fair_share import FairClocks
+from weightd_daemon.shutdown import Shutdown
+from weightd_daemon.tenants.reporting import UsageReporter
+from weightd_daemon.tenants.tenant import TenantResolver, tenant_members
+from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd_protocol.schema import label
+
+_log = logging.getLogger("weightd")
+
+# A reload reads the file once for all that wait for it.
+_MAX_RELOADS = 16
+
+# For a file, and for those that it names: a file system may not answer.
+_READ_TIMEOUT_S = 60.0
+_NEVER = float("inf")
+
+OnReloaded = Callable[[ConfigDiff | RequestError], object]
+
+
+class Reloader:
+    """Has the configuration file read again for those who ask, once for all who wait, and tells each how it ended.
+
+    Args:
+        file: to be read again; None where weightd was started without one.
+        reader: reads it in a process of its own.
+        in_force: is given what was read.
+        loop: calls when it is time to read.
+        counters: count reloads by how they end.
+        shutdown: no reload begins after the daemon has begun to stop.
+        service: tells the service manager of a reload by SIGHUP; None where there is none.
+
+    Attributes:
+        timer: call it when it is due: the helper process takes too long.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        file: ConfigFile | None,
+        reader: ConfigReader,
+        in_force: ConfigInForce,
+        loop: EventLoop,
+        counters: DaemonCounters,
+        *,
+        shutdown: Shutdown,
+        service: ManagedService | None,
+    ) -> None:
+        self._file = file
+        self._reader = reader
+        self._in_force = in_force
+        self._loop = loop
+        self._counters = counters
+        self._shutdown = shutdown
+        self._service = service
+        self._terminal = Terminal()
+        self.timer = Timer(lambda _: reader.abort())
+        # Whom to tell of the reload under way, and of the next one.
+        self._active: list[OnReloaded] = []
+        self._pending: list[OnReloaded] = []
+
+    @property
+    def is_possible_by_hangup(self) -> bool:
+        """Whether SIGHUP asks for a reload; without a file, or after the terminal has closed, it ends the daemon."""
+        return self._file is not None and not self._terminal.has_closed()
+
+    def on_hangup(self) -> None:
+        """An operator asks for a reload by SIGHUP: the service manager, the audit log and the log tell how it ends."""
+        service = self._service if self._service is not None and self._service.begin_reload() else None
+
+        def on_done(outcome: ConfigDiff | RequestError) -> None:
+            entry = audit.AuditEntry("reload", audit.OPERATOR)
+            if isinstance(outcome, RequestError):
+                _log.error("not reloaded, nothing has changed: %s", outcome)
+                audit.write(entry, audit.FAILED, str(outcome))
+            else:
+                audit.write(entry, audit.OK)
+            if service is not None:
+                service.end_reload()
+
+        try:
+            self.request(on_done)
+        except RequestError as error:
+            on_done(error)
+
+    def request(self, on_done: OnReloaded) -> None:
+        """Have the file read again; call `on_done` once it is in force, or refused.
+
+        Raises:
+            RequestError: nothing has changed, and `on_done` is not called.
+        """
+        if self._file is None:
+            raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
+        if self._shutdown.has_begun:
+            raise Unavailable("weightd is stopping")
+        if len(self._pending) == _MAX_RELOADS:
+            raise ResourceExhausted(f"{_MAX_RELOADS} reloads wait already")
+        self._pending.append(on_done)
+        if len(self._pending) == 1:
+            self._loop.call_soon(self._start_read)
+
+    def abort(self) -> None:
+        """End the helper process, if there is one."""
+        self._reader.abort()
+
+    def _start_read(self) -> None:
+        """Have the file read for all that wait; a reload that comes later reads it once more."""
+        if self._file is None or self._active or not self._pending:
+            return
+        self._active, self._pending = self._pending, []
+        try:
+            self._reader.start(self._file.path, self._file.listen_addresses, self._on_read)
+        except OSError as error:
+            text = f"{self._file.path}: cannot start the process that reads it: {error.strerror}"
+            self._on_read(ReadConfig(problems=(text,)))
+        else:
+            self.timer.set(clock.now() + _READ_TIMEOUT_S)
+
+    def _on_read(self, result: ReadConfig) -> None:
+        self.timer.set(_NEVER)
+        waiting, self._active = self._active, []
+        outcome: ConfigDiff | RequestError
+        try:
+            outcome = self._apply(result)
+            self._counters.reloads += 1
+        except RequestError as error:
+            outcome = error
+            self._counters.refused_reloads += 1
+        for on_done in waiting:
+            on_done(outcome)
+        self._start_read()
+
+    def _apply(self, result: ReadConfig) -> ConfigDiff:
+        """Put in force what was read.
+
+        Raises:
+            InvalidArgument: the file is wrong; nothing has changed.
+            Unavailable: not now; nothing has changed.
+        """
+        file = self._file
+        if file is None or self._shutdown.has_begun:
+            raise Unavailable("weightd is stopping")
+        try:
+            diff = self._in_force.apply(file.path, file.accept(result), result.model_problems, clock.now())
+        except ConfigError as error:
+            file.note = f"not reloaded: {error}"
+            raise InvalidArgument(str(error)) from None
+        file.note = ""
+        if self._service is not None:
+            file.mark_in_force()
+        _log.info("reloaded %s: %s", file.path, diff)
+        return diff
+
+
+class TenantServices(NamedTuple):
+    """What depends on the tables of tenants, and on what is accounted for them.
+
+    Attributes:
+        resolver: finds the tenant of a peer.
+        authorizer: is told the tenants that each listener is for.
+        usage_reporter: keeps accounts for those that exist, and logs them.
+        fair_clocks: divide slots among tenants.
+        on_changed: called when the tables, or the listeners that admit a tenant, have changed.
+    """
+
+    resolver: TenantResolver
+    authorizer: Authorizer
+    usage_reporter: UsageReporter
+    fair_clocks: FairClocks
+    on_changed: Callable[[Mapping[str, ListenerAuth]], object]
+
+
+class ConfigInForce:
+    """The configuration that is in force, and everything that follows it.
+
+    Args:
+        config: what the daemon has started with.
+        devices: the devices that models use, by name.
+        registry: the models.
+        supervisor: keeps fork servers for the engines that models need.
+        tenants: what follows the tables of tenants.
+        counters: are kept for the models that exist.
+        on_applied: called when another configuration is in force.
+
+    Attributes:
+        config: what is in force.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        config: Config,
+        devices: MutableMapping[str, DeviceBudget],
+        registry: ModelRegistry,
+        supervisor: ProcessSupervisor,
+        tenants: TenantServices,
+        *,
+        counters: CounterRegistry,
+        on_applied: Callable[[], object],
+    ) -> None:
+        self.config = config
+        self._devices = devices
+        self._registry = registry
+        self._supervisor = supervisor
+        self._tenants = tenants
+        self._counters = counters
+        self._on_applied = on_applied
+
+    def apply(self, path: Path, config: Config, model_problems: Mapping[str, Sequence[str]], now: float) -> ConfigDiff:
+        """Make the running daemon follow another configuration; return what has changed of the models.
+
+        Args:
+            path: of the file, for errors.
+            config: what it says.
+            model_problems: by model, what is wrong with the files that it names.
+            now: monotonic seconds.
+
+        Raises:
+            ConfigError: the configuration cannot be put in force without a restart, or files are missing.
+            Unavailable: a model that would change is being updated.
+        """
+        self._check_fixed_keys(path, config)
+        diff = self._registry.compare(config.models)
+        # What serves as before needs its files no more.
+        problems = [each for name in (*diff.added, *diff.changed) for each in model_problems.get(name, ())]
+        if problems:
+            raise ConfigError(*problems)
+        update_devices(self._devices, config)
+        self._supervisor.fork_servers.reconcile(config.models.values())
+        self._registry.apply(diff, config.models, now)
+        previous, self.config = self.config, config
+        if (config.tenants, admitted_tenants(config)) != (previous.tenants, admitted_tenants(previous)):
+            self._tenants.resolver.configure(config.tenants)
+            self._tenants.authorizer.listener_tenants = admitted_tenants(config)
+            self._tenants.on_changed({name: listener_auth(config, name) for name in config.listeners})
+        self._on_applied()
+        self.apply_accounting(now)
+        return diff
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """For how many seconds a daemon that stops waits for what it has accepted."""
+        return self.config.daemon.drain_timeout
+
+    def adopt_devices(self, handover: Handover) -> None:
+        """Go on with the devices of the daemon before this one, and with what their drivers have told it."""
+        for record in handover.models:
+            for name in record.config.devices_by_weight_copy:
+                self._devices.setdefault(name, DeviceBudget(name))
+        for reported in handover.devices:
+            device = self._devices.setdefault(reported.name, DeviceBudget(reported.name))
+            device.reported_bytes, device.free_bytes = reported.capacity_bytes, reported.free_bytes
+            device.capacity_bytes = device.capacity_bytes or device.reported_bytes
+
+    def apply_accounting(self, now: float) -> None:
+        """Keep counters and accounts for the models and tenants of the configuration, and for no others."""
+        self._counters.keep_only(self._registry.models)
+        self._tenants.fair_clocks.max_batch_s = self.config.daemon.max_batch_seconds
+        self._tenants.usage_reporter.configure(self.config.daemon.accounting_interval, now)
+
+    def _check_fixed_keys(self, path: Path, config: Config) -> None:
+        old_values, new_values = _fixed_values(self.config), _fixed_values(config)
+        differ = [
+            f"{path}: {key}: expected {old_values.get(key)!r} as before, got {new_values.get(key)!r}: restart"
+            for key in {**old_values, **new_values}
+            if old_values.get(key) != new_values.get(key)
+        ]
+        if differ:
+            raise ConfigError(*differ)
+
+
+def listener_auth(config: Config, name: str) -> ListenerAuth:
+    """Return who may connect to a listener of the configuration."""
+    listener = config.listeners[name]
+    return ListenerAuth(
+        listener.secret,
+        allowed_keys(listener, config.tenants),
+        listener.max_connections,
+        tenant_members(config.tenants, listener.tenants) if config.tenants else None,
+    )
+
+
+def admitted_tenants(config: Config) -> dict[str, Sequence[str]]:
+    """Return the tenants that each listener is for; none: all."""
+    return {name: each.tenants for name, each in config.listeners.items()}
+
+
+def update_devices(devices: MutableMapping[str, DeviceBudget], config: Config) -> None:
+    """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
+    for name in dict.fromkeys(device for model in config.models.values() for device in model.devices_by_weight_copy):
+        device = devices.setdefault(name, DeviceBudget(name))
+        if not is_cpu(name):
+            given = config.devices.get(name, DeviceConfig())
+            # Where nothing is given, what the card has said before stays true.
+            device.capacity_bytes = given.memory_mib * MIB or device.reported_bytes
+            device.max_processes = given.processes
+
+
+def _fixed_values(config: Config) -> dict[str, object]:
+    """Return what only a start puts in force, by key."""
+    fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
+    for key in ("drain_timeout", "accounting_interval", "max_batch_seconds"):
+        del fixed[f"daemon.{key}"]
+    for name, each in config.listeners.items():
+        keys = {"address": each.address, "key": each.key, "max_connections": each.max_connections}
+        keys["security"] = "" if each.security == NONE else each.security
+        fixed.update((f"listeners.{label(name)}.{key}", value) for key, value in keys.items() if value)
+    return fixed

@@ -1,0 +1,354 @@
+"""What a status and metrics tell of a daemon: everything, or what concerns one tenant."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from weightd_daemon.api.zmq_proxies import ProxyInfo
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
+from weightd_daemon.engines.ranktable import card_bytes
+from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.models.load_progress import LoadProgress
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.observability.memory import MemoryFootprint, MemoryReport, MemoryScan, TtlCache
+from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources, queued_counts
+from weightd_daemon.platform import clock
+from weightd_daemon.platform.memory import MIB, ProcessMemory
+from weightd_daemon.processes.events import Snapshot
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
+from weightd_daemon.shutdown import Shutdown, ShutdownEvent
+from weightd_daemon.tenants.reporting import tenant_statuses
+from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant, TenantResolver, Viewer
+from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
+from weightd_protocol import limits
+from weightd_protocol.codec import encode
+from weightd_protocol.errors import ERRORS, NotFound
+from weightd_protocol.messages.accounts import AccountStatus
+from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.metrics import Histogram, ModelMetrics, ProcessCount, ReloadCounts
+from weightd_protocol.messages.status import ModelStatus, ProxyStatus, StatusResponse
+from weightd_protocol.messages.worker import Attached, Built, Hello, SharingTraits
+from weightd_protocol.version import VERSION
+
+from ..models.fakehost import SHA, W1, ModelHarness
+
+ANN = Tenant("ann", TenantConfig(weight=3.0, models=("m", "b*", "digits")))
+BOB = Tenant("bob", TenantConfig())
+EVERYTHING = Viewer(DEFAULT_TENANT, can_see_all=True)
+NONE = Histogram((), 0.0)
+CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+X = TensorSignature("x", "FP32", (4,))
+WEIGHTS = 100 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _at_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 1000.0)
+
+
+class Parts:
+    """What a snapshot is taken of; `devices`, `processes` and `proxies` are those of the daemon."""
+
+    def __init__(
+        self,
+        *models: Any,
+        devices: Sequence[DeviceBudget] = (),
+        processes: Any = (),
+        proxies: Any = (),
+        counters: CounterRegistry | None = None,
+    ) -> None:
+        self.books = Books(UsageTable(), counters or CounterRegistry(), DaemonCounters(lambda: 3))
+        self.tenants = TenantResolver({})
+        self.shutdown = Shutdown()
+        self.measured = MemoryReport()
+        by_name = {each.name: each for each in models}
+        parts: Any = SimpleNamespace(
+            registry=SimpleNamespace(models=by_name, all_models=lambda: models),
+            supervisor=SimpleNamespace(
+                processes=dict(processes),
+                storage=SimpleNamespace(files={}),
+                fork_servers=SimpleNamespace(servers={}),
+            ),
+            load_monitor=SimpleNamespace(progress=lambda *_: LoadProgress(), update=lambda *_: None),
+            memory_budget=SimpleNamespace(used_bytes=4, max_bytes=5),
+            proxies=SimpleNamespace(proxies=proxies, pids=[]),
+        )
+        sources = SnapshotSources(
+            parts.registry, parts.supervisor, {each.name: each for each in devices}, parts.load_monitor, self.books,
+            self.tenants, parts.memory_budget, parts.proxies, self.shutdown, lambda: "a note",
+        )  # fmt: skip
+        sampler: Any = SimpleNamespace(poll=lambda *_: self.measured)
+        self.builder = SnapshotBuilder(sources, sampler)
+
+    def metrics(self, viewer: Viewer = EVERYTHING) -> Any:
+        return self.builder.metrics("7", viewer)
+
+
+class World:
+    """A model that serves and has answered one request, runs one and has three waiting; and one that still loads."""
+
+    def __init__(self) -> None:
+        counters = CounterRegistry()
+        shared = SharedScheduling(counters_of=counters.counters_of)
+        self.stage, self.other = ModelHarness(workers=1, spares=1, shared=shared), ModelHarness()
+        self.other.model.name = "secret"
+        self.parts = Parts(self.stage.model, self.other.model, counters=counters)
+        self.accounts = self.parts.books.usage_table
+        self.stage.serving()
+        [first] = self.stage.some(1)
+        self.stage.now += 0.25
+        self.stage.answers(W1, first)
+        self.stage.some(4)
+
+
+def busy(accounts: UsageTable, tenant: str, model: str, requests: int = 1) -> Usage:
+    account = accounts.usage_of(tenant, model)
+    for _ in range(requests):
+        account.count_accepted(100)
+        account.add_run(0.5, 2)
+        account.count_served(10)
+    return account
+
+
+def test_what_was_counted_and_how_things_stand() -> None:
+    world = World()
+    busy(world.accounts, "default", "digits")
+    books = world.parts.books
+    books.daemon_counters.reloads, books.daemon_counters.refused_reloads = 1, 2
+    books.counters.counters_of("digits").unexpected_exits = 8
+    world.parts.measured = MemoryReport(9, {"digits": MemoryFootprint(100, 50, 40, 10)})
+    told = world.parts.metrics()
+    assert (told.id, told.state, told.pss_bytes) == ("7", "running", 9)
+    assert (told.seconds_bounds, told.rows_bounds) == (SECONDS_BOUNDS, ROWS_BOUNDS)
+    assert (told.buffered_bytes, told.max_memory_bytes, told.dropped_responses, told.reloads) == (
+        4,
+        5,
+        3,
+        ReloadCounts(1, 2),
+    )
+    [everyone] = told.tenants
+    assert (everyone.name, everyone.accounts[0].served) == ("default", 1)
+    digits, secret = told.models
+    assert (digits.name, digits.engine, digits.state, digits.ready) == ("digits", "onnxruntime", "serving", True)
+    assert (digits.generation, digits.sha256) == (1, SHA)
+    assert (digits.running, digits.queued) == (1, 3)
+    assert digits.processes == (
+        ProcessCount("holder", "holding", 1),
+        ProcessCount("spare", "ready", 1),
+        ProcessCount("worker", "ready", 1),
+    )
+    assert (digits.executions, digits.unexpected_exits) == (1, 8)
+    bucket = SECONDS_BOUNDS.index(0.25)
+    assert (digits.request_seconds.counts[bucket], digits.request_seconds.sum) == (1, 0.25)
+    assert digits.compute_seconds == digits.request_seconds
+    assert (digits.pss_bytes, digits.shared_bytes, digits.saved_bytes, digits.copy_bytes) == (100, 50, 40, 10)
+    assert (secret.state, secret.ready, secret.pss_bytes, sum(secret.request_seconds.counts)) == (
+        "snapshotting",
+        False,
+        None,
+        0,
+    )
+
+
+def test_a_daemon_that_stops_is_not_ready() -> None:
+    world = World()
+    world.parts.shutdown.handle(ShutdownEvent.STOP)
+    told = world.parts.metrics()
+    assert (told.state, told.models[0].ready) == ("stopping", False)
+
+
+def test_the_metrics_of_a_tenant_are_of_its_models_and_of_itself() -> None:
+    world = World()
+    busy(world.accounts, "ann", "digits")
+    busy(world.accounts, "bob", "digits")
+    world.parts.measured = MemoryReport(9, {"digits": MemoryFootprint(100, 50, 40, 10)})
+    told = world.parts.metrics(Viewer(ANN, can_see_all=False))
+    numbers = (0, 0, (), 0, 0, 0, 0, 0, 0)
+    assert told.models == (
+        ModelMetrics("digits", "onnxruntime", "serving", True, 0, "", *numbers, NONE, NONE, NONE, NONE),
+    )
+    assert [each.name for each in told.tenants] == ["ann"]
+    assert (told.buffered_bytes, told.max_memory_bytes, told.dropped_responses, told.reloads) == (
+        0,
+        0,
+        0,
+        ReloadCounts(0, 0),
+    )
+    assert (told.pss_bytes, told.seconds_bounds, told.rows_bounds) == (None, (), ())
+    for secret in ("bob", "secret", SHA):
+        assert secret not in str(told)
+
+
+def test_the_largest_metrics_fit() -> None:
+    model = World().stage.model
+    tenants = {f"{number:064d}": TenantConfig() for number in range(limits.MAX_TENANTS)}
+    names = [f"{number:064d}" for number in range(limits.MAX_MODELS)]
+    models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
+    for each in models:
+        each.main_generation, each.state, each.generations, each.unready_reason = (
+            model.main_generation,
+            model.state,
+            model.generations,
+            model.unready_reason,
+        )
+    parts = Parts(*models)
+    parts.tenants.configure(tenants)
+    refused: dict[str, int] = dict.fromkeys(ERRORS, 2**55)
+    for name in names:
+        meter = parts.books.counters.counters_of(name)
+        for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
+            buckets.counts = [2**55] * len(buckets.counts)
+        for tenant in tenants:
+            busy(parts.books.usage_table, tenant, name).refused = {**refused}
+    parts.measured = MemoryReport(2**55, dict.fromkeys(names, MemoryFootprint(2**55, 2**55, 2**55, 2**55)))
+    told = parts.metrics()
+    assert len(told.models) == limits.MAX_MODELS
+    assert len(b"".join(encode(told, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2
+
+
+def test_what_a_model_on_a_card_is_and_takes() -> None:
+    holder, worker, spare = "m.1.holder", "m.1.w1", "m.1.w2"
+    config = ModelConfig("/m.mindir", "mindspore_lite", "python3", spares=1, devices=("ascend:0",))
+    card = DeviceBudget("ascend:0", 2**36)
+    model = ServedModel("m", config, {"ascend:0": card}, mock.MagicMock(), mock.MagicMock())
+    model.start(0.0)
+    model.on_snapshot_taken(ModelSource("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
+    for name in (holder, worker, spare):
+        model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+    model.process_events.on_message(holder, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
+    for name in (worker, spare):
+        model.process_events.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
+    processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((holder, worker, spare), 10)}
+    survey = MemoryScan("s", (), TtlCache())
+    survey.memory_by_pid = {
+        2: None,
+        10: ProcessMemory(1000, 900, 950),
+        11: ProcessMemory(100, 90, 95),
+    }
+    parts = Parts(
+        model,
+        devices=[card, DeviceBudget("cpu"), DeviceBudget("cpu:0")],
+        processes=processes,
+        proxies=[ProxyInfo("lan", "tcp://*:1", 2, 3, 4)],
+    )
+    survey.memory_by_pid[os.getpid()] = ProcessMemory(7, 6, 5)
+    told = parts.builder.status(survey)
+    assert (told.pss_bytes, told.dropped_responses, told.buffered_bytes, told.max_memory_bytes, told.note) == (
+        7,
+        3,
+        4,
+        5,
+        "a note",
+    )
+    assert told.zmq_proxies == (ProxyStatus("lan", "tcp://*:1", 2, 3, 4, None),)
+    [generation] = told.models[0].generations
+    assert [
+        (each.name, each.role, each.pss_bytes, each.private_bytes, each.anonymous_bytes)
+        for each in generation.processes
+    ] == [
+        (holder, "holder", 1000, 900, 950),
+        (worker, "worker", 100, 90, 95),
+        (spare, "spare", None, None, None),
+    ]
+    assert {each.device for each in generation.processes} == {"ascend:0"}
+    assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)
+    [device] = told.devices
+    assert (device.name, device.processes, device.weights_bytes) == ("ascend:0", 3, card_bytes(WEIGHTS))
+    assert (device.saved_bytes, device.capacity_bytes, device.free_bytes) == (card_bytes(WEIGHTS), 2**36, None)
+
+
+def model(name: str, *queued: Tenant) -> Any:
+    return SimpleNamespace(
+        name=name,
+        config=SimpleNamespace(engine="onnxruntime"),
+        state=SimpleNamespace(display_name="serving"),
+        dispatcher=SimpleNamespace(queued_by_tenant=Counter(queued)),
+    )
+
+
+def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
+    accounts = UsageTable()
+    accounts.sample()
+    busy(accounts, "ann", "m", 3).count_accepted(7)
+    accounts.usage_of("ann", "m").add_queue_time(0.25)
+    accounts.usage_of("ann", "m").count_refused(QuotaExceeded("max_rate", "too many"))
+    accounts.usage_of("ann", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
+    accounts.usage_of("ann", "never")
+    queued = queued_counts([model("m", ANN, BOB, ANN), model("n")])
+    ann, bob = tenant_statuses([ANN, BOB], accounts, queued)
+    assert (ann.name, ann.weight, ann.share, ann.merged_accounts) == ("ann", 3.0, 1.0, 0)
+    assert ann.accounts == (
+        AccountStatus("m", 4, 3, 6, 1.5, 0.25, 307, 30, 1, 2, {"max_rate": 1}),
+        AccountStatus("", 1, 0, 0, 0.0, 0.0, 0, 0, 0, 0, {"NOT_FOUND": 1}),
+    )
+    assert (bob.weight, bob.accounts, bob.share) == (1.0, (), None)
+
+
+def test_nobody_has_a_share_where_nothing_has_run() -> None:
+    [ann] = tenant_statuses([ANN], UsageTable(), {})
+    assert ann.share is None
+
+
+def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ACCOUNTS", 4)
+    accounts = UsageTable()
+    for requests, name in enumerate(("a", "b", "c", "d"), 1):
+        busy(accounts, "ann", name, requests).count_accepted(1)
+    busy(accounts, "bob", "a", 9)
+    accounts.usage_of("bob", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
+    ann, bob = tenant_statuses([ANN, BOB], accounts, {("ann", "a"): 1, ("ann", "c"): 1, ("ann", "d"): 1})
+    assert [(each.model, each.requests, each.in_flight, each.queued) for each in ann.accounts] == [
+        ("d", 5, 1, 1),
+        ("", 9, 3, 2),
+    ]
+    assert (ann.merged_accounts, bob.merged_accounts) == (3, 0)
+    assert [(each.model, each.requests) for each in bob.accounts] == [("a", 9), ("", 1)]
+
+
+def test_the_largest_accounts_fit() -> None:
+    accounts = UsageTable()
+    tenants = [Tenant(f"{number:064d}", TenantConfig()) for number in range(limits.MAX_TENANTS + 1)]
+    for tenant in tenants:
+        for number in range(limits.MAX_MODELS):
+            account = accounts.usage_of(tenant.name, f"{number:064d}")
+            for field in ("requests", "served", "rows", "bytes_in", "bytes_out", "unexpected_exits", "in_flight"):
+                setattr(account, field, 2**54)
+            account.refused = {f"{reason:020d}": 2**54 for reason in range(limits.MAX_REFUSAL_REASONS // 2)}
+    whole = tenant_statuses(tenants, accounts, {})
+    assert limits.MAX_ACCOUNTS - 256 < sum(len(each.accounts) for each in whole) <= limits.MAX_ACCOUNTS
+    response = StatusResponse("id", "1", "running", 1, 1.0, 1, (), tenants=whole)
+    assert len(b"".join(encode(response, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2
+
+
+def test_the_status_of_a_tenant_is_of_its_models_and_of_itself() -> None:
+    parts = Parts(model("m", BOB, ANN, BOB), model("secret", BOB), model("big"))
+    accounts = parts.books.usage_table
+    busy(accounts, "ann", "m", 2).count_refused(NotFound("no"))
+    busy(accounts, "bob", "m", 100)
+    response = parts.builder.tenant_status("7", ANN)
+    assert response.models == (
+        ModelStatus("m", "onnxruntime", "", "serving", 1, 2, 1, ()),
+        ModelStatus("big", "onnxruntime", "", "serving", 0, 0, 0, ()),
+    )
+    assert [each.name for each in response.tenants] == ["ann"]
+    assert (response.id, response.state) == ("7", "running")
+    assert (response.pid, response.pss_bytes, response.buffered_bytes, response.max_memory_bytes) == (0, 0, 0, 0)
+    assert (response.zmq_proxies, response.fork_servers, response.devices, response.memory) == ((), (), (), None)
+    # What it has asked before its table was another one is in the sum, without a name.
+    busy(accounts, "ann", "secret", 3)
+    response = parts.builder.tenant_status("7", ANN)
+    [ann] = response.tenants
+    assert [(each.model, each.served) for each in ann.accounts] == [("m", 2), ("", 3)]
+    assert ann.merged_accounts == 0
+    for secret in ("bob", "secret"):
+        assert secret not in str(response)
