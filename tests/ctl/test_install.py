@@ -182,8 +182,9 @@ def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Pat
     starting = [each for each in planned if b"\nExecStart=" in each.content]
     assert "weightd.service" in [each.path.name for each in starting]
     for each in starting:
-        command = b"gateway" if each.path.name == "weightd-gateway.service" else b"serve"
-        assert b"\nExecStart=/opt/weightd/bin/weightd " + command in each.content
+        verbs = {"weightd-gateway.service": b"weightd gateway", "weightd-metrics.service": b"weightctl metrics"}
+        verb = verbs.get(each.path.name, b"weightd serve")
+        assert b"\nExecStart=/opt/weightd/bin/" + verb in each.content
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ def test_again_changes_what_is_another_and_keeps_what_is_the_operators(install: 
     write(root, {UNIT: content.replace("ExecStart=", "ExecStart=/old"), **own})
     status, out, err = install("--dry-run")
     assert status == exit_codes.ERROR
-    assert "  systemctl try-restart weightd.service weightd-gateway.service\n" in out
+    assert "  systemctl try-restart weightd.service weightd-gateway.service weightd-metrics.service\n" in out
     assert "install -D" not in out, "there is a configuration"
     assert f"weightctl: {root}/etc/systemd/system/weightd.slice was kept" in err
     assert install.states() == {**states, UNIT: "changed", "etc/systemd/system/weightd.slice": "kept"}

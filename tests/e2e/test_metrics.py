@@ -67,6 +67,19 @@ class World(NamedTuple):
     text: str
 
 
+@contextlib.contextmanager
+def exporter(address: str, port: int) -> Iterator[None]:
+    """Serve the metrics of the daemon at `address`."""
+    command = [sys.executable, "-m", "weightctl", "--socket", address, "metrics", "--listen", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert f":{port}/metrics" in process.stderr.readline()
+            yield
+        finally:
+            process.terminate()
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("metrics")
@@ -75,7 +88,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "tiny": {"path": tiny, "workers": 2},
         "rows": {"path": tiny, "batching": {"max_rows": 8}},
     }
-    with Service(tables, {"metrics": f"127.0.0.1:{port}"}, tenants=TENANTS) as service:
+    with Service(tables, tenants=TENANTS) as service, exporter(service.address, port):
         service.ready()
         with service.client() as client:
             for name in ("tiny", "rows"):

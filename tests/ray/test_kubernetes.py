@@ -32,7 +32,7 @@ DOCUMENTS: list[Any] = list(yaml.safe_load_all(MANIFEST.read_text()))
 OF_KIND: Mapping[str, Any] = {each["kind"]: each for each in DOCUMENTS}
 FILES: Mapping[str, str] = OF_KIND["ConfigMap"]["data"]
 POD: Mapping[str, Any] = OF_KIND["Deployment"]["spec"]["template"]["spec"]
-DAEMON, GATEWAY = POD["containers"]
+DAEMON, GATEWAY, EXPORTER = POD["containers"]
 
 # The oldest that is still maintained, and the newest that the schemas are of.
 VERSIONS = ["1.34", "1.37"]
@@ -59,8 +59,9 @@ def test_parts_that_name_each_other_do() -> None:
     assert OF_KIND["Service"]["spec"]["selector"] == labels
     ports = {each["name"]: each["containerPort"] for container in POD["containers"] for each in container["ports"]}
     assert {each["targetPort"] for each in OF_KIND["Service"]["spec"]["ports"]} == {"http", "grpc"}
-    for name, file in (("http", "gateway.toml"), ("grpc", "gateway.toml"), ("metrics", "weightd.toml")):
-        assert f"0.0.0.0:{ports[name]}" in FILES[file]
+    for name in ("http", "grpc"):
+        assert f"0.0.0.0:{ports[name]}" in FILES["gateway.toml"]
+    assert f"0.0.0.0:{ports['metrics']}" in EXPORTER["args"]
     volumes = {each["name"] for each in POD["volumes"]}
     assert {each["name"] for container in POD["containers"] for each in container["volumeMounts"]} == volumes
 
@@ -121,6 +122,13 @@ class Pod:
         except urllib.error.URLError:
             return False
 
+    def is_scraped(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports['metrics']}/metrics", timeout=5):
+                return True
+        except urllib.error.URLError:
+            return False
+
 
 def test_the_containers_of_a_pod_serve_and_their_probes_tell_the_truth(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
@@ -136,6 +144,8 @@ def test_the_containers_of_a_pod_serve_and_their_probes_tell_the_truth(tmp_path:
             gateway.enter_context(pod.container(GATEWAY))
             until(lambda: pod.probe(GATEWAY["readinessProbe"]), "the gateway is ready")
             assert pod.probe(GATEWAY["livenessProbe"])
+            with pod.container(EXPORTER):
+                until(pod.is_scraped, "metrics are served")
         assert not pod.probe(DAEMON["livenessProbe"])
         assert not pod.probe(GATEWAY["readinessProbe"])
         assert pod.probe(GATEWAY["livenessProbe"])

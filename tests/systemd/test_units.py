@@ -41,14 +41,18 @@ def test_systemd_has_nothing_to_say_about_a_unit(manager: Manager, unit: str) ->
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service", "weightd-gateway.service"])
+@pytest.mark.parametrize(
+    "unit", ["weightd.service", "weightd@.service", "weightd-gateway.service", "weightd-metrics.service"]
+)
 def test_little_is_exposed(manager: Manager, unit: str) -> None:
     command = [*ANALYZE, "security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:.0f}"]
     done = manager.try_run([*command, f"{units.INSTALLED}/{unit}"])
     assert done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith(("✗", "→"))]
 
 
-@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service", "weightd-gateway.service"])
+@pytest.mark.parametrize(
+    "unit", ["weightd.service", "weightd@.service", "weightd-gateway.service", "weightd-metrics.service"]
+)
 def test_nothing_is_exposed_without_a_reason(manager: Manager, unit: str) -> None:
     found = manager.run([*ANALYZE, "security", "--offline=true", "--json=short", f"{units.INSTALLED}/{unit}"])
     exposed = {each["json_field"] for each in json.loads(found) if float(each["exposure"] or 0)}

@@ -44,7 +44,7 @@ class _Step(NamedTuple):
 
 _STEPS_AFTER_REMOVAL = (
     _Step(
-        "systemctl stop 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
+        "systemctl stop weightd-metrics.service 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
         "what runs goes on until then",
     ),
     _Step("systemctl daemon-reload", ""),
@@ -111,12 +111,16 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
         )
     units = plan.units_to_enable(planned)
     gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
-    yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in gateway)}", "")
-    # It speaks with other programs: nobody gets it unasked.
+    # These speak with other programs: nobody gets them unasked.
+    optional = [*gateway, "weightd-metrics.service"]
+    yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in optional)}", "")
     if gateway and (prefix / GATEWAY_CONFIGURATION.relative_to("/")).exists():
         yield _Step(f"systemctl enable --now {' '.join(gateway)}", f"HTTP and gRPC, by {GATEWAY_CONFIGURATION}")
     if changed:
-        yield _Step("systemctl try-restart weightd.service weightd-gateway.service", "where they run already")
+        yield _Step(
+            "systemctl try-restart weightd.service weightd-gateway.service weightd-metrics.service",
+            "where they run already",
+        )
 
 
 def _notes(done: Sequence[Tuple[FileState, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
