@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 import struct
 from typing import NamedTuple, Optional, Tuple, Union
 
-# struct ucred of the kernel: pid, uid, gid.
-_CREDENTIALS = struct.Struct("3i")
-
-# The kernel shows users that a user namespace hides as this one.
-_HIDDEN_UID = 65534
+from weightd_common.peer_credentials import is_operator, peer_credentials
 
 # struct nlmsghdr of the kernel.
 _HEADER = struct.Struct("=IHHII")
@@ -101,8 +96,8 @@ class Peers:
         """
         try:
             if connection.family == socket.AF_UNIX:
-                uid = _uid_of_unix(connection)
-                return Peer(_user(uid), uid, is_local=True, is_operator=_is_operator(uid))
+                uid = peer_credentials(connection).uid
+                return Peer(_user(uid), uid, is_local=True, is_operator=is_operator(uid))
             remote, local = connection.getpeername(), connection.getsockname()
             address = _address(remote[0])
             interface = _LOOPBACK_INTERFACE if address.is_loopback else self._local_interface(address)
@@ -116,7 +111,7 @@ class Peers:
                 return UNKNOWN if self._diagnostics.is_open and _has_ended(connection) else THIS_HOST
         except OSError:
             return UNKNOWN
-        return Peer(_user(found), is_local=True, is_operator=_is_operator(found))
+        return Peer(_user(found), is_local=True, is_operator=is_operator(found))
 
     def close(self) -> None:
         """Close the sockets to the kernel."""
@@ -209,12 +204,6 @@ class _Netlink:
             self._socket = None
 
 
-def _uid_of_unix(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid
-
-
 def _has_ended(connection: socket.socket) -> bool:
     """Return whether the other end of a TCP connection has sent all it is going to send."""
     state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
@@ -238,7 +227,3 @@ def _host(address: _Address) -> str:
 
 def _user(uid: int) -> str:
     return f"uid {uid}"
-
-
-def _is_operator(uid: int) -> bool:
-    return uid != _HIDDEN_UID and uid in (0, os.getuid())

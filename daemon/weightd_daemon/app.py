@@ -18,9 +18,7 @@ import zmq
 from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_common.terminal import ends_on_hangup
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import proxied_identity
 from weightd_daemon.api.router import RequestRouter
-from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_daemon.config.load import Config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config_file import ConfigReader
@@ -38,14 +36,14 @@ from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.models.shared_process import ModelFactory
 from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.observability.service import StatusService
 from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
 from weightd_daemon.platform import process_spawner
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.connection_limit import raise_descriptor_limit
+from weightd_daemon.platform.connection_limiter import raise_descriptor_limit
 from weightd_daemon.platform.directories import PathInUse
-from weightd_daemon.platform.event_log import EventLog
 from weightd_daemon.platform.event_loop import EventLoop, watch_signals
 from weightd_daemon.platform.fd_closer import INTERRUPT
 from weightd_daemon.platform.memory import host_memory_bytes
@@ -66,6 +64,8 @@ from weightd_daemon.shutdown import Shutdown
 from weightd_daemon.tenants.reporting import UsageReporter
 from weightd_daemon.tenants.tenant import TenantResolver, Viewer
 from weightd_daemon.tenants.usage import UsageRecord, UsageTable
+from weightd_daemon.transport.connection import proxied_identity
+from weightd_daemon.transport.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ReloadResponse
 from weightd_protocol.messages.events import Events, Logs

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from weightd_common.service_manager import ServiceManager
 from weightd_daemon import exit_codes
 from weightd_daemon.api.router import RequestRouter
-from weightd_daemon.api.zmq_proxies import ZmqProxies
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigFile
 from weightd_daemon.handover.counter_store import CounterStore
@@ -28,6 +27,7 @@ from weightd_daemon.platform.fd_closer import INTERRUPT
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.reload import ConfigInForce, Reloader
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
+from weightd_daemon.transport.zmq_proxies import ZmqProxies
 from weightd_daemon.zmq_proxy.zygote import Zygote
 
 _log = logging.getLogger("weightd")

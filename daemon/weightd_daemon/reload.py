@@ -15,7 +15,6 @@ from typing import NamedTuple
 from weightd_common.devices import is_cpu
 from weightd_common.terminal import Terminal
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.zmq_proxies import ListenerAuth
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.listeners import NONE, allowed_keys
 from weightd_daemon.config.load import Config, ConfigError
@@ -26,14 +25,14 @@ from weightd_daemon.handover.systemd import ManagedService
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.platform import audit, clock
-from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.platform.memory import MIB
-from weightd_daemon.platform.timers import Timer
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.scheduling.fair_share import FairClocks
 from weightd_daemon.shutdown import Shutdown
 from weightd_daemon.tenants.reporting import UsageReporter
 from weightd_daemon.tenants.tenant import TenantResolver, tenant_members
+from weightd_daemon.transport.zmq_proxies import ListenerAuth
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd_protocol.schema import label
 

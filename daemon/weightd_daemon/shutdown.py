@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable, Mapping
 
 from weightd_daemon.generations.states import advance
-from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.event_loop import Timer
 
 
 class ShutdownState(enum.Enum):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import ClientConnection
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform import audit, clock
+from weightd_daemon.transport.connection import ClientConnection
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated, Unavailable
 from weightd_protocol.messages.control import Reload, ReloadResponse, Update, UpdateResponse
 from weightd_protocol.messages.events import Logs

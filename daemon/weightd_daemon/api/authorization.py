@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from weightd_common.peer_credentials import OVERFLOW_ID
 from weightd_common.safe_open import OPERATOR, Grant
-from weightd_daemon.api.connection import ClientConnection, ClientIdentity
 from weightd_daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
-from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import Tenant, TenantResolver, Viewer
 from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
+from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
 from weightd_protocol.errors import PermissionDenied, RequestError, Unauthenticated
-
-# Whom the kernel cannot name.
-_OVERFLOW_UID = 65534
 
 _OVERFLOW_UID_HINT = (
     "a user namespace hides who this is (PrivateUsers=, a rootless container): it has to connect from outside of that, "
@@ -188,7 +186,7 @@ class Authorizer:
         credential, tenant = connection.identity.credential, connection.tenant
         if credential.is_operator:
             return OPERATOR
-        uid = _OVERFLOW_UID if credential.uid is None else credential.uid
+        uid = OVERFLOW_ID if credential.uid is None else credential.uid
         return Grant(uid, credential.gids, () if tenant is None else tenant.config.model_directories)
 
     def revocation_filter(
@@ -221,8 +219,8 @@ class Authorizer:
 
 def _unknown_client_text(identity: ClientIdentity) -> str:
     credential = identity.credential
-    if credential.uid == _OVERFLOW_UID:
-        return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
+    if credential.uid == OVERFLOW_ID:
+        return f"the kernel says uid {OVERFLOW_ID}: {_OVERFLOW_UID_HINT}"
     client = f"key {credential.key}" if credential.key else identity.origin.principal
     remedy = (
         "its public key to `keys`" if credential.uid is None else "its user to `uids`, or a group of it to `groups`,"

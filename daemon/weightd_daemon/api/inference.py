@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import ClientConnection
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.config.model import ModelConfig
@@ -27,6 +26,7 @@ from weightd_daemon.scheduling.request import OVERHEAD_BYTES, Request
 from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocations
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
+from weightd_daemon.transport.connection import ClientConnection
 from weightd_protocol import limits, preview
 from weightd_protocol.codec import max_request_items
 from weightd_protocol.errors import InvalidArgument, RequestError, Unavailable

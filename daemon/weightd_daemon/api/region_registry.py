@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from weightd_common import memfd
-from weightd_daemon.api.connection_limit import max_total_regions
+from weightd_daemon.platform.connection_limiter import max_total_regions
 from weightd_daemon.platform.fd_closer import DescriptorCloser
 from weightd_daemon.platform.log_setup import log_resource_error
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weightd_daemon.api.connection import ClientConnection
-from weightd_daemon.api.memory_budget import MemoryBudget
-from weightd_daemon.api.server import ClientConnections
 from weightd_daemon.scheduling.request import Request
+from weightd_daemon.transport.connection import ClientConnection
+from weightd_daemon.transport.connections import ClientConnections
+from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import Internal, LocalProtocolError, RequestError, ResourceExhausted
@@ -90,7 +90,7 @@ class ClientResponses:
 
     def reject_descriptors(self, connection: ClientConnection) -> None:
         """Close the descriptors that a client has sent, and nobody wants."""
-        self._connections.reject_descriptors(connection)
+        self._connections.reader.reject_descriptors(connection)
 
     # --- memory -------------------------------------------------------------------------------------------------
 

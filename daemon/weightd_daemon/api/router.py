@@ -10,21 +10,20 @@ from typing import Any, Protocol
 
 from weightd_daemon.api.admin import AdminApi, DaemonAdmin
 from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer
-from weightd_daemon.api.connection import ClientConnection, ClientIdentity
-from weightd_daemon.api.heap_trim import HeapTrimmer
 from weightd_daemon.api.inference import InferenceApi
-from weightd_daemon.api.memory_budget import MemoryBudget
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses, memory_full
-from weightd_daemon.api.server import ClientConnections, ConnectionCallbacks
 from weightd_daemon.api.status import StatusApi, StatusReporter
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform import clock
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import ConnectionAdmission, UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, UsageTable
+from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
+from weightd_daemon.transport.connections import ClientConnections, ConnectionCallbacks
+from weightd_daemon.transport.memory_budget import HeapTrimmer, MemoryBudget
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, heading
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RemoteProtocolError, RequestError

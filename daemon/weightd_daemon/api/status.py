@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import ClientConnection
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import Viewer
+from weightd_daemon.transport.connection import ClientConnection
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.control import (
     ModelMetadata,

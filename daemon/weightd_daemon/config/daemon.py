@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from weightd_common import endpoints
 from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, user_path
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, list_of, number, text

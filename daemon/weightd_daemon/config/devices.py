@@ -11,7 +11,7 @@ from weightd_common.devices import card_of, has_cores
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import is_address
-from weightd_daemon.platform.cores import allowed_cores
+from weightd_daemon.platform.cgroup import allowed_cores
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, label, short_repr, text
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 from weightd_common import toml_schema
 from weightd_common.curve_keys import KeyFileError, read_public
+from weightd_common.peer_credentials import OVERFLOW_ID
 from weightd_common.toml_schema import ErrorCollector, check_name, derived, user_path
 from weightd_protocol import limits
 from weightd_protocol.schema import (
@@ -247,8 +248,6 @@ def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:
 
 T = TypeVar("T")
 
-# Whom the kernel cannot name: users and groups that a namespace hides (/proc/sys/kernel/overflowuid).
-OVERFLOW_ID = 65534
 
 # The one after it means none.
 _MAX_ID = 2**32 - 2

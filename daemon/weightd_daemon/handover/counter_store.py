@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.event_loop import Timer
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, decode, label, plain
 

@@ -25,8 +25,8 @@ from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.platform.listen import listen_addresses, listen_on
-from weightd_daemon.platform.timers import Timer
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.shutdown import Shutdown
 from weightd_protocol.codec import clip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.states import ChildState
-from weightd_daemon.platform import cores, memory
+from weightd_daemon.platform import cgroup, memory
 from weightd_daemon.platform.memory import MIB
 
 # What each process takes to build beside what grows with the model: of 10 MB of convolutions 16 and 60 MiB.
@@ -38,7 +38,7 @@ class LoadLimiter:
     def __init__(
         self,
         free_bytes: Callable[[], int] = memory.free_bytes,
-        usable_cores: Callable[[], int] = cores.usable_core_count,
+        usable_cores: Callable[[], int] = cgroup.usable_core_count,
     ) -> None:
         self._free_bytes = free_bytes
         self._usable_cores = usable_cores

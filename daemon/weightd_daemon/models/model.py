@@ -29,7 +29,7 @@ from weightd_daemon.models.process_use import OneModelUse
 from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, ModelUnavailable
 from weightd_daemon.models.rollout import Rollouts
 from weightd_daemon.models.versions import IdSequence, ModelVersions
-from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.scheduling.dispatcher import Dispatcher, SharedScheduling
 from weightd_protocol.errors import Unavailable

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.log_tail import LogTailReader
 from weightd_daemon.observability.memory import MemoryScan, TtlCache
 from weightd_daemon.observability.snapshot import SnapshotBuilder
 from weightd_daemon.platform import clock
-from weightd_daemon.platform.event_log import EventLog
-from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import Viewer
 from weightd_protocol.errors import RequestError, ResourceExhausted

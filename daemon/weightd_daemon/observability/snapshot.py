@@ -16,8 +16,6 @@ from typing import NamedTuple, Protocol
 
 from weightd_common import log_text
 from weightd_common.devices import is_cpu
-from weightd_daemon.api.memory_budget import MemoryBudget
-from weightd_daemon.api.zmq_proxies import ProxyInfo, ZmqProxies
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.actions import Role
@@ -50,6 +48,8 @@ from weightd_daemon.shutdown import Shutdown
 from weightd_daemon.tenants.reporting import QueuedCounts, tenant_statuses
 from weightd_daemon.tenants.tenant import Tenant, TenantResolver, Viewer
 from weightd_daemon.tenants.usage import UsageTable
+from weightd_daemon.transport.memory_budget import MemoryBudget
+from weightd_daemon.transport.zmq_proxies import ProxyInfo, ZmqProxies
 from weightd_protocol import limits
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.accounts import TenantStatus

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from weightd_common.rate_limits import RateLimitedLog
 from weightd_daemon.platform import clock
-from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.event_loop import EventLoop, Timer
 
 # With one wake-up, by default: more wait for the next one.
 _MAX_ACCEPTED = 64

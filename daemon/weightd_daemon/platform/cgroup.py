@@ -6,6 +6,7 @@ is text in files, which may be missing or be something else than this knows: the
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -323,3 +324,15 @@ def _parse_pressure(text: str) -> float:
     if match is None or float(match["percent"]) > 100:
         raise ValueError(text)
     return float(match["percent"])
+
+
+def usable_core_count() -> int:
+    """Return how many cores there are for this process and its children; at least 1."""
+    core_count = len(allowed_cores())
+    quota = cores()
+    return core_count if quota is None else max(1, min(core_count, round(quota)))
+
+
+def allowed_cores() -> frozenset[int]:
+    """Return the cores on which this process and its children may run."""
+    return frozenset(os.sched_getaffinity(0))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# The kernel shows users that a user namespace hides as this one: it may be anybody.
-_HIDDEN_UID = 65534
+from weightd_common.peer_credentials import OVERFLOW_ID
 
 
 class TenantCredentials(NamedTuple):
@@ -59,7 +58,7 @@ class TenantLookup:
             default: the tenant of a client that is in no table, instead of the default tenant.
         """
         tenant = self._by_key.get(key)
-        if tenant is not None or uid == _HIDDEN_UID:
+        if tenant is not None or uid == OVERFLOW_ID:
             return tenant
         if uid is not None:
             tenant = self._by_uid.get(uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -13,8 +14,19 @@ import zmq
 from weightd_common import zmq_io
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.zmq_routing import seed_routing_ids
 from weightd_protocol import limits
+
+_libc = ctypes.CDLL(None)
+
+
+def seed_routing_ids() -> None:
+    """Let nobody know which ones the next ROUTER socket will give.
+
+    libzmq 4.3.5 counts them up from a number of rand(), which it never seeds, and aborts the process when one that it
+    gives is taken: by a peer that has announced it as its own.
+    """
+    _libc.srand(int.from_bytes(os.urandom(4), "little"))
+
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 RECEIVE_BATCH_SIZE = 64

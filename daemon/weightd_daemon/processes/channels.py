@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightd_common.peer_credentials import peer_credentials
 from weightd_common.stream import Stream, enlarge_send_buffer
 from weightd_daemon.platform.acceptor import Acceptor
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.listen import bind_unix
-from weightd_daemon.platform.peercred import peer_credentials
 from weightd_daemon.platform.zmq_sockets import PRIVATE_UMASK
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol import limits

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.platform.processes import ChildProcess
-from weightd_daemon.platform.timers import Timer
 from weightd_daemon.processes.launcher import Launcher
 from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.spec import ProcessSpec

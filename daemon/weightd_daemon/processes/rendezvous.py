@@ -18,7 +18,7 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import physical_id
-from weightd_daemon.platform.cores import allowed_cores
+from weightd_daemon.platform.cgroup import allowed_cores
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.spec import WorkerProgram
 

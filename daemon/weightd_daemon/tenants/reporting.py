@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from weightd_daemon.platform.timers import Timer
+from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.tenants.tenant import Tenant, TenantResolver
 from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
 from weightd_protocol import limits

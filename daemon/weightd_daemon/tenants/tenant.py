@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from weightd_common.rate_limits import TokenBucket
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, STATUS, TenantConfig
-from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup
 from weightd_daemon.tenants.usage import QuotaExceeded
 from weightd_protocol.messages.inference import RequestDescription

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import array
-import os
 import select
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from weightd_common.peer_credentials import is_operator, peer_credentials, peer_groups
 from weightd_common.stream import Stream
-from weightd_daemon.platform.peercred import peer_credentials, peer_groups
 from weightd_daemon.zmq_proxy import zmtp
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.framing import LARGE_BYTES, FrameWriter
@@ -45,10 +44,6 @@ _MAX_USER_BUFFER_BYTES = 32 * 1024 * 1024
 # Room for as many descriptors as one message can have. The kernel closes those for which a read has none before the
 # read returns, and such a close may take as long as the client likes (SO_LINGER).
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
-
-
-# The user that this is, and root.
-_OPERATOR_UIDS = (0, os.getuid())
 
 
 class DescriptorsSent(Exception):
@@ -293,7 +288,7 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
     """
     if peers is None:
         uid = peer_credentials(connection).uid
-        return f"uid {uid}", uid in _OPERATOR_UIDS
+        return f"uid {uid}", is_operator(uid)
     peer = peers.identify(connection)
     if not peer.is_known:
         raise OSError("it has gone")

@@ -22,8 +22,8 @@ from weightd_common import process_start
 from weightd_common.process_start import die_with_parent, sigint_blocked
 from weightd_common.stream import Stream
 from weightd_daemon.platform import clock, environment
-from weightd_daemon.zmq_proxy import control, process
-from weightd_daemon.zmq_proxy.proxy import LINGER_S
+from weightd_daemon.zmq_proxy import control, proxy
+from weightd_daemon.zmq_proxy.relay import LINGER_S
 from weightd_daemon.zmq_proxy.sandbox import set_process_name
 
 # What a proxy is given longer than it takes to end in order.
@@ -248,4 +248,4 @@ def _run_proxy(
     parent: int, control_socket: socket.socket, listener: socket.socket, config: control.ProxyConfig
 ) -> None:
     die_with_parent(parent)
-    process.run(control_socket, listener, config)
+    proxy.run(control_socket, listener, config)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd_common import toml_schema
+from weightd_common.peer_credentials import OVERFLOW_ID
 from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
 from weightd_common.toml_schema import ErrorCollector
 from weightd_gateway import tokens
@@ -32,9 +33,6 @@ _TABLES = ("gateway", "certificates", "users")
 
 # Of a table that names callers.
 _MAX_CALLERS = 65536
-
-# Whom the kernel cannot name, as those whom a user namespace hides: nobody in particular.
-_HIDDEN_UID = 65534
 
 _FILE_KEYS = ("tokens", "tls_cert", "tls_key", "client_ca")
 
@@ -191,7 +189,7 @@ def _parse_users(tenants_by_user: Mapping[str, str], problems: ErrorCollector) -
     for name, tenant in tenants_by_user.items():
         with problems.at(f".{label(name)}"):
             uid = _parse_user_id(name)
-            if uid == _HIDDEN_UID:
+            if uid == OVERFLOW_ID:
                 raise FieldError("expected another user: so the kernel calls each that it cannot name")
             if uid in users:
                 raise FieldError("this user is there already")

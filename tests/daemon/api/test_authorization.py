@@ -8,12 +8,12 @@ import pytest
 
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import ClientConnection, ClientIdentity
 from weightd_daemon.config.tenants import RIGHTS, TenantConfig
-from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
+from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
 from weightd_protocol.errors import PermissionDenied, RequestError
 
 KEY = "k" * 40

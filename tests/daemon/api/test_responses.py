@@ -17,14 +17,14 @@ from testkit.lingering import lingering
 from weightd_common import memfd
 from weightd_common.stream import Stream
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import ClientIdentity
 from weightd_daemon.api.router import DaemonControl, RequestRouter
 from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
+from weightd_daemon.transport.connection import ClientIdentity
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import Cancelled, InvalidArgument
 from weightd_protocol.framing import message_prefix

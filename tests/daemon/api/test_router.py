@@ -15,16 +15,16 @@ import pytest
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.stream import Stream
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.connection import ClientIdentity
 from weightd_daemon.api.router import DaemonControl, RequestRouter
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.request import OVERHEAD_BYTES, ClientOrigin, Request
 from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
+from weightd_daemon.transport.connection import ClientIdentity
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, decode, encode, max_request_items
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.service import (
     BURST_S,
     LOOP_SHARE,
@@ -20,7 +21,6 @@ from weightd_daemon.observability.service import (
     Reports,
     StatusService,
 )
-from weightd_daemon.platform.event_log import EventLog
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.scheduling.signature import MetadataRequest

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from weightd_daemon.api.zmq_proxies import ProxyInfo
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
@@ -30,6 +29,7 @@ from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 from weightd_daemon.tenants.reporting import tenant_statuses
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant, TenantResolver, Viewer
 from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, Usage, UsageTable
+from weightd_daemon.transport.zmq_proxies import ProxyInfo
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import ERRORS, NotFound

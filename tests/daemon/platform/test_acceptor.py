@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
+from weightd_common.peer_credentials import peer_credentials
 from weightd_daemon.platform import acceptor
 from weightd_daemon.platform.acceptor import Acceptor
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.platform.peercred import peer_credentials
 
 
 class Scene:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from weightd_daemon.platform import cgroup
 from weightd_daemon.platform.cgroup import TaskLimit, cores, free_bytes, locate, memory, tasks
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.status import MemoryLimit, StatusResponse
@@ -339,3 +342,12 @@ def test_a_file_that_is_a_directory_costs_only_what_it_says(tmp_path: Path) -> N
 def test_a_real_process_has_some_answer() -> None:
     found = memory()
     assert found is None or found.usage_bytes >= 0
+
+
+@pytest.mark.parametrize(("quota", "usable"), [(None, 3), (8.0, 3), (2.0, 2), (1.5, 2), (0.2, 1)])
+def test_cores_are_those_that_a_process_may_use_at_once(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, usable: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 2, 5}))
+    monkeypatch.setattr(cgroup, "cores", lambda: quota)
+    assert cgroup.usable_core_count() == usable

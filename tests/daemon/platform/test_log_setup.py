@@ -17,8 +17,7 @@ import pytest
 
 from weightd_common.log_text import add_priority, is_connected_to_journal, to_one_line
 from weightd_daemon.platform import log_setup
-from weightd_daemon.platform.journal import Journal
-from weightd_daemon.platform.log_setup import JournalHandler, LineFormatter, print_error, subject_extra
+from weightd_daemon.platform.log_setup import Journal, JournalHandler, LineFormatter, print_error, subject_extra
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -183,8 +182,8 @@ def test_a_command_says_why_it_ends(tmp_path: Path) -> None:
 
 PROGRAM = """
 import logging, sys
-from weightd_daemon.platform import journal, log_setup
-journal.ADDRESS = sys.argv[-1]
+from weightd_daemon.platform import log_setup
+log_setup.ADDRESS = sys.argv[-1]
 log_setup.set_up(logging.INFO)
 logging.getLogger("weightd").info("serving")
 logging.getLogger("weightd").debug("unseen")

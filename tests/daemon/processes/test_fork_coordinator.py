@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from testkit.examples import examples
+from weightd_daemon.platform.event_loop import Timers
 from weightd_daemon.platform.processes import ChildProcess
-from weightd_daemon.platform.timers import Timers
 from weightd_daemon.processes.fork_coordinator import ForkCoordinator, ForkRequest, PendingForks
 from weightd_daemon.processes.spec import ProcessSpec
 from weightd_protocol.errors import RemoteProtocolError

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightd_common.stream import Stream
-from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_daemon.zmq_proxy import client as clients
@@ -200,14 +200,14 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "gate"):
             return
         gate = self.gate
-        everyone = [client for user in gate._users.values() for client in user.clients]
-        assert gate._buffered_bytes == sum(client.buffered_bytes for client in everyone)
-        assert {name: user.buffered_bytes for name, user in gate._users.items()} == {
-            name: sum(client.buffered_bytes for client in user.clients) for name, user in gate._users.items()
+        everyone = [client for user in gate._clients.users.values() for client in user.clients]
+        assert gate._clients.buffered_bytes == sum(client.buffered_bytes for client in everyone)
+        assert {name: user.buffered_bytes for name, user in gate._clients.users.items()} == {
+            name: sum(client.buffered_bytes for client in user.clients) for name, user in gate._clients.users.items()
         }
-        assert len(gate._connection_limiter) == len(everyone)
-        assert gate._peer_count == sum(client.daemon_stream is not None for client in everyone)
-        assert gate._close_deadlines.keys() <= {*everyone}
+        assert len(gate._clients._limiter) == len(everyone)
+        assert gate._relay._peer_count == sum(client.daemon_stream is not None for client in everyone)
+        assert gate._relay._close_deadlines.keys() <= {*everyone}
         for side in [
             side for client in everyone for side in (client.client_socket, client.daemon_socket) if side is not None
         ]:
@@ -228,11 +228,20 @@ class World(RuleBasedStateMachine):
                     lane.close()
                 self.lanes.clear()
                 gate._loop.run_once(0.01)
-                if not gate._users and not gate._close_deadlines:
+                if not gate._clients.users and not gate._relay._close_deadlines:
                     break
             self.link.close()
-            assert (gate._users, gate._close_deadlines, gate._buffered_bytes, gate._peer_count) == ({}, {}, 0, 0)
-            assert (gate._handshakes, len(gate._connection_limiter), bool(gate._read_queue)) == ({}, 0, False)
+            assert (
+                gate._clients.users,
+                gate._relay._close_deadlines,
+                gate._clients.buffered_bytes,
+                gate._relay._peer_count,
+            ) == ({}, {}, 0, 0)
+            assert (gate._clients.handshakes, len(gate._clients._limiter), bool(gate._relay._turns._queue)) == (
+                {},
+                0,
+                False,
+            )
 
 
 TestWorld = World.TestCase

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from testkit.waiting import until
+from weightd_common.peer_credentials import Credentials
 from weightd_common.stream import Stream
-from weightd_daemon.platform.connection_limit import NO_TENANT
+from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.platform.listen import listen_on
-from weightd_daemon.platform.peercred import Credentials
 from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_daemon.zmq_proxy import client as clients
+from weightd_daemon.zmq_proxy import client_table as module
 from weightd_daemon.zmq_proxy import control
-from weightd_daemon.zmq_proxy import proxy as module
 from weightd_daemon.zmq_proxy.client import ProxyClient
 from weightd_daemon.zmq_proxy.control import PeerConnected, ProxyConfig, ProxyLogLine
 from weightd_daemon.zmq_proxy.proxy import ZmqProxy
@@ -156,7 +156,7 @@ Start = Callable[..., Scene]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     scenes: list[tuple[Scene, ZmqProxy, threading.Thread, socket.socket]] = []
     # The tests' own user is limited like any other.
-    monkeypatch.setattr(clients, "_OPERATOR_UIDS", ())
+    monkeypatch.setattr(clients, "is_operator", lambda _: False)
 
     def started(
         max_memory_bytes: int = 64 * MIB,
@@ -237,7 +237,7 @@ def test_a_user_connects_so_often_and_no_more_often(start: Start) -> None:
 
 def test_the_operators_have_no_such_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = start(most=1)
-    monkeypatch.setattr(clients, "_OPERATOR_UIDS", (os.getuid(),))
+    monkeypatch.setattr(clients, "is_operator", lambda uid: uid == os.getuid())
     for _ in range(3):
         scene.connect()
 
@@ -283,8 +283,8 @@ def test_users_without_a_tenant_push_out_no_tenant_however_many_they_are(
         assert is_let_in(scene.raw(GREETING))
     assert scene.daemon.told("expected at most 2 of users without a tenant, a part of 8 (max_connections), got 3")
     # They are one user.
-    until(lambda: {*scene.gate._users} == {"uid 2", NO_TENANT}, "they are one user")
-    until(lambda: len(scene.gate._users[NO_TENANT].clients) == 2, "they have a quarter")
+    until(lambda: {*scene.gate._clients.users} == {"uid 2", NO_TENANT}, "they are one user")
+    until(lambda: len(scene.gate._clients.users[NO_TENANT].clients) == 2, "they have a quarter")
     uid[0] = 2
     own.append(scene.met())
     assert all(passes(*each) for each in own)
@@ -297,7 +297,7 @@ def test_tenants_that_a_reload_adds_count_from_then_on(start: Start, uid: list[i
     scene.daemon.link.send(
         [control.encode_allowed_peers(None, [TenantCredentials("a", [1]), TenantCredentials("b", [2])])]
     )
-    until(lambda: [*scene.gate._connection_limiter._accounts] == ["b"], "the gate knows the tenant")
+    until(lambda: [*scene.gate._clients._limiter._accounts] == ["b"], "the gate knows the tenant")
     uid[0] = 1
     for _ in range(5):
         scene.connect()
@@ -332,7 +332,7 @@ def test_of_a_users_connections_that_without_a_request_under_way_ends(start: Sta
     asks[0].send(message([b"again"]))
     assert received(asks[1]) == [[b"again"]]
     until(
-        lambda: [each.is_busy for user in scene.gate._users.values() for each in user.clients].count(True) == 1,
+        lambda: [each.is_busy for user in scene.gate._clients.users.values() for each in user.clients].count(True) == 1,
         "it asks",
     )
     uid[0] = 2
@@ -455,7 +455,7 @@ def test_the_user_of_whom_most_is_kept_makes_room_for_others(start: Start, monke
     first.send(frame(0, b"end"))
     assert [len(each) for [each, *_] in received_all(scene.daemon.meet())] == [MIB + 1]
     # What was kept for those that are gone counts no more.
-    until(lambda: [each.buffered_bytes for each in scene.gate._users.values()] == [0, 0], "nothing is kept")
+    until(lambda: [each.buffered_bytes for each in scene.gate._clients.users.values()] == [0, 0], "nothing is kept")
 
 
 def received_all(lane: Stream) -> list[list[Any]]:
@@ -591,8 +591,8 @@ class Refusing:
 @pytest.fixture
 def refusing(start: Start) -> tuple[Scene, Refusing]:
     scene = start()
-    connection: Any = Refusing(scene.gate._control_stream.connection)
-    scene.gate._control_stream.connection = connection
+    connection: Any = Refusing(scene.gate._link.stream.connection)
+    scene.gate._link.stream.connection = connection
     return scene, connection
 
 
@@ -630,20 +630,20 @@ def test_a_client_for_whom_the_link_has_no_descriptor_is_hung_up_alone(refusing:
 def test_last_answers_arrive_whatever_the_daemon_had_yet_to_read_of_the_link(start: Start) -> None:
     scene = start()
     peer, lane = scene.met()
-    scene.gate._control_stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    scene.gate._link.stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     others = [scene.connect() for _ in range(20)]
     for each in others:
         each.send(message([b"x"]))
-    until(lambda: scene.gate._peer_count == 21 and scene.gate._control_stream.unsent > 0, "the link is full")
+    until(lambda: scene.gate._relay._peer_count == 21 and scene.gate._link.stream.unsent > 0, "the link is full")
     answer = bytes(2 * MIB)
     lane.send([answer])
     while not lane.flush():
         pass
     # The proxy has read the answer, and holds it until its client reads.
-    until(lambda: scene.gate._buffered_bytes >= MIB, "the gate has the answer")
+    until(lambda: scene.gate._clients.buffered_bytes >= MIB, "the gate has the answer")
     scene.daemon.link.close()
     # The ends of those that the daemon has not read are closed with the link.
-    until(lambda: scene.gate._peer_count < 21, "some of the others have left")
+    until(lambda: scene.gate._relay._peer_count < 21, "some of the others have left")
     assert peer.read(9 + len(answer))[9:] == answer
 
 
@@ -774,7 +774,12 @@ def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, se
     for each in scene.daemon.lanes:
         each.close()
     gate = scene.gate
-    until(lambda: not (gate._users or gate._close_deadlines), "nobody is there")
-    assert (gate._buffered_bytes, gate._peer_count, gate._handshakes, len(gate._connection_limiter)) == (0, 0, {}, 0)
-    assert not gate._read_queue
-    assert not gate._admission._open_connections
+    until(lambda: not (gate._clients.users or gate._relay._close_deadlines), "nobody is there")
+    assert (
+        gate._clients.buffered_bytes,
+        gate._relay._peer_count,
+        gate._clients.handshakes,
+        len(gate._clients._limiter),
+    ) == (0, 0, {}, 0)
+    assert not gate._relay._turns._queue
+    assert not gate._clients._admission._open_connections

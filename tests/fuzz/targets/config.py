@@ -10,6 +10,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+from weightd_common.peer_credentials import OVERFLOW_ID
 from weightd_daemon.config import load as config
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.devices import DeviceConfig
@@ -18,7 +19,7 @@ from weightd_daemon.config.listeners import ListenerConfig
 from weightd_daemon.config.load import Config, ConfigError
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import MAX_RANKS, RanksConfig
-from weightd_daemon.config.tenants import OVERFLOW_ID, TenantConfig
+from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.engines import ENGINES
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_protocol import limits

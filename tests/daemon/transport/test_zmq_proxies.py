@@ -23,13 +23,13 @@ import zmq
 
 from testkit.waiting import until
 from weightd_common.stream import Stream
-from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies, backoff_s
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.log_setup import client_of
 from weightd_daemon.platform.tenant_lookup import TenantCredentials
+from weightd_daemon.transport.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies, backoff_s
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.framing import MAX_FRAMES
 
@@ -345,7 +345,7 @@ def test_one_that_keeps_dying_is_replaced_at_once_and_then_ever_more_seldom() ->
 def test_a_gate_for_which_there_is_no_descriptor_is_started_later(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._MAX_BACKOFF_S", 0.1)
+    monkeypatch.setattr("weightd_daemon.transport.zmq_proxies._MAX_BACKOFF_S", 0.1)
     [gate] = serve().gates.proxies
     tried: list[None] = []
 
@@ -371,7 +371,7 @@ def test_without_zygote_all_gates_are_back(serve: Callable[..., Daemon], connect
 def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._FORK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("weightd_daemon.transport.zmq_proxies._FORK_TIMEOUT_S", 1.0)
     daemon = serve()
     before = daemon.gates.pids
     os.kill(before[0], signal.SIGSTOP)
@@ -385,7 +385,7 @@ def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
 def test_where_no_zygote_can_be_started_it_is_tried_again(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.zmq_proxies._MAX_BACKOFF_S", 0.1)
+    monkeypatch.setattr("weightd_daemon.transport.zmq_proxies._MAX_BACKOFF_S", 0.1)
     daemon = serve()
     tried: list[None] = []
 
@@ -394,7 +394,7 @@ def test_where_no_zygote_can_be_started_it_is_tried_again(
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     with monkeypatch.context() as few:
-        few.setattr("weightd_daemon.api.zmq_proxies.launch", refuse)
+        few.setattr("weightd_daemon.transport.zmq_proxies.launch", refuse)
         os.kill(daemon.gates.pids[0], signal.SIGKILL)
         until(lambda: len(tried) > 1, "it is tried again")
         assert daemon.gates.pids == []
@@ -417,9 +417,9 @@ def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
 
 _DAEMON = """
 import sys
-from weightd_daemon.api.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
+from weightd_daemon.transport.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
 from weightd_daemon.zmq_proxy import zygote
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.listen import listen_on
 from weightd_daemon.platform.event_loop import EventLoop

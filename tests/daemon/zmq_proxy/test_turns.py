@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd_daemon.zmq_proxy.fair_queue import FairQueue
+from weightd_daemon.zmq_proxy.turns import FairQueue
 
 
 def test_users_take_turns_and_so_do_the_connections_of_each() -> None:

@@ -1,10 +1,14 @@
-"""Who is at the other end of a unix socket, as the kernel knows it."""
+"""The user at the other end of a Unix socket, as the kernel knows it, and which user operates a service."""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Tuple
+
+OVERFLOW_ID = 65534
+"""The user id, and the group id, by which the kernel shows all that a user namespace hides: it may be anybody's."""
 
 # struct ucred of unix(7).
 _UCRED = struct.Struct("=iII")
@@ -27,7 +31,7 @@ def peer_credentials(connection: socket.socket) -> Credentials:
     return Credentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
-def peer_groups(connection: socket.socket) -> tuple[int, ...]:
+def peer_groups(connection: socket.socket) -> Tuple[int, ...]:
     """Return the supplementary groups of who has connected to a unix socket, as they were then (SO_PEERGROUPS).
 
     They come from the kernel, not from the files of users and groups. Of a peer that is in more than 256, none.
@@ -38,3 +42,8 @@ def peer_groups(connection: socket.socket) -> tuple[int, ...]:
         # Too many, or a socket of whose peer the kernel has not kept them.
         return ()
     return struct.unpack(f"={len(raw) // 4}I", raw)
+
+
+def is_operator(uid: int) -> bool:
+    """Return whether a user operates this service: root, and the user that this process runs as, unless hidden."""
+    return uid != OVERFLOW_ID and uid in (0, os.getuid())

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from weightd_common.stream import Stream
-from weightd_daemon.api.connection import ClientConnection, ClientIdentity
-from weightd_daemon.api.tenant_read_queue import TenantReadQueue
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
+from weightd_daemon.transport.reader import TenantReadQueue
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd_daemon.api.memory_budget import MemoryBudget
+from weightd_daemon.platform import memory
+from weightd_daemon.transport.memory_budget import LARGE_BYTES, TRIM_DELAY_S, HeapTrimmer, MemoryBudget
 
 CLIENTS = st.sampled_from([b"a1", b"a2", b"b1", b"c1"])
 BYTES = st.integers(0, 100)
@@ -70,3 +72,22 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(max_examples=examples(20), stateful_step_count=20)
+
+
+def test_memory_is_given_back_once_after_large_messages_when_none_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[None] = []
+    monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(None))
+    clock = iter([2.0, 3.0])
+    room = MemoryBudget(2**40, lambda _: "somebody", lambda: upkeep.on_large_message(next(clock)))
+    upkeep = HeapTrimmer(room)
+    room.reserve(b"c", LARGE_BYTES - 1)
+    assert upkeep.timer.due_at == float("inf")
+    room.reserve(b"c", LARGE_BYTES)
+    room.release(b"c", 2 * LARGE_BYTES - 1)
+    room.reserve(b"c", LARGE_BYTES)
+    assert upkeep.timer.due_at == 3.0 + TRIM_DELAY_S
+    upkeep.on_timer(4.0)
+    assert (trims, upkeep.timer.due_at) == ([], 4.0 + TRIM_DELAY_S)
+    room.release(b"c", LARGE_BYTES)
+    upkeep.on_timer(5.0)
+    assert (trims, upkeep.timer.due_at) == ([None], float("inf"))

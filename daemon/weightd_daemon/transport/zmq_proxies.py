@@ -17,13 +17,12 @@ from weightd_common.stream import Stream
 from weightd_daemon.platform import clock, process_spawner
 from weightd_daemon.platform.acceptor import refuse_descriptors
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.connection_admission import UserConnectionLimits
-from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.connection_limiter import UserConnectionLimits
+from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.platform.exit_cause import describe_status
 from weightd_daemon.platform.listen import listen_addresses
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.platform.tenant_lookup import TenantCredentials
-from weightd_daemon.platform.timers import Timer
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy.control import PeerIdentity, ProxyConfig, ProxyLogLine
 from weightd_daemon.zmq_proxy.zygote import Zygote, launch

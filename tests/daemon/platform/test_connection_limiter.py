@@ -1,116 +1,84 @@
 from __future__ import annotations
 
-import logging
 import resource
-import socket
 from collections import Counter
-from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from weightd_common.stream import Stream
-from weightd_daemon.api import connection_limit as crowd
-from weightd_daemon.api.connection import ClientConnection, ClientIdentity
-from weightd_daemon.api.connection_limit import ClientConnectionLimiter, max_total_regions
-from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.platform.connection_limit import EVERYONE as EVERYBODY
-from weightd_daemon.platform.connection_limit import (
+from weightd_daemon.platform.connection_limiter import EVERYONE as EVERYBODY
+from weightd_daemon.platform.connection_limiter import (
     NO_TENANT,
+    ConnectionAdmission,
     ConnectionLimiter,
+    UserConnectionLimits,
     max_client_descriptors,
+    max_total_regions,
     raise_descriptor_limit,
 )
-from weightd_daemon.scheduling.request import ClientOrigin
-from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 
 
-class Hall:
-    """Clients in the order in which they came, and a crowd of at most ten."""
-
-    def __init__(self) -> None:
-        self.there: list[ClientConnection] = []
-        self.sockets: list[socket.socket] = []
-        self.crowd = ClientConnectionLimiter(ClientLog())
-        self._turned_away: list[ClientConnection] = []
-
-    def come(
-        self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = DEFAULT_TENANT
-    ) -> None:
-        for _ in range(count):
-            ours, theirs = socket.socketpair()
-            self.sockets += [ours, theirs]
-            number = len(self.there)
-            came = ClientConnection(
-                number.to_bytes(8, "big"), Stream(ours), ClientIdentity(ClientOrigin("near", user)), float(number)
-            )
-            came.has_sent_message, came.tenant = speak, tenant
-            self.there.append(came)
-            # Their end is told later: who is turned away counts among those that are there.
-            self._turned_away += [gone.connection for gone in self.crowd.add_connection(came, len(self.there))]
-
-    def turned_away(self) -> list[int]:
-        """Return who had to go since this was asked last, by number."""
-        out, self._turned_away = self._turned_away, []
-        return [self.there.index(each) for each in out]
-
-
-@pytest.fixture
-def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
-    monkeypatch.setattr(crowd, "max_client_descriptors", lambda: 10)
-    made = Hall()
-    yield made
-    for each in made.sockets:
-        each.close()
-
-
-def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(hall: Hall) -> None:
-    hall.come(10)
-    assert hall.turned_away() == []
-    hall.come(2)
-    assert hall.turned_away() == [10, 11]
-    hall.crowd.remove_connection(hall.there[3])
-    hall.come(2)
-    assert hall.turned_away() == [13]
-
-
-def test_who_has_the_most_makes_room_for_others(hall: Hall) -> None:
-    hall.come(1, "other")
-    hall.come(9, "greedy")
-    for user in ("third", "other", "other"):
-        hall.come(1, user)
-    assert hall.turned_away() == [9, 8, 7]
-
-
-def test_who_has_never_spoken_makes_room_first_the_oldest_before_all(hall: Hall) -> None:
-    hall.come(4)
-    hall.come(4, speak=False)
-    hall.come(4)
-    assert hall.turned_away() == [4, 5]
-
-
-def test_users_without_a_tenant_push_out_no_tenant(hall: Hall) -> None:
-    hall.come(3, "of a tenant")
-    for number in range(20):
-        hall.come(1, f"uid {number}", tenant=None)
-    assert not {0, 1, 2} & {*hall.turned_away()}
-    # Nor do they after the tables have changed.
-    hall.crowd.replace_connections(hall.there[:3] + hall.there[-2:])
-    for number in range(20):
-        hall.come(1, f"host {number}", tenant=None)
-    assert not {0, 1, 2} & {*hall.turned_away()}
-
-
-def test_the_log_tells_once_when_it_is_full_and_when_there_is_room_again(
-    hall: Hall, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    hall.come(13)
-    hall.crowd.on_disconnected(9)
+def test_a_user_with_as_many_connections_as_it_may_have_is_refused_until_one_ends() -> None:
+    admission = ConnectionAdmission(UserConnectionLimits(max_connections=2))
     for _ in range(2):
-        hall.crowd.on_disconnected(8)
-    assert [each.levelname for each in caplog.records] == ["ERROR", "WARNING"]
+        assert admission.refusal_reason("a", 0.0) is None
+        admission.add_connection("a")
+    assert admission.refusal_reason("a", 9.0) == "this user has 2 connections already (max_user_connections)"
+    assert admission.refusal_reason("b", 9.0) is None
+    admission.remove_connection("a")
+    assert admission.refusal_reason("a", 9.0) is None
+
+
+def test_a_user_opens_connections_at_the_rate_and_as_many_at_once_as_it_may_have() -> None:
+    admission = ConnectionAdmission(UserConnectionLimits(max_connections=20, rate=10.0))
+    told = [admission.refusal_reason("a", 5.0) for _ in range(21)]
+    assert told[:20] == 20 * [None]
+    assert told[20] == "this user opens more than 10 connections a second (max_user_connection_rate)"
+    assert admission.refusal_reason("b", 5.0) is None
+    assert [admission.refusal_reason("a", 5.35) is None for _ in range(4)] == [True, True, True, False]
+
+
+def test_without_limits_nobody_is_refused() -> None:
+    admission = ConnectionAdmission(UserConnectionLimits())
+    for _ in range(1000):
+        assert admission.refusal_reason("a", 0.0) is None
+        admission.add_connection("a")
+
+
+@given(
+    st.integers(1, 5),
+    st.floats(0.5, 50.0),
+    st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans()), max_size=60),
+)
+def test_in_no_time_a_user_opens_more_than_burst_and_rate_allow(
+    most: int, rate: float, events: list[tuple[float, bool]]
+) -> None:
+    limits = UserConnectionLimits(most, rate)
+    admission = ConnectionAdmission(limits)
+    now, opened, there = 0.0, 0, 0
+    for wait, leaves in events:
+        now += wait
+        if leaves and there:
+            admission.remove_connection("a")
+            there -= 1
+        elif admission.refusal_reason("a", now) is None:
+            admission.add_connection("a")
+            opened, there = opened + 1, there + 1
+        assert there <= most
+        assert opened <= limits.burst + now * rate + 1e-6
+
+
+def test_users_without_connections_are_forgotten() -> None:
+    admission = ConnectionAdmission(UserConnectionLimits(max_connections=5, rate=1.0))
+    admission.refusal_reason("stays", 0.0)
+    admission.add_connection("stays")
+    for number in range(10_000):
+        admission.refusal_reason(f"host {number}", float(number))
+    assert len(admission) <= 1025
+    for _ in range(4):
+        admission.add_connection("stays")
+    assert admission.refusal_reason("stays", 1e4) is not None
 
 
 class Guest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import socket
@@ -17,16 +16,22 @@ import pytest
 
 from weightd_common import memfd
 from weightd_common.stream import Stream
-from weightd_daemon.api import server, unread_data
-from weightd_daemon.api.connection import ClientConnection, ClientIdentity, proxied_identity, unix_identity
-from weightd_daemon.api.memory_budget import MemoryBudget
-from weightd_daemon.api.server import ClientConnections, ConnectionCallbacks
-from weightd_daemon.api.unread_data import unread_bytes
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.platform.connection_admission import ConnectionAdmission, UserConnectionLimits
+from weightd_daemon.platform.connection_limiter import ConnectionAdmission, UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import PeerCredential, Tenant
+from weightd_daemon.transport import connections, reader
+from weightd_daemon.transport import listener as listener_module
+from weightd_daemon.transport.connection import (
+    ClientConnection,
+    ClientIdentity,
+    proxied_identity,
+    unix_identity,
+)
+from weightd_daemon.transport.connections import ClientConnections, ConnectionCallbacks
+from weightd_daemon.transport.listener import unread_bytes
+from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_daemon.zmq_proxy.control import PeerIdentity
 from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.framing import Message, message_prefix
@@ -48,18 +53,24 @@ class Hall:
         self.excess: RequestError | None = None
         self.tenants: dict[str, Tenant] = {}
         self.gone: list[ClientConnection] = []
-        self.calls = ConnectionCallbacks(
+        calls = ConnectionCallbacks(
             free_memory=lambda key, nbytes: False,
-            limit_account_of=lambda identity: identity.origin.principal,
-            assign_tenant=self._introduce,
-            on_message=lambda connection, message: self.messages.append((connection, message)),
+            limit_account_of=lambda identity: self.limit_account_of(identity),  # noqa: PLW0108 - tests replace it
+            assign_tenant=lambda connection: self.assign_tenant(connection),  # noqa: PLW0108 - tests replace it
+            on_message=lambda connection, message: self.on_message(connection, message),  # noqa: PLW0108 - tests replace it
             on_disconnecting=lambda connection, error: self.broken.append(str(error)),
             on_disconnected=self.gone.append,
         )
-        self.connections = ClientConnections(self.loop, self.room, ConnectionAdmission(LIMITS), self.calls)
+        self.connections = ClientConnections(self.loop, self.room, ConnectionAdmission(LIMITS), calls)
         self.stack = contextlib.ExitStack()
 
-    def _introduce(self, connection: ClientConnection) -> RequestError | None:
+    def limit_account_of(self, identity: ClientIdentity) -> str:
+        return identity.origin.principal
+
+    def on_message(self, connection: ClientConnection, message: Message) -> None:
+        self.messages.append((connection, message))
+
+    def assign_tenant(self, connection: ClientConnection) -> RequestError | None:
         connection.tenant = self.tenants.setdefault(connection.user, Tenant(connection.user, TenantConfig()))
         return self.excess
 
@@ -142,7 +153,7 @@ def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.M
             hall.connections.disconnect(connection, "for a test")
 
     count: list[int] = []
-    monkeypatch.setattr(hall.connections, "_callbacks", dataclasses.replace(hall.calls, on_message=hang_up))
+    monkeypatch.setattr(hall, "on_message", hang_up)
     client.send(message(b"x") * 1000)
     other.send(message(b"end"))
     hall.until(lambda: hall.gone)
@@ -195,7 +206,7 @@ def test_who_breaks_the_framing_is_told_and_hung_up_and_nobody_else(hall: Hall) 
 def test_what_a_client_does_not_read_is_counted_and_bounded_and_sent_when_it_reads(
     hall: Hall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "MAX_UNREAD_BYTES", ROOM // 2)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", ROOM // 2)
     client = Stream(hall.come())
     [key] = hall.keys
     answer = [b"e", b"d", bytes(100_000)]
@@ -284,7 +295,7 @@ def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
         hall.messages.append((connection, message))
         hall.connections.disconnect(connection, "as a test")
 
-    monkeypatch.setattr(hall.connections, "_callbacks", dataclasses.replace(hall.calls, on_message=refuse))
+    monkeypatch.setattr(hall, "on_message", refuse)
     client.send(message(b"bad") + message(b"worse"))
     hall.until(lambda: hall.gone)
     assert hall.frames == [[b"bad"]]
@@ -375,7 +386,7 @@ def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:
 
 
 def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MAX_AWAITING_MESSAGE", 2)
+    monkeypatch.setattr(reader, "_MAX_AWAITING_MESSAGE", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
     slow = [hall.come(SOMEBODY._replace(is_direct=True)) for _ in range(3)]
@@ -398,7 +409,7 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
 def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_no_other(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MAX_AWAITING_MESSAGE", 2)
+    monkeypatch.setattr(reader, "_MAX_AWAITING_MESSAGE", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
     modest = ClientIdentity(ClientOrigin("process 2 of uid 8", "uid 8"), is_direct=True)
@@ -415,7 +426,7 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
 def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_TIME_SLICE_S", 0.0)
+    monkeypatch.setattr(reader, "_TIME_SLICE_S", 0.0)
     loud, modest = ClientIdentity(ClientOrigin("loud", "loud")), ClientIdentity(ClientOrigin("modest", "modest"))
     first, storm = hall.come(modest), [hall.come(loud) for _ in range(10)]
     # Both have spoken of late.
@@ -437,7 +448,7 @@ def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
 
 
 def test_who_goes_while_it_waits_for_its_turn_is_gone(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_TIME_SLICE_S", 0.0)
+    monkeypatch.setattr(reader, "_TIME_SLICE_S", 0.0)
     one, other = (hall.come(ClientIdentity(ClientOrigin(name, name))) for name in ("one", "other"))
     for each in (one, other):
         each.sendall(message(b"x") * 3)
@@ -478,13 +489,13 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd_daemon.transport.connection.is_operator", lambda uid: False)
     introduced: list[ClientConnection] = []
 
     def introduce(connection: ClientConnection) -> None:
         introduced.append(connection)
 
-    monkeypatch.setattr(hall.connections, "_callbacks", dataclasses.replace(hall.calls, assign_tenant=introduce))
+    monkeypatch.setattr(hall, "assign_tenant", introduce)
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     excess = [unix() for _ in range(20)]
@@ -515,11 +526,9 @@ def _has_answer(peer: socket.socket, answers: list[bytes]) -> bool:
 def test_the_limits_of_a_user_hold_for_all_users_of_one_owner(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd_daemon.transport.connection.is_operator", lambda uid: False)
     owners = ["one", "other"]
-    monkeypatch.setattr(
-        hall.connections, "_callbacks", dataclasses.replace(hall.calls, limit_account_of=lambda identity: owners[-1])
-    )
+    monkeypatch.setattr(hall, "limit_account_of", lambda identity: owners[-1])
     for _ in range(3):
         unix()
     hall.until(lambda: len(hall.keys) == 3)
@@ -551,13 +560,13 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
     for _ in range(count):
         hall.come(tenants[0]).close()
     reports: Counter[bytes] = Counter()
-    receive = hall.connections._on_readable  # pyright: ignore[reportPrivateUsage]
+    receive = hall.connections.reader.on_readable
 
     def counted(connection: ClientConnection) -> None:
         reports[connection.key] += 1
         receive(connection)
 
-    monkeypatch.setattr(hall.connections, "_on_readable", counted)
+    monkeypatch.setattr(hall.connections.reader, "on_readable", counted)
     for _ in range(count):
         hall.come(tenants[0]).close()
     hall.until(lambda: len(hall.gone) == 2 * count)
@@ -570,8 +579,8 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
 def test_a_connection_counts_as_open_until_its_client_has_read_everything(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
-    monkeypatch.setattr(unread_data, "_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("weightd_daemon.transport.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr(listener_module, "_POLL_INTERVAL_S", 0.0)
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     for key in hall.keys:
@@ -598,9 +607,9 @@ def test_a_connection_counts_as_open_until_its_client_has_read_everything(
 def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightd_daemon.api.connection.is_operator", lambda uid: False)
-    monkeypatch.setattr(server, "_MAX_UNREAD_REFUSALS", 2)
-    monkeypatch.setattr(unread_data, "_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("weightd_daemon.transport.connection.is_operator", lambda uid: False)
+    monkeypatch.setattr(listener_module, "_MAX_UNREAD_REFUSALS", 2)
+    monkeypatch.setattr(listener_module, "_POLL_INTERVAL_S", 0.0)
     for _ in range(3):
         unix()
     hall.until(lambda: len(hall.keys) == 3)
@@ -620,7 +629,7 @@ def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
 def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_does_not_read(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MAX_DEFAULT_BUFFERS", 2)
+    monkeypatch.setattr(listener_module, "_MAX_DEFAULT_BUFFERS", 2)
     near = SOMEBODY._replace(is_direct=True)
     clients = [hall.come(near) for _ in range(4)]
     clients += [hall.come(near._replace(origin=ClientOrigin("process 1 of uid 8", "uid 8"))) for _ in range(2)]
@@ -639,3 +648,29 @@ def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_do
 
     while not read():
         hall.loop.run_once(0.0)
+
+
+def test_beyond_the_limit_of_descriptors_clients_are_disconnected_and_the_log_says_so_once(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "max_client_descriptors", lambda: 10)
+    clients = [hall.come() for _ in range(10)]
+    assert not any(each.is_closing for each in hall.connections)
+    clients += [hall.come() for _ in range(3)]
+    assert [each.is_closing for each in hall.connections].count(True) == 3
+    hall.until(lambda: len(hall.keys) == 10)
+    # Who is who may have changed: nobody counts twice.
+    hall.connections.reassign_tenants()
+    for count in (9, 8, 7):
+        clients = [each for each in clients if not is_closed(each)]
+        clients.pop().close()
+        hall.until(lambda expected=count: len(hall.keys) == expected)  # type: ignore[misc]
+    assert [each.levelname for each in caplog.records if "client of" not in each.message] == ["ERROR", "WARNING"]
+    assert not any(each.is_closing for each in hall.connections)
+
+
+def is_closed(client: socket.socket) -> bool:
+    try:
+        return client.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False

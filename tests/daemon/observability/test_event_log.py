@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd_daemon.platform.event_log import MAX_EVENTS, EventLog
+from weightd_daemon.observability.event_log import MAX_EVENTS, EventLog
 from weightd_daemon.platform.log_setup import client_extra, subject_extra
 from weightd_protocol import limits
 from weightd_protocol.codec import encode

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections import deque
 from typing import NamedTuple
 
+from weightd_common.peer_credentials import is_operator, peer_credentials, peer_groups
 from weightd_common.stream import Stream
-from weightd_daemon.platform.connection_limit import NO_TENANT
-from weightd_daemon.platform.peercred import peer_credentials, peer_groups
+from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import PeerCredential, Tenant
 from weightd_daemon.zmq_proxy.control import PeerIdentity
@@ -52,11 +51,6 @@ def user_account(uid: int) -> str:
     return f"uid {uid}"
 
 
-def is_operator(uid: int) -> bool:
-    """Return whether a user operates the daemon by its user id: root, and the user that the daemon runs as."""
-    return uid in (os.getuid(), 0)
-
-
 def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> ClientIdentity:
     """Return who is behind the proxy of a listener, by the proxy's word."""
     return ClientIdentity(
@@ -85,11 +79,10 @@ class ClientConnection:
         limit_account: whose limits hold for the connection before a tenant is known: the user or host, or `NO_TENANT`.
         has_sent_message: whether a whole message of it has come.
         pending_requests: those that are under way.
-        is_closing: it was hung up, and is on its way out.
+        is_closing: whether it was hung up, or its client has closed it.
         incoming_bytes: bytes of the message that is coming, as they are counted in the room.
         unread_bytes: bytes that it has not read, likewise.
         is_dropping: whether it was told of last that it does not read.
-        is_queued: for its turn to be read, see `TenantReadQueue`.
         backlog: messages that have been read, and not handled.
     """
 
@@ -101,7 +94,6 @@ class ClientConnection:
         "incoming_bytes",
         "is_closing",
         "is_dropping",
-        "is_queued",
         "key",
         "limit_account",
         "origin",
@@ -125,7 +117,6 @@ class ClientConnection:
         self.pending_requests = 0
         self.is_closing = False
         self.incoming_bytes = 0
-        self.is_queued = False
         self.backlog: deque[Message] = deque()
         self.unread_bytes = 0
         self.is_dropping = False

@@ -1,0 +1,360 @@
+"""Relays messages between the clients of a proxy and the daemon, each client's over a stream of its own.
+
+A client whose messages the daemon does not read, or which does not read its answers, waits alone: nothing more is read
+of what is for the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightd_common.stream import Stream
+from weightd_daemon.platform import clock
+from weightd_daemon.platform.event_loop import EventLoop, Timer
+from weightd_daemon.zmq_proxy import client as clients
+from weightd_daemon.zmq_proxy import control, zmtp
+from weightd_daemon.zmq_proxy.client import ClientSocket, ProxyClient
+from weightd_daemon.zmq_proxy.client_table import ClientTable
+from weightd_daemon.zmq_proxy.turns import ReadTurns
+from weightd_protocol.framing import FrameReader
+from weightd_protocol.limits import MAX_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from weightd_common.peers import Peers
+    from weightd_daemon.zmq_proxy.control import ProxyConfig
+    from weightd_daemon.zmq_proxy.daemon_link import DaemonLink
+    from weightd_daemon.zmq_proxy.turns import CryptoThread
+
+# When the daemon ends, and when it closes a stream: the last answers get so long to be read.
+LINGER_S = 1.0
+
+# A connection to which everything was sent is closed after this time: over TCP what the client has not read by then may
+# be lost, if the client goes on sending.
+_CLOSE_DELAY_S = 0.1
+
+_NEVER = float("inf")
+
+
+class Relay:
+    """Relays messages of all clients, from the moment when they are let in until their connections are closed.
+
+    Args:
+        loop: calls when something can be read, or written.
+        config: as the daemon has said.
+        link: to the daemon.
+        peers: see `ClientTable`.
+        crypto_thread: makes calls that take long; None where clients have no keys, and nothing takes long.
+
+    Attributes:
+        clients: all clients.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        config: ProxyConfig,
+        link: DaemonLink,
+        peers: Peers | None,
+        crypto_thread: CryptoThread | None,
+    ) -> None:
+        self.clients = ClientTable(config, loop, peers, self._disconnect)
+        self._turns = ReadTurns(loop, self._on_peer_closed)
+        self._loop = loop
+        self._link = link
+        self._error_prefix = config.error_prefix
+        self._crypto_thread = crypto_thread
+        # Clients whom the daemon knows, and those that are leaving, with the time at which they have to be gone.
+        self._peer_count = 0
+        self._close_deadlines: dict[ProxyClient, float] = {}
+        self._close_timer = Timer(self._on_close_timer)
+        loop.add_timer(self._close_timer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the daemon knows no client, and none is leaving."""
+        return not self._peer_count and not self._close_deadlines
+
+    def add(self, client: ProxyClient) -> None:
+        """Read from a new client."""
+        self._loop.add(client.client_socket.fd, functools.partial(self._turns.on_readable, client.client_socket))
+        self.clients.add(client)
+
+    def stop_reading(self) -> None:
+        """Take nothing more from clients; what the daemon has sent is still passed on."""
+        for each in self.clients:
+            self._turns.pause(each.client_socket, ClientSocket.DISCONNECTING)
+
+    def read_client(self, client: ProxyClient) -> bool:
+        """Read from a client; see `ClientSocket`."""
+        try:
+            messages = client.receive()
+        except MemoryError:
+            self._disconnect(client, "there is no memory for what it sends")
+            return True
+        except clients.DescriptorsSent:
+            self._disconnect(client, "it sends descriptors, which no message has")
+            return True
+        except OSError:
+            self._remove_client(client)
+            return True
+        return self._handle_messages(client, messages)
+
+    # --- clients to daemon --------------------------------------------------------------------------------------
+
+    def _handle_messages(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> bool:
+        """Pass messages on, and do what else has come of a read."""
+        protocol = client.protocol
+        if client in self.clients.handshakes:
+            replies, protocol.replies = protocol.replies, []
+            if replies:
+                self._send_to_client(client, replies)
+            if protocol.is_ready and not client.is_closed:
+                self.clients.on_handshake_complete(client)
+        if messages and not client.is_closed:
+            client.pending_requests += len(messages)
+            self._forward(client, messages)
+        if protocol.pending_pong is not None and not client.is_closed:
+            self._send_pong(client, protocol.pending_pong)
+        if protocol.error and not client.is_closed:
+            self._reject(client, protocol.error)
+        if client.is_closed or protocol.error:
+            return True
+        if protocol.pending_work is not None:
+            self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
+            self._run_in_crypto_thread(client, protocol.pending_work, functools.partial(self._on_decrypted, client))
+        self.clients.update_buffered_bytes(client)
+        # What is behind, but may not be read now, is read by `_resume`.
+        return bool(client.client_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN) or not protocol.is_backlogged
+
+    def _forward(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> None:
+        stream = client.daemon_stream or self._open_daemon_stream(client)
+        if stream is None:
+            return
+        try:
+            if len(messages) == 1:
+                stream.send(messages[0])
+            else:
+                stream.cork()
+                for frames in messages:
+                    stream.send(frames)
+                stream.uncork()
+        except ConnectionError:
+            return  # what the daemon has said before is read first
+        if stream.unsent:
+            self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
+            self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
+
+    def _flush_to_daemon(self, client: ProxyClient, stream: Stream) -> None:
+        """The daemon has read some of what a client has sent."""
+        try:
+            if not stream.flush():
+                self.clients.update_buffered_bytes(client)
+                return
+        except ConnectionError:
+            pass  # as above
+        self._loop.unwatch_writes(stream.fileno())
+        self._turns.resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
+        self.clients.update_buffered_bytes(client)
+
+    def _on_decrypted(self, client: ProxyClient, result: Any) -> None:
+        """A large frame was decrypted."""
+        if client.is_closed:
+            return
+        if result is None:
+            self._disconnect(client, "there is no memory for what it sends")
+            return
+        messages = client.protocol.on_work_done(result)
+        if client not in self._close_deadlines:
+            self._handle_messages(client, messages)
+            if not client.is_closed:
+                self._turns.resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
+
+    def _open_daemon_stream(self, client: ProxyClient) -> Stream | None:
+        """A client speaks for the first time: the daemon gets one end of a pair of sockets for it."""
+        try:
+            identity = client.identity()
+            proxy_end, daemon_end = socket.socketpair()
+        except OSError as error:
+            self._disconnect(client, f"no stream to the daemon: {error.strerror}")
+            return None
+        connection_count = self.clients.connection_count(client.user)
+        for each in (proxy_end, daemon_end):
+            clients.set_buffer_sizes(each, connection_count)
+        incoming = FrameReader(max_header_bytes=MAX_FRAME_BYTES, max_messages=zmtp.MAX_MESSAGES_PER_PARSE)
+        client.daemon_stream = Stream(proxy_end, incoming)
+        client.daemon_socket = ClientSocket(client, proxy_end.fileno(), self._read_daemon)
+        client.has_sent_message = True
+        self._peer_count += 1
+        self._loop.add(proxy_end.fileno(), functools.partial(self._turns.on_readable, client.daemon_socket))
+        try:
+            with daemon_end:
+                self._link.send(control.encode_peer_connected(self._peer_count, identity), daemon_end.fileno())
+        except OSError as error:
+            # No descriptor is left for what the daemon has yet to read.
+            self._disconnect(client, f"no stream to the daemon: {error.strerror}")
+            return None
+        return client.daemon_stream
+
+    # --- daemon to clients --------------------------------------------------------------------------------------
+
+    def _read_daemon(self, client: ProxyClient) -> bool:
+        """Read from the daemon; see `ClientSocket`."""
+        stream = client.daemon_stream
+        if stream is None:
+            return True
+        try:
+            incoming = stream.frame_reader
+            messages = incoming.receive(b"") if incoming.is_backlogged else stream.receive()
+        except ConnectionError:
+            self._close_daemon_stream(client)
+            self._close_gracefully(client)
+            return True
+        except (MemoryError, OSError):
+            self._disconnect(client, "there is no memory for its answer")
+            return True
+        client.pending_requests = max(0, client.pending_requests - len(messages))
+        mechanism = client.protocol.mechanism
+        answer_bytes = mechanism.overhead_bytes and sum(sum(message.lengths) for message in messages)
+        if answer_bytes and answer_bytes >= zmtp.CRYPTO_THREAD_BYTES and client.daemon_socket is not None:
+            client.encrypting_bytes = 2 * answer_bytes
+            self._turns.pause(client.daemon_socket, ClientSocket.WAITS_FOR_CRYPTO)
+            frames = [message.frames for message in messages]
+            self._run_in_crypto_thread(
+                client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client)
+            )
+        elif messages:
+            self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
+        self.clients.update_buffered_bytes(client)
+        return bool(
+            client.daemon_socket is None
+            or client.daemon_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN
+            or not incoming.is_backlogged
+        )
+
+    def _on_encrypted(self, client: ProxyClient, chunks: list[Any] | None) -> None:
+        """Large answers were encrypted."""
+        if client.is_closed:
+            return
+        client.encrypting_bytes = 0
+        if chunks is None:
+            self._disconnect(client, "there is no memory for its answer")
+            return
+        self._send_to_client(client, chunks)
+        if client.daemon_socket is not None and not client.is_closed:
+            self._turns.resume_with_backlog(client.daemon_socket, ClientSocket.WAITS_FOR_CRYPTO)
+        self._shut_down_when_sent(client)
+
+    def _send_to_client(self, client: ProxyClient, chunks: Sequence[Any]) -> None:
+        """Send bytes to a client; while some are left, nothing more is fetched for it."""
+        try:
+            is_sent = client.send(chunks)
+        except OSError:
+            self._remove_client(client)
+            return
+        if not is_sent:
+            if client.daemon_socket is not None:
+                self._turns.pause(client.daemon_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
+            self._loop.watch_writes(client.client_socket.fd, functools.partial(self._flush_to_client, client))
+
+    def _flush_to_client(self, client: ProxyClient) -> None:
+        """A client has read some of what it was sent."""
+        try:
+            is_sent = client.flush()
+        except OSError:
+            self._remove_client(client)
+            return
+        if is_sent:
+            self._loop.unwatch_writes(client.client_socket.fd)
+            if client.daemon_socket is not None:
+                self._turns.resume_with_backlog(client.daemon_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
+        self.clients.update_buffered_bytes(client)
+        self._shut_down_when_sent(client)
+
+    def _send_pong(self, client: ProxyClient, content: bytes) -> None:
+        """Answer a PING, unless the client has yet to read what tells it as well that somebody is here."""
+        client.protocol.pending_pong = None
+        if not client.outgoing.nbytes and not client.encrypting_bytes:
+            self._send_to_client(client, [zmtp.encode_pong(client.protocol.mechanism, content)])
+
+    def _run_in_crypto_thread(
+        self, client: ProxyClient, function: Callable[[], Any], on_done: Callable[[Any], object]
+    ) -> None:
+        if self._crypto_thread is not None:
+            self._crypto_thread.submit(client.user, function, on_done)
+
+    # --- who leaves ---------------------------------------------------------------------------------------------
+
+    def _on_peer_closed(self, side: ClientSocket) -> None:
+        client = side.client
+        if side is client.client_socket:
+            self._remove_client(client)
+        elif client not in self._close_deadlines:
+            # What the daemon has sent before is read if the client reads in time.
+            self._close_gracefully(client)
+
+    def _reject(self, client: ProxyClient, reason: str) -> None:
+        """End a connection whose client does not follow the protocol, and tell it why."""
+        self._link.log_disconnect(client.user, reason)
+        # Nothing may be encrypted while a large answer is.
+        if client.protocol.is_ready and not client.encrypting_bytes:
+            frame = control.error_frame(self._error_prefix, f"{reason}: this connection ends")
+            self._send_to_client(client, zmtp.encode_message(client.protocol.mechanism, [frame]))
+        if not client.is_closed:
+            self._close_daemon_stream(client)
+            self._close_gracefully(client)
+
+    def _close_gracefully(self, client: ProxyClient) -> None:
+        """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
+        self._turns.pause(client.client_socket, ClientSocket.DISCONNECTING)
+        deadline = self._close_deadlines.setdefault(client, clock.now() + LINGER_S)
+        self._close_timer.set_no_later_than(deadline)
+        self._shut_down_when_sent(client)
+
+    def _shut_down_when_sent(self, client: ProxyClient) -> None:
+        """Where all was sent to a client that leaves, tell it that this is the end."""
+        if (
+            client in self._close_deadlines
+            and client.daemon_stream is None
+            and not client.outgoing.nbytes
+            and not client.encrypting_bytes
+        ):
+            with contextlib.suppress(OSError):
+                client.connection.shutdown(socket.SHUT_WR)
+            close_at = clock.now() + _CLOSE_DELAY_S
+            self._close_deadlines[client] = min(self._close_deadlines[client], close_at)
+            self._close_timer.set_no_later_than(close_at)
+
+    def _on_close_timer(self, now: float) -> None:
+        for each in [each for each, until in self._close_deadlines.items() if until <= now]:
+            self._remove_client(each)
+        self._close_timer.set(min(self._close_deadlines.values(), default=_NEVER))
+
+    def _close_daemon_stream(self, client: ProxyClient) -> None:
+        """Close a client's stream: what it has asked ends in the daemon."""
+        if client.daemon_stream is not None and client.daemon_socket is not None:
+            self._turns.remove(client.daemon_socket)
+            client.close_stream()
+            self._peer_count -= 1
+            self._link.send(control.encode_peer_count(self._peer_count))
+
+    def _disconnect(self, client: ProxyClient, reason: str) -> None:
+        """End a connection at once."""
+        self._link.log_disconnect(client.user, reason)
+        self._remove_client(client)
+
+    def _remove_client(self, client: ProxyClient) -> None:
+        if client.is_closed:
+            return
+        self._close_daemon_stream(client)
+        self._turns.remove(client.client_socket)
+        client.close()
+        self._close_deadlines.pop(client, None)
+        self.clients.remove(client)
+
+
+def _encode_messages(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:
+    return [frame for frames in messages for frame in zmtp.encode_message(mechanism, frames)]

@@ -1,0 +1,187 @@
+"""Turns: whose connection a proxy reads next, and whose large frame it encrypts or decrypts next.
+
+Users take turns, and so do the connections of each.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from weightd_daemon.platform import clock
+from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.zmq_proxy.client import ClientSocket
+
+T = TypeVar("T")
+
+# In one turn of the loop so many reads are done at once; what is ready beyond that waits for its turn.
+_MAX_READS_PER_TURN = 2
+
+# Reads of waiting clients go on for so long before the loop looks at everything else.
+_TIME_SLICE_S = 2e-4
+
+
+class FairQueue(Generic[T]):
+    """What waits for its turn, by its user: however much of one user waits, others wait for one piece of it."""
+
+    def __init__(self) -> None:
+        self._items_by_user: dict[str, dict[T, None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._items_by_user)
+
+    def put(self, user: str, item: T) -> None:
+        """Let something of a user wait behind all other of this user."""
+        self._items_by_user.setdefault(user, {})[item] = None
+
+    def take(self) -> T:
+        """Return what is next, and let its user be the last one."""
+        user = next(iter(self._items_by_user))
+        user_items = self._items_by_user.pop(user)
+        item = next(iter(user_items))
+        del user_items[item]
+        if user_items:
+            self._items_by_user[user] = user_items
+        return item
+
+    def remove(self, user: str, item: T) -> None:
+        """Let something wait no more, if it does."""
+        user_items = self._items_by_user.get(user, {})
+        user_items.pop(item, None)
+        if not user_items:
+            self._items_by_user.pop(user, None)
+
+
+class ReadTurns:
+    """Reads from the sockets of clients: at once while few are ready, else from those of each user in turn.
+
+    Args:
+        loop: calls when something can be read.
+        on_peer_closed: called with a socket that is paused and whose other end is closed.
+    """
+
+    def __init__(self, loop: EventLoop, on_peer_closed: Callable[[ClientSocket], object]) -> None:
+        self._loop = loop
+        self._on_peer_closed = on_peer_closed
+        self._queue: FairQueue[ClientSocket] = FairQueue()
+        self._reads_this_turn = 0
+
+    def on_readable(self, side: ClientSocket) -> None:
+        """Something can be read, or the other end is closed."""
+        if side.pause_reasons:
+            if side.has_peer_closed():
+                self._on_peer_closed(side)
+            return
+        if self._queue or self._reads_this_turn >= _MAX_READS_PER_TURN:
+            self._enqueue(side)
+            return
+        if not self._reads_this_turn:
+            self._loop.call_soon(self._on_turn_end)
+        self._reads_this_turn += 1
+        if not side.read_once(side.client) and side.is_open:
+            self._enqueue(side)
+
+    def pause(self, side: ClientSocket, reason: int) -> None:
+        """Read nothing, for one more reason."""
+        if side.is_open and not side.pause_reasons:
+            self._loop.pause_reading(side.fd)
+        side.pause_reasons |= reason
+
+    def resume(self, side: ClientSocket, reason: int) -> None:
+        """Read again if there is no other reason not to."""
+        if side.pause_reasons & reason and side.is_open:
+            side.pause_reasons &= ~reason
+            if not side.pause_reasons:
+                self._loop.resume_reading(side.fd)
+
+    def resume_with_backlog(self, side: ClientSocket, reason: int) -> None:
+        """Read again if there is no other reason not to, and first of all what is here already."""
+        if side.pause_reasons == reason and side.is_backlogged and side.is_open:
+            side.pause_reasons = 0
+            self._loop.resume_reading(side.fd)
+            self._enqueue(side)
+        else:
+            self.resume(side, reason)
+
+    def remove(self, side: ClientSocket) -> None:
+        """Read a socket no more."""
+        self._queue.remove(side.client.user, side)
+        self._loop.remove(side.fd)
+
+    def _on_turn_end(self) -> None:
+        self._reads_this_turn = 0
+
+    def _enqueue(self, side: ClientSocket) -> None:
+        """Let a side have its turn."""
+        self.pause(side, ClientSocket.WAITS_FOR_TURN)
+        self._queue.put(side.client.user, side)
+        self._loop.call_soon(self._serve_queue)
+
+    def _serve_queue(self) -> None:
+        """Read what waits, for a moment."""
+        deadline = clock.now() + _TIME_SLICE_S
+        while self._queue:
+            side = self._queue.take()
+            if side.pause_reasons != ClientSocket.WAITS_FOR_TURN or side.read_once(side.client):
+                self.resume(side, ClientSocket.WAITS_FOR_TURN)
+            elif side.is_open:
+                self._queue.put(side.client.user, side)
+            if clock.now() >= deadline:
+                break
+        if self._queue:
+            self._loop.call_soon(self._serve_queue)
+
+
+_Task = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+class CryptoThread:
+    """Makes calls one after another in a thread, those of different users in turn.
+
+    Attributes:
+        descriptor: readable when `collect` has something to do.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._tasks: FairQueue[_Task] = FairQueue()
+        self._results: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self._tasks_changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start the thread, which ends with the process."""
+        threading.Thread(target=self._run_thread, daemon=True).start()
+
+    def submit(self, user: str, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
+        """Call `function` in the thread for a user, and `on_done` with its result in `collect`.
+
+        With None for no memory.
+        """
+        with self._tasks_changed:
+            self._tasks.put(user, (function, on_done))
+            self._tasks_changed.notify()
+
+    def collect(self) -> None:
+        """Hand over the results that are there."""
+        os.eventfd_read(self.descriptor)
+        while self._results:
+            done, result = self._results.popleft()
+            done(result)
+
+    def _run_thread(self) -> None:
+        while True:
+            with self._tasks_changed:
+                while not self._tasks:
+                    self._tasks_changed.wait()
+                call, done = self._tasks.take()
+            try:
+                result = call()
+            except MemoryError:
+                result = None
+            self._results.append((done, result))
+            # What was given to the call is not to be kept until the next one comes.
+            del call, done, result
+            os.eventfd_write(self.descriptor, 1)
