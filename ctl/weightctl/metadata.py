@@ -12,9 +12,8 @@ import numpy as np
 
 from weightctl import exit_codes
 from weightctl.command import Command, Connect
-from weightctl.measuring.shapes import make_example, specify
-from weightctl.signatures import as_json, format_signature
-from weightctl.text import clean
+from weightctl.request_inputs import make_example, specify
+from weightctl.text import clean, signature_lines, signatures_json
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.tensors import NUMPY_DTYPE
@@ -50,7 +49,7 @@ def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iter
     yield f"{clean(metadata.name)}: {clean(metadata.platform)}"
     for what, tensors in (("inputs", metadata.inputs), ("outputs", metadata.outputs)):
         yield f"  {what}"
-        yield from format_signature(tensors, "    ")
+        yield from signature_lines(tensors, "    ")
     specs = example_inputs(metadata)
     yield ""
     yield shell_command(metadata, specs, options)
@@ -118,7 +117,7 @@ def _dtype(spec: TensorSpec) -> str:
 
 def _as_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
     fields = {"name": metadata.name, "platform": metadata.platform}
-    tensors = {"inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
+    tensors = {"inputs": signatures_json(metadata.inputs), "outputs": signatures_json(metadata.outputs)}
     shapes = {each.name: list(shape) for each, shape in zip(metadata.inputs, metadata.example or ())}
     return {**fields, **tensors, "example_shapes": shapes or None}
 

@@ -8,8 +8,7 @@ from typing import Any, Dict, List, Optional
 
 from weightctl import exit_codes
 from weightctl.command import Command, Connect, DaemonUnreachable
-from weightctl.signatures import as_json, summary
-from weightctl.text import clean, table
+from weightctl.text import clean, signature_summary, signatures_json, table
 from weightd.client import Client
 from weightd_protocol.errors import DeadlineExceeded, RequestError, Unavailable
 from weightd_protocol.messages.control import ModelMetadataResponse
@@ -64,7 +63,7 @@ def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadat
 
 
 def _row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:
-    inputs = "-" if metadata is None else summary(metadata.inputs)
+    inputs = "-" if metadata is None else signature_summary(metadata.inputs)
     return [clean(model.name), clean(model.state), clean(model.engine), inputs]
 
 
@@ -72,7 +71,7 @@ def _as_json(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> D
     fields = {"name": model.name, "state": model.state, "platform": model.engine}
     if metadata is None:
         return {**fields, "inputs": None, "outputs": None}
-    return {**fields, "inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
+    return {**fields, "inputs": signatures_json(metadata.inputs), "outputs": signatures_json(metadata.outputs)}
 
 
 COMMAND = Command("list the models, and what they take", _DESCRIPTION, _add_arguments, _run)

@@ -1,14 +1,18 @@
-"""Numbers, tables and foreign text, as a terminal should see them."""
+"""Numbers, tables, signatures and foreign text, as a terminal should see them."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from typing import Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+from weightd_protocol.messages.inference import TensorSignature
 
 WIDTH = 100
-
 _NONE = "-"
+
+# Of a table's column.
+_MAX_SHOWN = 3
 
 
 def megabytes(size: Optional[int]) -> str:
@@ -98,3 +102,24 @@ def table(rows: Sequence[Sequence[str]], left_columns: int, indent: str) -> List
         ]
         lines.append((indent + "  ".join(cells)).rstrip())
     return lines
+
+
+def signature_summary(tensors: Sequence[TensorSignature]) -> str:
+    """Return some tensors in a cell."""
+    shown = [f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in tensors[:_MAX_SHOWN]]
+    more = [f"and {len(tensors) - _MAX_SHOWN} more"] if len(tensors) > _MAX_SHOWN else []
+    return ", ".join([*shown, *more]) or "none"
+
+
+def signature_lines(tensors: Sequence[TensorSignature], indent: str) -> Iterator[str]:
+    """Yield a line for each tensor."""
+    if tensors:
+        yield from table([[clean(each.name), each.datatype, each.shape_text] for each in tensors], 3, indent)
+    else:
+        yield f"{indent}none"
+
+
+def signatures_json(tensors: Sequence[TensorSignature]) -> List[Dict[str, Any]]:
+    """Return the same for JSON: a shape that is null is of any rank."""
+    shapes = (None if each.shape is None else list(each.shape) for each in tensors)
+    return [{"name": each.name, "datatype": each.datatype, "shape": shape} for each, shape in zip(tensors, shapes)]

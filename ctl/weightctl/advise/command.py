@@ -7,13 +7,18 @@ import json
 import os
 from typing import List, Sequence, Union
 
-from weightctl import exit_codes
+from weightctl import exit_codes, request_inputs, target
 from weightctl.advise import recommend, render
-from weightctl.advise.batch_test import BatchTest, BatchTestResult, batching_refusal
-from weightctl.advise.measure import AdvisePlan, Measurement
-from weightctl.advise.source import FileRows, SyntheticRows
+from weightctl.advise.measure import (
+    AdvisePlan,
+    BatchTest,
+    BatchTestResult,
+    FileRows,
+    Measurement,
+    SyntheticRows,
+    batching_refusal,
+)
 from weightctl.command import Command, CommandError, Connect
-from weightctl.measuring import shapes, subject
 from weightctl.text import clean
 from weightd_protocol.errors import FailedPrecondition
 from weightd_protocol.messages.inference import TensorSignature
@@ -73,11 +78,11 @@ class NoRows(CommandError):
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    subject.add_arguments(parser, "; the first one is the number of rows")
+    target.add_arguments(parser, "; the first one is the number of rows")
     parser.add_argument(
         "--rows",
         default=(1, 2, 4, 8, 16, 32),
-        type=shapes.parse_counts,
+        type=request_inputs.parse_counts,
         metavar="N,N",
         help="how many rows a request has, beside 1 (default: 1,2,4,8,16,32)",
     )
@@ -94,7 +99,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         default=5.0,
-        type=shapes.parse_seconds,
+        type=request_inputs.parse_seconds,
         metavar="S",
         help="how long to measure at least (default: %(default)g)",
     )
@@ -115,7 +120,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.inputs and options.shape:
         options.fail("expected --inputs or --shape, not both: the arrays have a shape")
     sizes = sorted({1, *options.rows})
-    with subject.open_target(connect, name) as model:
+    with target.open_target(connect, name) as model:
         source = _make_source(options, model, sizes[-1])
         batch_test = BatchTest(model.client, name, model.inputs)
         measurement = Measurement(model.client, AdvisePlan(name, sizes, source, options.different, options.seconds))
@@ -145,7 +150,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _verify(
-    model: subject.BenchTarget,
+    model: target.BenchTarget,
     batch_test: BatchTest,
     source: Union[SyntheticRows, FileRows],
     results: Sequence[recommend.BatchSizeResult],
@@ -161,17 +166,17 @@ def _verify(
     return batch_test.verify(source, recommendation.max_rows, recommendation.sizes)
 
 
-def _make_source(options: argparse.Namespace, model: subject.BenchTarget, rows: int) -> Union[SyntheticRows, FileRows]:
+def _make_source(options: argparse.Namespace, model: target.BenchTarget, rows: int) -> Union[SyntheticRows, FileRows]:
     inputs = model.inputs
-    fixed: List[TensorSignature] = [each for each in inputs if not shapes.has_free_rows(each)]
+    fixed: List[TensorSignature] = [each for each in inputs if not request_inputs.has_free_rows(each)]
     if fixed or not inputs:
         raise NoRows(
             f"{clean(options.model)}: its requests have no rows that could be merged, for the first dimension of each "
-            f"input must be free: {shapes.describe(fixed)}"
+            f"input must be free: {request_inputs.describe(fixed)}"
         )
     if options.inputs:
         return FileRows(options.inputs, inputs)
-    return SyntheticRows(shapes.specify(inputs, options.shape, rows, model.example))
+    return SyntheticRows(request_inputs.specify(inputs, options.shape, rows, model.example))
 
 
 COMMAND = Command("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)

@@ -1,18 +1,29 @@
-"""The command: its arguments, the order of things, and what is printed."""
+"""`weightctl bench`: arguments, measurement sequence and report."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import List
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightctl import exit_codes
-from weightctl.bench import render
-from weightctl.bench.windows import MAX_WINDOWS, STABLE_WINDOWS, TOLERANCE, Level, Windows
+from weightctl import exit_codes, request_inputs, target
+from weightctl.bench.load import MAX_WINDOWS, STABLE_WINDOWS, TOLERANCE, Level, Windows
 from weightctl.command import Command, Connect
-from weightctl.measuring import samples, shapes, subject
-from weightctl.text import count
+from weightctl.text import clean, count, table
+from weightd_protocol.messages.inference import TensorSpec
 
+_HEADING = (
+    "IN FLIGHT",
+    "REQUESTS/s",
+    "ROWS/s",
+    "P50 ms",
+    "P95 ms",
+    "P99 ms",
+    "ERRORS",
+    "ROWS PER RUN",
+)
+
+_NONE = "-"
 _DESCRIPTION = f"""\
 Measures how many requests a model answers in a second, and how soon: with 1, with 8 and with 64 of
 them in flight. Each answer that comes is followed by the next request at once.
@@ -20,7 +31,7 @@ them in flight. Each answer that comes is followed by the next request at once.
   weightctl bench resnet50
   weightctl bench bert --shape ids=1,128 --shape mask=1,128 --in-flight 1,32
 
-Requests are made up from the model's metadata: floats around 0, all else 0 or 1; {samples.MAX_SAMPLES} in turn.
+Requests are made up from the model's metadata: floats around 0, all else 0 or 1; {request_inputs.MAX_SAMPLES} in turn.
 They have shapes that the model is known to run on, its self-test's, unless --shape or --rows says
 otherwise; where none are known, free dimensions are 1. The first line of the output has the shapes.
 
@@ -46,25 +57,97 @@ Exit status: 0 measured, 1 the model cannot be asked or does not answer, 64 it d
 shape, 130 Ctrl-C."""
 
 
+def render(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> str:
+    """Return a table, and what should be known of its rows."""
+    inputs = ", ".join(f"{clean(spec.name)} {spec.datatype} {list(spec.shape)}" for spec in specs) or "no inputs"
+    lines = [f"{clean(model)}: {inputs}", ""]
+    lines += table([_HEADING, *(_row(level, rows) for level in levels)], 0, "")
+    remarks = [remark for level in levels for remark in _remarks(level)]
+    return "\n".join([*lines, "", *remarks] if remarks else lines)
+
+
+def as_json(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> Dict[str, Any]:
+    """Return the same as a dictionary."""
+    return {
+        "model_name": model,
+        "inputs": [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs],
+        "rows": rows,
+        "levels": [_level_json(level, rows) for level in levels],
+    }
+
+
+def _row(level: Level, rows: Optional[int]) -> List[str]:
+    rate, errors = level.requests_per_s, sum(level.errors.values())
+    return [
+        f"{level.in_flight:,}",
+        _number(rate, 1),
+        _number(_scale(rate, rows), 1),
+        *([_NONE] * 3 if level.latencies is None else [f"{each * 1e3:,.2f}" for each in level.latencies]),
+        f"{errors:,}" if errors else _NONE,
+        _number(_scale(level.requests_per_execution, rows), 2),
+    ]
+
+
+def _remarks(level: Level) -> Iterator[str]:
+    label = f"{level.in_flight:,} in flight"
+    if level.latencies is None:
+        yield f"{label}: no request was answered"
+    elif level.windows < STABLE_WINDOWS:
+        yield f"{label}: ended after {count(level.windows, 'window')}; {STABLE_WINDOWS} that agree are wanted"
+    elif not level.is_stable:
+        yield (
+            f"{label}: not stable: of the last {STABLE_WINDOWS} windows of {level.windows}, one is "
+            f"{level.deviation or 0.0:.0%} off their mean; at most {TOLERANCE:.0%} is wanted"
+        )
+    for code, number in sorted(level.errors.items()):
+        yield f"{label}: {count(number, 'request')} ended in {code}"
+
+
+def _level_json(level: Level, rows: Optional[int]) -> Dict[str, Any]:
+    p50, p95, p99 = level.latencies or (None, None, None)
+    return {
+        "in_flight": level.in_flight,
+        "answers": level.answers,
+        "requests_per_s": level.requests_per_s,
+        "rows_per_s": _scale(level.requests_per_s, rows),
+        "p50_us": _scale(p50, 1e6),
+        "p95_us": _scale(p95, 1e6),
+        "p99_us": _scale(p99, 1e6),
+        "errors": dict(level.errors),
+        "rows_per_execution": _scale(level.requests_per_execution, rows),
+        "windows": level.windows,
+        "stable": level.is_stable,
+        "deviation": level.deviation,
+    }
+
+
+def _scale(value: Optional[float], factor: Optional[float]) -> Optional[float]:
+    return None if value is None or factor is None else value * factor
+
+
+def _number(value: Optional[float], digits: int) -> str:
+    return _NONE if value is None else f"{value:,.{digits}f}"
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    subject.add_arguments(parser)
+    target.add_arguments(parser)
     parser.add_argument(
         "--rows",
-        type=shapes.parse_rows,
+        type=request_inputs.parse_rows,
         metavar="N",
         help="the first dimension of each input where it is free (default: as in the shape)",
     )
     parser.add_argument(
         "--in-flight",
         default=(1, 8, 64),
-        type=shapes.parse_counts,
+        type=request_inputs.parse_counts,
         metavar="N,N",
         help="how many requests are under way at any time, one number after another (default: 1,8,64)",
     )
     parser.add_argument(
         "--seconds",
         default=10.0,
-        type=shapes.parse_seconds,
+        type=request_inputs.parse_seconds,
         metavar="S",
         help="the most for each number in flight (default: %(default)g)",
     )
@@ -75,9 +158,9 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
     name: str = options.model
     levels: List[Level] = []
-    with subject.open_target(connect, name) as model:
-        specs = shapes.specify(model.inputs, options.shape, options.rows, model.example)
-        inputs = samples.make_many_inputs(specs)
+    with target.open_target(connect, name) as model:
+        specs = request_inputs.specify(model.inputs, options.shape, options.rows, model.example)
+        inputs = request_inputs.make_many_inputs(specs)
         with model.explain_errors():
             model.client.infer(name, inputs[0])
 
@@ -87,9 +170,9 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
         plan = load.BenchPlan(name, inputs, options.in_flight, options.seconds, on_window)
         is_interrupted = load.measure(model.client.address, model.client.timeout, plan, levels.append)
-    rows = shapes.count_rows(model.inputs, specs)
-    show = render.as_json(name, specs, rows, levels)
-    print(json.dumps(show) if options.json else render.render(name, specs, rows, levels))
+    rows = request_inputs.count_rows(model.inputs, specs)
+    show = as_json(name, specs, rows, levels)
+    print(json.dumps(show) if options.json else render(name, specs, rows, levels))
     if is_interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.OK if all(level.answers for level in levels) else exit_codes.ERROR

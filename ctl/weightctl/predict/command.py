@@ -6,13 +6,11 @@ import argparse
 import json
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from weightctl import arrays, exit_codes
+from weightctl import arrays, exit_codes, request_inputs
 from weightctl.command import Command, Connect
-from weightctl.measuring import samples, shapes
-from weightctl.predict import scores, sources
-from weightctl.predict.images import Pixels
-from weightctl.predict.scores import Labels
-from weightctl.predict.sources import ArgumentReader
+from weightctl.predict import numbers, sources
+from weightctl.predict.numbers import Labels
+from weightctl.predict.sources import ArgumentReader, Pixels
 from weightctl.text import clean
 from weightd.client import Client
 from weightd_protocol.messages.inference import TensorSignature
@@ -71,11 +69,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SEED",
         help="make up the inputs that are not given; others for each SEED (default: 0)",
     )
-    shapes.add_argument(parser, ", with --random")
+    request_inputs.add_shape_argument(parser, ", with --random")
     _add_pixel_arguments(parser)
     parser.add_argument(
         "--top",
-        type=shapes.parse_rows,
+        type=request_inputs.parse_rows,
         metavar="K",
         help="show the K highest of each vector of scores, with their indices",
     )
@@ -129,12 +127,12 @@ def _parse_number(argument: str) -> float:
 
 def _parse_numbers(argument: str) -> Tuple[float, ...]:
     try:
-        numbers = tuple(float(each) for each in argument.split(","))
+        values = tuple(float(each) for each in argument.split(","))
     except ValueError:
-        numbers = (float("nan"),)
-    if not all(abs(each) < float("inf") for each in numbers):
+        values = (float("nan"),)
+    if not all(abs(each) < float("inf") for each in values):
         raise argparse.ArgumentTypeError(f"expected numbers, as in 0.485,0.456,0.406, got {argument!r}")
-    return numbers
+    return values
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -152,12 +150,12 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     _check_options(options)
-    labels = scores.read_labels(options.labels) if options.labels else None
+    labels = numbers.read_labels(options.labels) if options.labels else None
     with connect() as client:
         inputs = _read_inputs(options, client)
         outputs = client.infer(options.model, inputs)
     if labels is not None:
-        scores.check_labels(options.labels, labels, list(outputs.values()))
+        numbers.check_labels(options.labels, labels, list(outputs.values()))
     output_format = OutputFormat(_write_outputs(options.output, outputs), options.top, labels)
     if options.json:
         print(
@@ -183,14 +181,14 @@ def _read_inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
     if options.random is not None:
         metadata = client.metadata(options.model)
         missing = [each for each in metadata.inputs if each.name not in inputs]
-        inputs.update(_random_inputs(missing, options, shapes.make_example(metadata)))
+        inputs.update(_random_inputs(missing, options, request_inputs.make_example(metadata)))
     return inputs
 
 
 def _random_inputs(
-    missing: Sequence[TensorSignature], options: argparse.Namespace, example: Mapping[str, shapes.Shape]
+    missing: Sequence[TensorSignature], options: argparse.Namespace, example: Mapping[str, request_inputs.Shape]
 ) -> Dict[str, Any]:
-    return samples.make_inputs(shapes.specify(missing, options.shape, example=example), options.random)
+    return request_inputs.make_inputs(request_inputs.specify(missing, options.shape, example=example), options.random)
 
 
 def _write_outputs(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping[str, str]:
@@ -219,9 +217,9 @@ class OutputFormat:
         path = self._paths.get(name)
         if path is not None:
             heading = f"{heading} -> {clean(path)}"
-        if self._top is not None and scores.are_scores(array):
+        if self._top is not None and numbers.are_scores(array):
             yield heading
-            yield from scores.format_scores(array, self._top, self._labels)
+            yield from numbers.format_scores(array, self._top, self._labels)
         elif path is not None:
             yield heading
         else:
@@ -232,8 +230,8 @@ class OutputFormat:
         replacement: Dict[str, Any] = {}
         if name in self._paths:
             replacement["file"] = self._paths[name]
-        if self._top is not None and scores.are_scores(array):
-            replacement["top"] = [_scores_json(row) for row in scores.top_scores(array, self._top, self._labels)]
+        if self._top is not None and numbers.are_scores(array):
+            replacement["top"] = [_scores_json(row) for row in numbers.top_scores(array, self._top, self._labels)]
         return {**arrays.describe(name, array), **replacement} if replacement else arrays.as_json(name, array)
 
 

@@ -2,6 +2,8 @@
 
 JSON is a list, flat or nested as the shape is; CSV is a table. Text has no datatype: numbers get that of the input, and
 have to be in its range.
+
+The highest of many numbers that a model returns are scores, shown with the names that they have in a file.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 
 import numpy as np
 
+from weightctl.command import BadInput
+from weightctl.text import clean, count
+from weightd_common.safe_open import read_regular
 from weightd_protocol import limits
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import describe_value
@@ -30,6 +35,14 @@ Index = Tuple[int, ...]
 
 # Named so that no checker infers a list of unknown things from the comparison.
 _LIST: Type[Any] = list
+
+# Nobody reads more of them; the others are told by their number.
+_MAX_ROWS = 16
+
+# Of a file of names.
+_MAX_BYTES = 16 * 2**20
+
+Labels = Optional[Sequence[str]]
 
 
 class WrongNumbers(ValueError):
@@ -50,28 +63,6 @@ def read_json(text: str) -> Any:
         raise
     except ValueError as error:
         raise WrongNumbers(f"not JSON: {error}") from None
-
-
-def _parse_integer(digits: str) -> int:
-    if len(digits) > _MAX_CHARACTERS:
-        raise WrongNumbers(f"expected numbers of at most {_MAX_CHARACTERS} digits, got one of {len(digits)}")
-    return int(digits)
-
-
-def _parse_float(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise WrongNumbers(f"expected numbers that a double has, got {describe_value(digits)}")
-    return value
-
-
-def _make_object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
-    values: Dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise WrongNumbers(f"{name!r} is there twice")
-        values[name] = value
-    return values
 
 
 class CsvTable:
@@ -95,18 +86,6 @@ class CsvTable:
     def position(self, index: Index) -> str:
         """Return where the number of this index stands."""
         return f"line {self._lines[index[0]]}, column {index[1] + 1}"
-
-
-def _parse_cell(cell: str, line: int, column: int) -> float:
-    try:
-        if len(cell) > _MAX_CHARACTERS or "_" in cell:
-            raise ValueError
-        value = int(cell) if _INTEGER.fullmatch(cell) else float(cell)
-        if cell[-1:].isdigit() and math.isinf(value):
-            raise ValueError
-        return value
-    except ValueError:
-        raise WrongNumbers(f"line {line}, column {column}: expected a number, got {describe_value(cell)}") from None
 
 
 def list_position(index: Index) -> str:
@@ -136,6 +115,92 @@ def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
     leaves = [cell for row in table.rows for cell in row]
     shape = len(table.rows), len(table.rows[0]) if table.rows else 0
     return _make_array(leaves, shape, _fitted_shape(len(leaves), signature, rank=2), signature, table.position)
+
+
+def read_labels(path: str) -> List[str]:
+    """Return the lines of a file.
+
+    Raises:
+        BadInput: it cannot be read.
+    """
+    try:
+        content = read_regular(path, _MAX_BYTES)
+        return [line.strip() for line in content.decode("utf-8-sig").splitlines()]
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path}: expected names as text (UTF-8), one a line") from None
+
+
+def are_scores(array: Any) -> bool:
+    """Return whether an output may be scores: vectors of floats, several numbers each."""
+    return bool(array.dtype.kind == "f" and array.ndim and array.shape[-1] > 1)
+
+
+def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> None:
+    """See to it that the names are those of an output.
+
+    Raises:
+        BadInput: no output has as many scores.
+    """
+    sizes = sorted({array.shape[-1] for array in arrays if are_scores(array)})
+    if len(labels) not in sizes:
+        available = " or ".join(f"{size:,}" for size in sizes) or "none"
+        raise BadInput(f"{path}: {count(len(labels), 'name')}, and the outputs have vectors of {available} scores")
+
+
+def top_scores(array: Any, k: int, labels: Labels) -> List[List[Dict[str, Any]]]:
+    """Return for each vector its highest scores, the highest first, and of equal ones that which comes first."""
+    named = labels if labels is not None and len(labels) == array.shape[-1] else None
+    return [_highest(row, k, named) for row in array.reshape(-1, array.shape[-1])]
+
+
+def format_scores(array: Any, k: int, labels: Labels) -> Iterator[str]:
+    """Yield what is shown of scores: a line for each of the highest, and a heading for each of several vectors."""
+    rows = array.reshape(-1, array.shape[-1])
+    shown = top_scores(rows[:_MAX_ROWS], k, labels)
+    width = len(str(array.shape[-1] - 1))
+    for number, row in enumerate(shown):
+        if len(rows) > 1:
+            yield f" row {number}"
+        for each in row:
+            yield f"  {each['index']:>{width}}  {each['score']:<12.6g}  {clean(each.get('label', ''))}".rstrip()
+    if len(rows) > len(shown):
+        yield f" ... and {len(rows) - len(shown):,} rows more; --output has all"
+
+
+def _parse_integer(digits: str) -> int:
+    if len(digits) > _MAX_CHARACTERS:
+        raise WrongNumbers(f"expected numbers of at most {_MAX_CHARACTERS} digits, got one of {len(digits)}")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise WrongNumbers(f"expected numbers that a double has, got {describe_value(digits)}")
+    return value
+
+
+def _make_object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
+    values: Dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise WrongNumbers(f"{name!r} is there twice")
+        values[name] = value
+    return values
+
+
+def _parse_cell(cell: str, line: int, column: int) -> float:
+    try:
+        if len(cell) > _MAX_CHARACTERS or "_" in cell:
+            raise ValueError
+        value = int(cell) if _INTEGER.fullmatch(cell) else float(cell)
+        if cell[-1:].isdigit() and math.isinf(value):
+            raise ValueError
+        return value
+    except ValueError:
+        raise WrongNumbers(f"line {line}, column {column}: expected a number, got {describe_value(cell)}") from None
 
 
 def _shape(value: Any) -> Index:
@@ -236,3 +301,10 @@ def _to_bool(value: Any, _: Any) -> bool:
 
 
 _CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _to_float, "b": _to_bool}
+
+
+def _highest(row: Any, k: int, labels: Labels) -> List[Dict[str, Any]]:
+    # NaN is behind all numbers.
+    found = [int(index) for index in np.argsort(-row.astype(np.float64), kind="stable")[:k]]
+    named = [{"label": labels[index]} if labels is not None else {} for index in found]
+    return [{"index": index, "score": float(row[index]), **name} for index, name in zip(found, named)]

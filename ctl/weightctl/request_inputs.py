@@ -1,10 +1,15 @@
-"""Which shapes the inputs of a request have: those of the model, and what the command line says of the free ones."""
+"""The inputs of a request that is made up: their shapes, from the model and the command line, and their values.
+
+Values are floats around 0; everything else is 0 or 1, for it may be an index.
+"""
 
 from __future__ import annotations
 
 import argparse
 from types import MappingProxyType
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
 
 from weightctl import exit_codes
 from weightctl.command import CommandError
@@ -12,8 +17,21 @@ from weightctl.text import clean
 from weightd_protocol import limits
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec
+from weightd_protocol.tensors import NUMPY_DTYPE
 
 Shape = Tuple[int, ...]
+
+# More rows than this no model is configured to merge; more requests under way a daemon hardly keeps for one client.
+MAX_COUNT = 4096
+_MAX_COUNTS = 16
+
+_MIN_S, _MAX_S = 0.1, 3600
+
+Arrays = Dict[str, Any]
+
+# Enough that neither an engine nor a cache sees the same again and again; and what they may take of memory.
+MAX_SAMPLES = 16
+MAX_BYTES = 64 * 2**20
 
 
 class WrongShape(CommandError):
@@ -22,7 +40,7 @@ class WrongShape(CommandError):
     status = exit_codes.USAGE
 
 
-def add_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
+def add_shape_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
     """Declare `--shape`."""
     parser.add_argument(
         "--shape",
@@ -35,17 +53,6 @@ def add_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None
             f"is known){help_suffix}; once for each"
         ),
     )
-
-
-def _parse_named_shape(argument: str) -> Tuple[str, Shape]:
-    name, equals, dims = argument.rpartition("=")
-    try:
-        shape = tuple(int(each) for each in dims.split(",") if dims)
-    except ValueError:
-        shape = (-1,)
-    if not (name and equals) or not all(0 <= dim <= limits.MAX_DIM for dim in shape) or len(shape) > limits.MAX_RANK:
-        raise argparse.ArgumentTypeError(f"expected NAME=N,N, as in x=1,16, got {argument!r}")
-    return name, shape
 
 
 def parse_counts(argument: str) -> Tuple[int, ...]:
@@ -90,12 +97,6 @@ def parse_seconds(argument: str) -> float:
     if not _MIN_S <= value <= _MAX_S:
         raise argparse.ArgumentTypeError(f"expected seconds from {_MIN_S:g} to {_MAX_S:,}, got {argument!r}")
     return value
-
-
-# More rows than this no model is configured to merge; more requests under way a daemon hardly keeps for one client.
-MAX_COUNT = 4096
-_MAX_COUNTS = 16
-_MIN_S, _MAX_S = 0.1, 3600
 
 
 def make_example(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
@@ -153,6 +154,29 @@ def describe(inputs: Sequence[TensorSignature]) -> str:
     return ", ".join(f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in inputs) or "none"
 
 
+def make_inputs(specs: Sequence[TensorSpec], seed: int) -> Arrays:
+    """Return the inputs of a request: others for each seed, the same ones for the same."""
+    random = np.random.default_rng(seed)
+    return {spec.name: _random_array(spec, random) for spec in specs}
+
+
+def make_many_inputs(specs: Sequence[TensorSpec]) -> List[Arrays]:
+    """Return the inputs of some requests, all different, of bounded size together."""
+    size = max(1, sum(spec.nbytes for spec in specs))
+    return [make_inputs(specs, seed) for seed in range(max(1, min(MAX_SAMPLES, MAX_BYTES // size)))]
+
+
+def _parse_named_shape(argument: str) -> Tuple[str, Shape]:
+    name, equals, dims = argument.rpartition("=")
+    try:
+        shape = tuple(int(each) for each in dims.split(",") if dims)
+    except ValueError:
+        shape = (-1,)
+    if not (name and equals) or not all(0 <= dim <= limits.MAX_DIM for dim in shape) or len(shape) > limits.MAX_RANK:
+        raise argparse.ArgumentTypeError(f"expected NAME=N,N, as in x=1,16, got {argument!r}")
+    return name, shape
+
+
 def _shapes_by_name(inputs: Sequence[TensorSignature], requested: Sequence[Tuple[str, Shape]]) -> Mapping[str, Shape]:
     names = {each.name for each in inputs}
     shapes: Dict[str, Shape] = {}
@@ -180,3 +204,10 @@ def _resolve_shape(signature: TensorSignature, requested: Optional[Shape], rows:
 
 def _fits(requested: Shape, declared: Shape) -> bool:
     return len(requested) == len(declared) and all(dim in (-1, got) for got, dim in zip(requested, declared))
+
+
+def _random_array(spec: TensorSpec, random: Any) -> Any:
+    dtype = np.dtype(NUMPY_DTYPE[spec.datatype])
+    if dtype.kind == "f":
+        return random.standard_normal(spec.shape, np.float32).astype(dtype, copy=False)
+    return random.integers(0, 2, spec.shape, np.uint8).astype(dtype, copy=False)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightctl.measuring import samples, shapes
-from weightctl.measuring.shapes import Shape, WrongShape
+from weightctl import request_inputs
+from weightctl.request_inputs import Shape, WrongShape
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 from weightd_protocol.tensors import to_wire
@@ -39,9 +39,9 @@ def test_what_is_free_is_1_or_as_it_is_said(
     made: Sequence[Shape],
     number: Optional[int],
 ) -> None:
-    specs = shapes.specify(inputs, said, rows)
+    specs = request_inputs.specify(inputs, said, rows)
     assert [spec.shape for spec in specs] == made
-    assert shapes.count_rows(inputs, specs) == number
+    assert request_inputs.count_rows(inputs, specs) == number
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,21 @@ def test_what_the_model_does_not_take_is_refused_by_name(
     inputs: Sequence[TensorSignature], said: Sequence[Tuple[str, Shape]], rows: Optional[int], text: str
 ) -> None:
     with pytest.raises(WrongShape) as caught:
-        shapes.specify(inputs, said, rows)
+        request_inputs.specify(inputs, said, rows)
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (shapes.parse_counts, "0"),
-        (shapes.parse_counts, "8,"),
-        (shapes.parse_counts, "4097"),
-        (shapes.parse_counts, ",".join(map(str, range(1, 18)))),
-        (shapes.parse_rows, "1,2"),
-        (shapes.parse_seconds, "nan"),
-        (shapes.parse_seconds, "0"),
-        (shapes.parse_seconds, "x"),
+        (request_inputs.parse_counts, "0"),
+        (request_inputs.parse_counts, "8,"),
+        (request_inputs.parse_counts, "4097"),
+        (request_inputs.parse_counts, ",".join(map(str, range(1, 18)))),
+        (request_inputs.parse_rows, "1,2"),
+        (request_inputs.parse_seconds, "nan"),
+        (request_inputs.parse_seconds, "0"),
+        (request_inputs.parse_seconds, "x"),
     ],
 )
 def test_numbers_have_bounds(read: Callable[[str], Any], text: str) -> None:
@@ -85,7 +85,7 @@ def test_numbers_have_bounds(read: Callable[[str], Any], text: str) -> None:
 @given(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3))
 def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, shape: Sequence[int]) -> None:
     spec = TensorSpec("x", datatype, (*shape, 64))
-    one, other, again = (samples.make_inputs([spec], seed)["x"] for seed in (1, 2, 1))
+    one, other, again = (request_inputs.make_inputs([spec], seed)["x"] for seed in (1, 2, 1))
     assert one.shape == spec.shape
     assert one.nbytes == spec.nbytes
     assert to_wire(one) is one
@@ -95,6 +95,6 @@ def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, sha
 
 
 def test_samples_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MAX_BYTES", 1000)
-    for shape, number in (((8,), samples.MAX_SAMPLES), ((100,), 2), ((1000,), 1)):
-        assert len(samples.make_many_inputs([TensorSpec("x", "FP32", shape)])) == number
+    monkeypatch.setattr(request_inputs, "MAX_BYTES", 1000)
+    for shape, number in (((8,), request_inputs.MAX_SAMPLES), ((100,), 2), ((1000,), 1)):
+        assert len(request_inputs.make_many_inputs([TensorSpec("x", "FP32", shape)])) == number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightctl.measuring.counters import CounterSample, has_split, per_execution
+from weightctl.target import CounterSample, has_split, per_execution
 
 
 def test_requests_in_an_execution() -> None:

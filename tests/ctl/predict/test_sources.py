@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import numpy as np
 import pytest
 
-from weightctl.predict.images import ImageLayout, Pixels, WrongImage, is_image, load, parse_layout
+from weightctl.predict.sources import ImageLayout, Pixels, WrongImage, is_image, load, parse_layout
 from weightd_protocol.messages.inference import TensorSignature
 
 # Red above blue, two pixels wide.
@@ -89,7 +89,7 @@ def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
         load(written(PICTURE), signature(1, 3, 2, 2, datatype="FP16"), Pixels(scale=1000.0))
     with pytest.raises(WrongImage, match="expected an input of at most 64,000,000 pixels, got 99,999 x 99,999"):
         load(written(PICTURE), signature(1, 3, 99999, 99999), Pixels())
-    monkeypatch.setattr("weightctl.predict.images._MAX_PIXELS", 3)
+    monkeypatch.setattr("weightctl.predict.sources._MAX_PIXELS", 3)
     with pytest.raises(WrongImage, match="expected a picture of at most 3 pixels, got 2 x 2"):
         load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
     monkeypatch.setitem(sys.modules, "PIL", None)
