@@ -7,7 +7,7 @@ import json
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from weightctl import exit_codes, request_inputs, target
-from weightctl.bench.load import MAX_WINDOWS, STABLE_WINDOWS, TOLERANCE, Level, Windows
+from weightctl.bench.windows import MAX_WINDOWS, STABLE_WINDOWS, TOLERANCE, Level, Windows
 from weightctl.command import Command, Connect
 from weightctl.text import clean, count, table
 from weightd_protocol.messages.inference import TensorSpec

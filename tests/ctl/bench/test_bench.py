@@ -16,7 +16,7 @@ import pytest
 from testkit.fakedaemon import FakeDaemon, Handler, echo
 from weightctl import exit_codes
 from weightctl.bench.command import render
-from weightctl.bench.load import Level
+from weightctl.bench.windows import Level
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse
 from weightd_protocol.messages.inference import Cancel, Error, Infer, TensorSignature, TensorSpec

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightctl.bench.load import (
+from weightctl.bench.windows import (
     MAX_WINDOWS,
     STABLE_WINDOWS,
     TOLERANCE,
