@@ -18,11 +18,11 @@ import pytest
 from ascendsim import Host, environment, models
 from testkit import mindir, surroundings
 from testkit.waiting import until
-from weightd_daemon.doctor.checks import host as checks
-from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as selftest_checks
-from weightd_daemon.doctor.checks.finding import PROCESS_EXITS
-from weightd_daemon.doctor.checks.selftest import ATTACH, BUILD, HOLDER_EXIT, MEMORY
+from weightd_daemon.doctor import host as checks
+from weightd_daemon.doctor import ranks as rank_checks
+from weightd_daemon.doctor.findings import PROCESS_EXITS
+from weightd_daemon.doctor.selftest import checks as selftest_checks
+from weightd_daemon.doctor.selftest.checks import ATTACH, BUILD, HOLDER_EXIT, MEMORY
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import RankDevice
 

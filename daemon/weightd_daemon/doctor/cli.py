@@ -14,18 +14,17 @@ from weightd_common.modelfiles.files import ModelFileError, model_files
 from weightd_common.terminal import ends_on_hangup
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.check_ranks import read_rank_table
-from weightd_daemon.doctor import render
-from weightd_daemon.doctor.checks import access as access_checks
-from weightd_daemon.doctor.checks import host as checks
-from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as selftest_checks
-from weightd_daemon.doctor.checks.finding import CheckResult, Finding, exit_status
-from weightd_daemon.doctor.facts import interpreter, nodes
-from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, read_host
-from weightd_daemon.doctor.facts.interpreter import InterpreterReport
-from weightd_daemon.doctor.facts.ranks import NetworkFacts
-from weightd_daemon.doctor.facts.ranks import read_network as network_of
-from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit, current_user, read_unit, service_user
+from weightd_daemon.doctor import access, interpreter
+from weightd_daemon.doctor import access as access_checks
+from weightd_daemon.doctor import host as checks
+from weightd_daemon.doctor import ranks as rank_checks
+from weightd_daemon.doctor.access import ServiceUser, SystemdUnit, current_user, read_unit, service_user
+from weightd_daemon.doctor.findings import CheckResult, Finding, exit_status
+from weightd_daemon.doctor.host_facts import HostFacts, NpuInfo, count_card_processes, read_host
+from weightd_daemon.doctor.interpreter import InterpreterReport
+from weightd_daemon.doctor.ranks import NetworkFacts
+from weightd_daemon.doctor.ranks import read_network as network_of
+from weightd_daemon.doctor.selftest import checks as selftest_checks
 from weightd_daemon.doctor.selftest.processes import SelfTestProcesses
 from weightd_daemon.doctor.selftest.weight_sharing import run_selftest as share
 from weightd_daemon.engines.ranktable import RankTable, physical_id
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _on_signal)
     findings = list(_run_checks(options))
-    sys.stdout.write(render.render_json(findings) if options.json else render.render_table(findings))
+    sys.stdout.write(findings.render_json(findings) if options.json else findings.render_table(findings))
     return exit_status(findings)
 
 
@@ -75,7 +74,7 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     can_import = any(
         each.name == selftest_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings
     )
-    device_nodes = nodes.read_device_nodes()
+    device_nodes = access.read_device_nodes()
     yield access_checks.check_service(unit)
     yield access_checks.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
     yield checks.check_library(report)

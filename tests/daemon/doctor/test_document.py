@@ -11,10 +11,10 @@ import pytest
 
 from weightd_common import toml_schema as config_tables
 from weightd_daemon.config import load as config
-from weightd_daemon.doctor.checks import host as checks
-from weightd_daemon.doctor.checks import ranks as rank_checks
-from weightd_daemon.doctor.checks import selftest as selftest_checks
-from weightd_daemon.doctor.checks.finding import INTERPRETER, PROCESS_EXITS
+from weightd_daemon.doctor import host as checks
+from weightd_daemon.doctor import ranks as rank_checks
+from weightd_daemon.doctor.findings import INTERPRETER, PROCESS_EXITS
+from weightd_daemon.doctor.selftest import checks as selftest_checks
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.platform.memory import MIB

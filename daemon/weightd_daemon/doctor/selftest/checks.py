@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untestable
-from weightd_daemon.doctor.checks.host import format_mib
+from weightd_daemon.doctor.findings import Finding, failed, passed, untestable
+from weightd_daemon.doctor.host import format_mib
 from weightd_daemon.doctor.selftest.processes import ChildError, ChildExited, ChildTimedOut
 from weightd_daemon.doctor.selftest.weight_sharing import SelfTestReport, attach_bytes
 from weightd_daemon.engines.ranktable import MAX_PROCESSES

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.doctor.checks import selftest as selftest_checks
-from weightd_daemon.doctor.checks.finding import CheckResult, Finding
-from weightd_daemon.doctor.checks.selftest import (
+from weightd_daemon.doctor.findings import CheckResult, Finding
+from weightd_daemon.doctor.selftest import checks as selftest_checks
+from weightd_daemon.doctor.selftest.checks import (
     ANSWER,
     ATTACH,
     BUILD,

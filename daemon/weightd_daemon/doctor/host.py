@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from weightd_daemon.doctor.checks.access import CONTAINER_ADVICE, NODES, SERVICE
-from weightd_daemon.doctor.checks.finding import INTERPRETER, PROCESS_EXITS, Finding, failed, passed, untestable
-from weightd_daemon.doctor.facts.host import FIRST_VIRTUAL_ID, HostFacts, NpuInfo
-from weightd_daemon.doctor.facts.interpreter import InterpreterReport
+from weightd_daemon.doctor.access import CONTAINER_ADVICE, NODES, SERVICE
+from weightd_daemon.doctor.findings import INTERPRETER, PROCESS_EXITS, Finding, failed, passed, untestable
+from weightd_daemon.doctor.host_facts import FIRST_VIRTUAL_ID, HostFacts, NpuInfo
+from weightd_daemon.doctor.interpreter import InterpreterReport
 from weightd_daemon.engines.ranktable import MAX_PROCESSES, MAX_PROCESSES_IN_VM
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol.version import VERSION

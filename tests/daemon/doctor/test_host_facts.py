@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.doctor.facts import host
-from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo, count_card_processes, parse_npu_list, read_host
+from weightd_daemon.doctor import host_facts
+from weightd_daemon.doctor.host_facts import (
+    HostFacts,
+    NpuInfo,
+    count_card_processes,
+    parse_npu_list,
+    read_host,
+)
 
 # As published by users of the tool: a server of which each NPU has two chips, and a chip that is none.
 MAPPING = """
@@ -154,6 +160,6 @@ def test_processes_are_counted_by_chip_and_asked_for_by_npu() -> None:
 )
 def test_a_command_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, argv: list[str], problem: str) -> None:
     if "sleep" in argv[0]:
-        monkeypatch.setattr(host, "_NPU_SMI_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(host_facts, "_NPU_SMI_TIMEOUT_S", 0.2)
     with pytest.raises(OSError, match=problem):
-        host.run_for_output(argv)
+        host_facts.run_for_output(argv)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ascendsim import Host, environment
-from weightd_daemon.doctor.facts import interpreter
-from weightd_daemon.doctor.facts.interpreter import InterpreterReport, parse_report
+from weightd_daemon.doctor import interpreter
+from weightd_daemon.doctor.interpreter import InterpreterReport, parse_report
 
 Fake = Callable[[str], str]
 STEPS = ["python", "weightd", "library", "current_pid", "libascendcl", "soc", "devices", "memory"]

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd_daemon.doctor.checks import access as access_checks
-from weightd_daemon.doctor.checks.finding import CheckResult, Finding
-from weightd_daemon.doctor.facts import nodes, unit
-from weightd_daemon.doctor.facts.nodes import REQUIRED_NODES, DeviceNode
-from weightd_daemon.doctor.facts.unit import ServiceUser, SystemdUnit
+from weightd_daemon.doctor import access
+from weightd_daemon.doctor import access as access_checks
+from weightd_daemon.doctor.access import REQUIRED_NODES, DeviceNode, ServiceUser, SystemdUnit
+from weightd_daemon.doctor.findings import CheckResult, Finding
 
 ALICE = ServiceUser("alice", 1000, frozenset({1000, 1100}))
 # As systemd 252 prints the unit with its drop-in for cards.
@@ -38,7 +37,7 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
         assert [*argv[:2], *argv[-2:]] == ["systemctl", "show", "--", "weightd@a.service"]
         return SHOWN
 
-    seen = unit.read_unit("weightd@a.service", tmp_path, run)
+    seen = access.read_unit("weightd@a.service", tmp_path, run)
     assert dict(seen.environment) == {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
         "HOME": "/var/lib/weightd",
@@ -49,25 +48,25 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
     assert (seen.unreadable_files, seen.user) == (("/etc/default/gone",), "nobody")
     assert seen.groups == ("daemon", "video", "4242")
     assert (seen.hides_devices, seen.allowed_devices) == (False, ("/dev/davinci0", "/dev/davinci_manager"))
-    identity = unit.service_user(seen)
+    identity = access.service_user(seen)
     assert (identity.name, identity.uid, 4242 in identity.gids) == ("nobody", 65534, True)
 
 
 def test_a_unit_that_says_nothing_is_roots_and_opens_all() -> None:
     text = "LoadState=loaded\nUser=\nDevicePolicy=auto\nPrivateDevices=no\n"
-    seen = unit.read_unit("weightd.service", run_command=lambda _: text)
+    seen = access.read_unit("weightd.service", run_command=lambda _: text)
     assert (seen.user, seen.allowed_devices, seen.hides_devices, set(seen.environment)) == ("", None, False, {"PATH"})
-    assert unit.service_user(seen).uid == 0
+    assert access.service_user(seen).uid == 0
 
 
 def test_no_unit() -> None:
     with pytest.raises(OSError, match="systemd has no unit x"):
-        unit.read_unit("x", run_command=lambda _: "LoadState=not-found\n")
+        access.read_unit("x", run_command=lambda _: "LoadState=not-found\n")
     with pytest.raises(OSError, match="no unit was named"):
-        unit.read_unit("")
+        access.read_unit("")
     with pytest.raises(OSError, match="nobody-here"):
-        unit.service_user(SystemdUnit("x", user="nobody-here"))
-    own = unit.current_user()
+        access.service_user(SystemdUnit("x", user="nobody-here"))
+    own = access.current_user()
     assert (own.uid, os.getegid() in own.gids) == (os.geteuid(), True)
 
 
@@ -153,11 +152,11 @@ def test_root_may_open_all_and_one_who_is_not_there_nothing() -> None:
 
 
 def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
-    assert nodes.read_device_nodes(tmp_path) == ()
+    assert access.read_device_nodes(tmp_path) == ()
     (tmp_path / "dev").mkdir()
     for name in ("davinci0", "null", *REQUIRED_NODES):
         (tmp_path / "dev" / name).touch(0o640)
         (tmp_path / "dev" / name).chmod(0o640)
-    seen = nodes.read_device_nodes(tmp_path)
+    seen = access.read_device_nodes(tmp_path)
     assert [each.name for each in seen] == sorted(["davinci0", *REQUIRED_NODES])
     assert {(each.mode, each.uid) for each in seen} == {(0o640, os.getuid())}

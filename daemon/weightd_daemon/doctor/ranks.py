@@ -1,29 +1,76 @@
-"""The verdicts on what ranks need of a host: a model over several cards. No I/O."""
+"""What ranks need of a host beside its cards: HCCL's library, addresses, a free port and a rank table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from weightd_daemon.doctor.checks.finding import Finding, failed, passed, untestable
-from weightd_daemon.doctor.checks.host import NO_ASCEND
-from weightd_daemon.doctor.facts.ranks import HCCL_LIBRARY, HCCN_CONF, NetworkFacts
+from weightd_daemon.doctor.findings import Finding, failed, passed, untestable
+from weightd_daemon.doctor.host import NO_ASCEND
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import RankDevice, RankTable
 
+HCCL_LIBRARY = "libhccl.so"
+
+HCCN_CONF = "/etc/hccn.conf"
+
+# More than one for each card of the largest host takes.
+_MAX_CONF_BYTES = 1024 * 1024
+
+# Where CANN has its libraries, by its age.
+_HOME_LIBRARY_DIRS = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
+
 HCCL = "hccl"
+
 CARDS = "cards of ranks"
+
 ADDRESSES = "device addresses"
+
 PORT = "hccl port"
+
 TABLE = "rank table"
 
 CHECK_NAMES = (HCCL, CARDS, ADDRESSES, PORT, TABLE)
 """Every check of ranks, in the order in which they are told."""
 
 _HCCL_PORT = ranktable.DEFAULT_PORT
+
 _NO_CARD = "no card here"
 
 # The physical number of each card in the order of ranks, by the name of its device; None: it is not there.
 CardNumbers = Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class NetworkFacts:
+    """What was seen.
+
+    Attributes:
+        hccl_path: where HCCL is; "" if it was not found.
+        searched_dirs: the directories that were looked into.
+        addresses: of the cards, by their physical number.
+        conf_error: "" if /etc/hccn.conf could be read, else why not.
+    """
+
+    hccl_path: str = ""
+    searched_dirs: tuple[str, ...] = ()
+    addresses: Mapping[int, str] = field(default_factory=dict[int, str])
+    conf_error: str = ""
+
+
+def read_network(environment: Mapping[str, str], root: Path = Path("/")) -> NetworkFacts:
+    """Look at the host below `root`; `environment` is the one that counts. Nothing is loaded."""
+    searched_dirs = tuple(dict.fromkeys(_library_dirs(environment)))
+    candidates = (f"{each.rstrip('/')}/{HCCL_LIBRARY}" for each in searched_dirs)
+    hccl_path = next((each for each in candidates if (root / each.lstrip("/")).is_file()), "")
+    try:
+        with (root / HCCN_CONF.lstrip("/")).open("rb") as file:
+            text = file.read(_MAX_CONF_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        return NetworkFacts(hccl_path, searched_dirs, conf_error=error.strerror or str(error))
+    return NetworkFacts(hccl_path, searched_dirs, ranktable.parse_addresses(text))
 
 
 def check_hccl_library(network: NetworkFacts) -> Finding:
@@ -142,6 +189,19 @@ def check_rank_table(
     return passed(TABLE, count)
 
 
+def no_ascend_findings() -> list[Finding]:
+    """What is to be said of every check but that of a table where there is nothing of Ascend."""
+    return [untestable(name, NO_ASCEND) for name in CHECK_NAMES if name != TABLE]
+
+
+def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:
+    """As the loader goes, and where set_env.sh of CANN would lead it."""
+    yield from (each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each.startswith("/"))
+    home = environment.get("ASCEND_HOME_PATH", "").rstrip("/")
+    if home:
+        yield from (f"{home}/{each.format(machine=platform.machine())}" for each in _HOME_LIBRARY_DIRS)
+
+
 def _check_generated_table(devices: CardNumbers, network: NetworkFacts) -> Finding:
     numbers = [number for number in devices.values() if number is not None]
     if len(numbers) < 2 or len(numbers) < len(devices):
@@ -149,8 +209,3 @@ def _check_generated_table(devices: CardNumbers, network: NetworkFacts) -> Findi
     generated_json = ranktable.generate([RankDevice(each, network.addresses.get(each, "")) for each in numbers])
     with_ips = "with" if ranktable.parse(generated_json).devices[0].ip else "without"
     return passed(TABLE, f"weightd would write one for {len(numbers)} ranks, {with_ips} addresses")
-
-
-def no_ascend_findings() -> list[Finding]:
-    """What is to be said of every check but that of a table where there is nothing of Ascend."""
-    return [untestable(name, NO_ASCEND) for name in CHECK_NAMES if name != TABLE]

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.doctor.checks import host as checks
-from weightd_daemon.doctor.checks.finding import CheckResult, Finding
-from weightd_daemon.doctor.facts.host import HostFacts, NpuInfo
-from weightd_daemon.doctor.facts.interpreter import InterpreterReport
+from weightd_daemon.doctor import host as checks
+from weightd_daemon.doctor.findings import CheckResult, Finding
+from weightd_daemon.doctor.host_facts import HostFacts, NpuInfo
+from weightd_daemon.doctor.interpreter import InterpreterReport
 from weightd_protocol.version import VERSION
 
 GIB = 1024**3

@@ -4,16 +4,17 @@ import json
 
 import pytest
 
-from weightd_daemon.doctor.checks.finding import (
+from weightd_daemon.doctor.findings import (
     PROCESS_EXITS,
     CheckResult,
     Finding,
     exit_status,
     failed,
     passed,
+    render_json,
+    render_table,
     untestable,
 )
-from weightd_daemon.doctor.render import render_json, render_table
 from weightd_protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")
