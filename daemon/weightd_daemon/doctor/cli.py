@@ -14,16 +14,13 @@ from weightd_common.modelfiles.files import ModelFileError, model_files
 from weightd_common.terminal import ends_on_hangup
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.check_ranks import read_rank_table
-from weightd_daemon.doctor import access, interpreter
-from weightd_daemon.doctor import access as access_checks
-from weightd_daemon.doctor import host as checks
-from weightd_daemon.doctor import ranks as rank_checks
+from weightd_daemon.doctor import access, interpreter, ranks
+from weightd_daemon.doctor import host as host_checks
 from weightd_daemon.doctor.access import ServiceUser, SystemdUnit, current_user, read_unit, service_user
-from weightd_daemon.doctor.findings import CheckResult, Finding, exit_status
+from weightd_daemon.doctor.findings import CheckResult, Finding, exit_status, render_json, render_table
 from weightd_daemon.doctor.host_facts import HostFacts, NpuInfo, count_card_processes, read_host
 from weightd_daemon.doctor.interpreter import InterpreterReport
 from weightd_daemon.doctor.ranks import NetworkFacts
-from weightd_daemon.doctor.ranks import read_network as network_of
 from weightd_daemon.doctor.selftest import checks as selftest_checks
 from weightd_daemon.doctor.selftest.processes import SelfTestProcesses
 from weightd_daemon.doctor.selftest.weight_sharing import run_selftest as share
@@ -42,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _on_signal)
     findings = list(_run_checks(options))
-    sys.stdout.write(findings.render_json(findings) if options.json else findings.render_table(findings))
+    sys.stdout.write(render_json(findings) if options.json else render_table(findings))
     return exit_status(findings)
 
 
@@ -60,34 +57,34 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
         )
     except OSError as error:
         report = InterpreterReport(exit_description=f"cannot be run: {error.strerror}")
-    yield checks.check_interpreter(options.python, report)
-    yield checks.check_process_exits(platform.release(), exit_watch.unavailable_reason())
-    if not checks.has_ascend(host, report):
-        yield from checks.no_ascend_findings()
+    yield host_checks.check_interpreter(options.python, report)
+    yield host_checks.check_process_exits(platform.release(), exit_watch.unavailable_reason())
+    if not host_checks.has_ascend(host, report):
+        yield from host_checks.no_ascend_findings()
         if options.ranks is not None:
-            yield from rank_checks.no_ascend_findings()
-            yield rank_checks.check_rank_table({}, NetworkFacts(), *_read_rank_table(options.rank_table))
+            yield from ranks.no_ascend_findings()
+            yield ranks.check_rank_table({}, NetworkFacts(), *_read_rank_table(options.rank_table))
         if options.model:
-            yield from selftest_checks.not_run(checks.NO_ASCEND)
+            yield from selftest_checks.not_run(host_checks.NO_ASCEND)
         return
     selftest_findings = _test_sharing(options, report, environment)
     can_import = any(
         each.name == selftest_checks.ATTACH and each.result is CheckResult.PASS for each in selftest_findings
     )
     device_nodes = access.read_device_nodes()
-    yield access_checks.check_service(unit)
-    yield access_checks.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
-    yield checks.check_library(report)
-    yield checks.check_driver(host)
-    yield checks.check_cann(host, report)
-    yield checks.check_libascendcl(report)
-    yield checks.check_chip(report, can_share=_can_share(selftest_findings))
-    yield checks.check_current_pid(report)
-    yield checks.check_devices(report, options.device)
-    yield checks.check_memory(report, options.device)
+    yield access.check_service(unit)
+    yield access.check_device_nodes(device_nodes, _read_service_user(unit), host.install_group)
+    yield host_checks.check_library(report)
+    yield host_checks.check_driver(host)
+    yield host_checks.check_cann(host, report)
+    yield host_checks.check_libascendcl(report)
+    yield host_checks.check_chip(report, can_share=_can_share(selftest_findings))
+    yield host_checks.check_current_pid(report)
+    yield host_checks.check_devices(report, options.device)
+    yield host_checks.check_memory(report, options.device)
     card = host.card(physical_id(options.device, environment.get("ASCEND_RT_VISIBLE_DEVICES", "")))
-    yield checks.check_processes(host, card, _count_processes(host, card, options.device), options.device)
-    yield checks.check_virtual_instance(host, report, can_import=can_import)
+    yield host_checks.check_processes(host, card, _count_processes(host, card, options.device), options.device)
+    yield host_checks.check_virtual_instance(host, report, can_import=can_import)
     if options.ranks is not None:
         yield from _check_ranks(options, host, report, environment)
     yield from selftest_findings
@@ -100,14 +97,14 @@ def _check_ranks(
     device_count = report.value("devices", "count")
     devices = options.ranks or range(int(device_count or 0))
     cards = {f"ascend:{each}": physical_id(each, visible_devices) for each in devices}
-    network = network_of(environment)
-    yield rank_checks.check_hccl_library(network)
-    yield rank_checks.check_cards(cards, None if device_count is None else int(device_count))
-    yield rank_checks.check_addresses(cards, network)
-    yield rank_checks.check_port(
+    network = ranks.read_network(environment)
+    yield ranks.check_hccl_library(network)
+    yield ranks.check_cards(cards, None if device_count is None else int(device_count))
+    yield ranks.check_addresses(cards, network)
+    yield ranks.check_port(
         {f"ascend:{each}": _count_processes(host, host.card(cards[f"ascend:{each}"]), each) for each in devices}
     )
-    yield rank_checks.check_rank_table(cards, network, *_read_rank_table(options.rank_table))
+    yield ranks.check_rank_table(cards, network, *_read_rank_table(options.rank_table))
 
 
 def _read_rank_table(path: Path | None) -> tuple[str, RankTable | str | None]:
