@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from typing import Tuple
 
-from weightctl import exit_codes, exporter
+from weightctl import exit_codes
 from weightctl.command import Command, Connect, DaemonUnreachable
 from weightd_common import endpoints
 from weightd_common.exposition import exposition
@@ -60,6 +59,11 @@ def _parse_address(argument: str) -> Tuple[str, int]:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.listen is not None:
+        # No other command waits until asyncio is imported.
+        import asyncio  # noqa: PLC0415
+
+        from weightctl import exporter  # noqa: PLC0415
+
         host, port = options.listen
         asyncio.run(exporter.serve(host, port, connect))
         return exit_codes.OK

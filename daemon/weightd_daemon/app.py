@@ -16,7 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from weightd_common.service_manager import CLIENTS, ServiceManager
-from weightd_common.terminal import ends_on_hangup
+from weightd_common.terminal import Terminal, ends_on_hangup
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.load import Config
@@ -90,6 +90,7 @@ class Host(NamedTuple):
         wakeups: a descriptor from which the number of each signal is read.
         event_log: keeps what is logged.
         shim: holds children for the next daemon; None without a service manager, where a shim would be of no use.
+        terminal: as it was before the handlers of signals were installed.
     """
 
     loop: EventLoop
@@ -98,6 +99,7 @@ class Host(NamedTuple):
     wakeups: int
     event_log: EventLog
     shim: ShimLauncher | None
+    terminal: Terminal
 
 
 def run(options: Options) -> int:
@@ -117,7 +119,7 @@ def run(options: Options) -> int:
     # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
     if options.file is not None or ends_on_hangup():
         signal_numbers.append(signal.SIGHUP)
-    event_log = EventLog()
+    terminal, event_log = Terminal(), EventLog()
     with (
         lock_instance(config.daemon, keep_private_dir=manager.is_present),
         listen(config, manager.inherited.get(CLIENTS, [])) as sockets,
@@ -127,7 +129,7 @@ def run(options: Options) -> int:
         contextlib.closing(EventLoop()) as loop,
         _zmq_context() as context,
     ):
-        return build(options, Host(loop, context, sockets, wakeups, event_log, shim)).serve(shim)
+        return build(options, Host(loop, context, sockets, wakeups, event_log, shim, terminal)).serve(shim)
 
 
 @contextlib.contextmanager
@@ -311,6 +313,7 @@ def build(options: Options, host: Host) -> Daemon:
         books.daemon_counters,
         shutdown=shutdown,
         service=service,
+        terminal=host.terminal,
     )
     snapshots = SnapshotBuilder(
         SnapshotSources(

@@ -59,6 +59,7 @@ class Reloader:
         counters: count reloads by how they end.
         shutdown: no reload begins after the daemon has begun to stop.
         service: tells the service manager of a reload by SIGHUP; None where there is none.
+        terminal: of this process, as it was before the handler of SIGHUP was installed.
 
     Attributes:
         timer: call it when it is due: the helper process takes too long.
@@ -74,6 +75,7 @@ class Reloader:
         *,
         shutdown: Shutdown,
         service: ManagedService | None,
+        terminal: Terminal,
     ) -> None:
         self._file = file
         self._reader = reader
@@ -82,7 +84,7 @@ class Reloader:
         self._counters = counters
         self._shutdown = shutdown
         self._service = service
-        self._terminal = Terminal()
+        self._terminal = terminal
         self.timer = Timer(lambda _: reader.abort())
         # Whom to tell of the reload under way, and of the next one.
         self._active: list[OnReloaded] = []

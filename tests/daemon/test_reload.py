@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from weightd_common.service_manager import ServiceManager
+from weightd_common.terminal import Terminal
 from weightd_daemon.config_file import ConfigFile, read_file
 from weightd_daemon.counters import CounterRegistry, DaemonCounters
 from weightd_daemon.models.placement import DeviceBudget
@@ -54,6 +55,7 @@ class Reloads:
         self.reloader = Reloader(
             self.file, self.reader, self.in_force, self.loop, self.daemon_counters,
             shutdown=self.shutdown, service=self.service,
+            terminal=Terminal(),
         )  # fmt: skip
 
     def reload(self) -> ConfigDiff:

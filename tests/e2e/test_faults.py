@@ -150,7 +150,7 @@ def test_an_endless_predict_is_ended_with_its_stacks_in_the_log_and_not_begun_a_
             client.infer("loop", ENDLESS)
         # Others are served all the time.
         assert client.infer("loop", {"n": np.array([7])})["y"] == [7]
-        until(lambda: "session_base.py" in service.log, "the stacks are told")
+        until(lambda: "sessions/base.py" in service.log, "the stacks are told")
         assert "Fatal Python error: Aborted" in service.log
         assert model_status(service, "loop").quarantined >= 1
 

@@ -44,7 +44,7 @@ class _Step(NamedTuple):
 
 _STEPS_AFTER_REMOVAL = (
     _Step(
-        "systemctl stop weightd-metrics.service 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
+        "systemctl stop 'weightd-metrics.*' 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
         "what runs goes on until then",
     ),
     _Step("systemctl daemon-reload", ""),
