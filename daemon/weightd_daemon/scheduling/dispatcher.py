@@ -128,7 +128,12 @@ class Dispatcher:
         self._sender = BatchSender(send_order)
         self.principal_names = self._sender.principal_names
         self.results = BatchResults(
-            self._scheduler, self._isolator, self._replies, self._sender.output_leases, self._on_slot_free
+            self._scheduler,
+            self._isolator,
+            self._replies,
+            self._sender.output_leases,
+            self._on_slot_free,
+            self.dispatch,
         )
         self.processes = SlotProcesses(self._scheduler, self._isolator, self.results, send_order, self.dispatch)
         self.signature = Signature(_row_limits(config))

@@ -160,6 +160,7 @@ class BatchResults:
         replies: ends the requests.
         output_leases: who may write to the memory of clients.
         on_slot_free: called with the clock when a slot has credit for another batch.
+        dispatch: called with the clock when more may have changed: slots may have to hear what they need not run.
 
     Attributes:
         latencies_by_process: of each process's answers, by its name.
@@ -172,6 +173,7 @@ class BatchResults:
         replies: Replies,
         output_leases: OutputBufferLeases,
         on_slot_free: Callable[[float], None],
+        dispatch: Callable[[float], None],
     ) -> None:
         self._scheduler = scheduler
         self._slots = scheduler.slots
@@ -182,6 +184,7 @@ class BatchResults:
         self._replies = replies
         self._output_leases = output_leases
         self._on_slot_free = on_slot_free
+        self._dispatch = dispatch
         self.latencies_by_process: dict[str, LatencyWindow] = {}
 
     def on_result(self, process: str, result: PredictResult, frames: Sequence[Any], now: float) -> str:
@@ -234,7 +237,7 @@ class BatchResults:
         if failed.is_exiting:
             self._scheduler.release_slot(process)
         else:
-            self._on_slot_free(now)
+            self._dispatch(now)
         return ""
 
     def on_cancelled(self, process: str, number: int, now: float) -> str:
@@ -285,7 +288,7 @@ class BatchResults:
                 self._add_partial_result(item, item.split, process, outcome.result, outcome.frames, now)
             else:
                 self._complete(item.request, process, outcome.result, outcome.frames, now)
-        self._on_slot_free(now)
+        self._dispatch(now)
         return ""
 
     def _add_partial_result(

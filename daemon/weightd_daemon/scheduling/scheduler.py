@@ -286,10 +286,13 @@ class Scheduler:
     def end_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out what the client has asked, or what it has asked under this id; nobody else's is looked at."""
         running = self.running.end_matching(lambda each: each.client == client and request_id in (None, each.id))
-        ended = [*self.queue.take_of_client(client, request_id), *(request for request, _ in running)]
-        for request in ended:
+        # First: this takes the rest of a request that runs in part out of the queue.
+        for request, _ in running:
             self.end_split(request)
-        return ended
+        waiting = self.queue.take_of_client(client, request_id)
+        for request in waiting:
+            self.end_split(request)
+        return waiting + [request for request, _ in running]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
         """Return the requests that wait, or have still to be given to a slot in part, and are `should_take`.
