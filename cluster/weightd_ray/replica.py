@@ -10,14 +10,13 @@ from typing import Any, cast
 
 from weightd import AsyncClient
 from weightd_gateway import oip_view
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
-from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.daemon_client import DaemonClient, InferenceRequest, InferenceResult
+from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.messages import ANY_HOST, HttpRequest, Receive, Scope, Send, error_reply
-from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol import limits

@@ -14,12 +14,11 @@ from weightd_common.commandline import Parser
 from weightd_common.process_start import disable_core_dumps
 from weightd_common.service_manager import CLIENTS, SEND_TIMEOUT_S, ServiceManager
 from weightd_gateway import heap_watch, logs
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.config import addresses
 from weightd_gateway.config.load import ConfigError, default_path, load
-from weightd_gateway.context import Gateway
+from weightd_gateway.context import Frontend, Gateway
 from weightd_gateway.daemon_client import DaemonClient
-from weightd_gateway.frontend import Frontend
+from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.server import GatewayServer
 from weightd_gateway.system_shared_memory import RegisteredRegions

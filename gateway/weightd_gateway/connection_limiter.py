@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightd_common.peers import Peer
 from weightd_common.rate_limits import TokenBuckets
-from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.fairness import FairLimit
 
 # New connections that a peer that violates the protocol's limits loses, beside the connection itself.
 VIOLATION_PENALTY = 32.0

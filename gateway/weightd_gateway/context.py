@@ -1,10 +1,11 @@
-"""What all protocols of a gateway share."""
+"""What all protocols of a gateway share, and the interface of a protocol."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config.schema import GatewayConfig
@@ -35,3 +36,21 @@ class Gateway:
     parsers: ParserPool
     sockets: Sequence[socket.socket] = ()
     handshakes: Handshakes = field(default_factory=Handshakes)
+
+
+class Frontend(Protocol):
+    """One protocol, at all its addresses, on the one loop of the process."""
+
+    async def start(self) -> Sequence[str]:
+        """Listen; return where, for people.
+
+        Raises:
+            OSError: an address cannot be had; the text names it.
+        """
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, and return when what is under way has been answered, or after so many seconds.
+
+        It may not have been started, or only in part.
+        """

@@ -1,21 +1,54 @@
-"""The daemon, as callers see it."""
+"""The daemon as callers see it: inference requests and results of any protocol, metadata and metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from numpy.typing import NDArray
+
 from weightd import AsyncClient
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import to_request_error
-from weightd_gateway.inference import InferenceRequest, InferenceResult
+from weightd_gateway.fairness import AdmissionControl
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """An inference request.
+
+    Attributes:
+        model: its name.
+        inputs: by name, little-endian and in C order: views into what was received. Nobody changes that before the
+            answer has come.
+        outputs: the names of those that are wanted, in the order in which they shall come; None: all.
+        timeout: seconds that the caller waits; None: as long as the gateway does of its own accord.
+        priority: 1 goes first; None: the model's default.
+        traceparent: of W3C Trace Context, "" where the caller has given none.
+        id: what the caller calls it, "" where it has no name.
+    """
+
+    model: str
+    inputs: Arrays
+    outputs: Sequence[str] | None = None
+    timeout: float | None = None
+    priority: int | None = None
+    traceparent: str = ""
+    id: str = ""
+
+
+InferenceResult = Arrays
+
 
 T = TypeVar("T")
 
@@ -128,3 +161,14 @@ class _Latest(Generic[T]):
                 self._response = await self._fetch()
                 self._fetched_at = time.monotonic()
             return self._response
+
+
+TRACEPARENT = "traceparent"
+
+# Version, trace, parent, flags; version ff is forbidden, and so are ids of zeros.
+_PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def valid_traceparent(traceparent: str) -> str:
+    """Return what was given; "" where that is none."""
+    return traceparent if traceparent and _PATTERN.fullmatch(traceparent) else ""

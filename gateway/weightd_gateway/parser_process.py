@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from weightd_gateway.auth import Caller
-from weightd_gateway.fair_share_queue import FairShareQueue
+from weightd_gateway.fairness import FairShareQueue
 from weightd_protocol.errors import RequestError, Unavailable
 
 _log = logging.getLogger("weightd.gateway")

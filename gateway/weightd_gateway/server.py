@@ -15,8 +15,7 @@ from weightd_common.terminal import Terminal
 from weightd_gateway import heap_watch
 from weightd_gateway.config.load import ConfigError, keys_needing_restart, load
 from weightd_gateway.config.schema import GatewayFile
-from weightd_gateway.context import Gateway
-from weightd_gateway.frontend import Frontend
+from weightd_gateway.context import Frontend, Gateway
 
 _log = logging.getLogger("weightd.gateway")
 

@@ -17,8 +17,7 @@ from typing import cast
 
 from weightd_common.peers import Peer
 from weightd_common.rate_limits import RateLimitedLog
-from weightd_gateway.fair_limit import FairLimit
-from weightd_gateway.fair_share_queue import FairShareQueue
+from weightd_gateway.fairness import FairLimit, FairShareQueue
 
 _log = logging.getLogger("weightd.gateway")
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import hashlib
+import os
+from pathlib import Path
 
-from weightd_gateway.auth import Authenticator, Caller, parse_bearer, token_digest
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd_gateway.auth import (
+    Authenticator,
+    Caller,
+    TokenFileError,
+    parse_bearer,
+    parse_tokens,
+    read_tokens,
+    token_digest,
+)
 from weightd_protocol.errors import Unauthenticated
 
 TOKEN = Caller("research", "a token")
@@ -46,3 +60,72 @@ def test_the_token_of_a_header(header: str) -> None:
 def test_a_header_without_one(header: str) -> None:
     with pytest.raises(Unauthenticated, match="Bearer TOKEN"):
         parse_bearer(header)
+
+
+ONE = hashlib.sha256(b"one").hexdigest()
+TWO = hashlib.sha256(b"two").hexdigest()
+
+
+def test_each_line_is_a_caller(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"# of the shop\n\n{ONE} research alice\n  {TWO.upper()}  -\n", "utf-8")
+    assert read_tokens(path) == {
+        bytes.fromhex(ONE): Caller("research", "alice"),
+        bytes.fromhex(TWO): Caller(None, f"token {TWO[:8].upper()}"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (ONE, "expected SHA256 TENANT"),
+        (f"{ONE} research alice bob", "expected SHA256 TENANT"),
+        (f"{ONE[1:]} research", "expected the sha256 of a token in 64 hexadecimal digits first"),
+        (f"{ONE} {'x' * 257}", "expected the tenant in at most 256 bytes"),
+        (f"{ONE} research a\x07b", "expected the name in at most 256 bytes"),
+    ],
+)
+def test_a_wrong_line_is_told_by_its_number(line: str, problem: str) -> None:
+    with pytest.raises(TokenFileError, match=f"^tokens: line 2: {problem}"):
+        parse_tokens(f"{TWO} research\n{line}\n", "tokens")
+
+
+def test_a_token_that_is_there_twice_is_nobodys() -> None:
+    with pytest.raises(TokenFileError, match="line 2: this token is there already"):
+        parse_tokens(f"{ONE} research\n{ONE.upper()} sales\n", "tokens")
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(TokenFileError) as caught:
+        parse_tokens(f"x\n{ONE} research\ny\n", "tokens")
+    assert len(caught.value.problems) == 2
+
+
+def test_somebody_who_writes_the_token_itself_does_not_find_it_in_the_log() -> None:
+    with pytest.raises(TokenFileError) as caught:
+        parse_tokens("my-secret-token research\n", "tokens")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TokenFileError, match="No such file"):
+        read_tokens(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TokenFileError, match="expected a regular file"):
+        read_tokens(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(TokenFileError, match="expected a file of at most 67,108,864 bytes"):
+        read_tokens(tmp_path / "huge")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TokenFileError, match="expected text in UTF-8"):
+        read_tokens(tmp_path / "bytes")
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_callers_or_problems(text: str) -> None:
+    try:
+        callers = parse_tokens(text, "tokens")
+    except TokenFileError:
+        return
+    assert all(len(each) == 32 for each in callers)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, directory, silent
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
-from weightd_gateway.daemon_client import DaemonClient
-from weightd_gateway.inference import InferenceRequest
+from weightd_gateway.daemon_client import DaemonClient, InferenceRequest, valid_traceparent
+from weightd_gateway.fairness import AdmissionControl
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from weightd_protocol.messages.inference import Cancel
@@ -144,3 +143,17 @@ def test_a_task_that_is_cancelled_takes_its_request_back(fake: FakeDaemon) -> No
         assert message.id == infer.id
 
     asked(fake, cancel)
+
+
+GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_context_is_passed_on_as_it_is() -> None:
+    assert valid_traceparent(GOOD) == GOOD
+
+
+@pytest.mark.parametrize(
+    "given", ["", GOOD.upper(), f"ff{GOOD[2:]}", GOOD.replace("b7ad6b7169203331", "0" * 16), f"{GOOD}\n", f"{GOOD}-x"]
+)
+def test_what_is_none_is_passed_over(given: str) -> None:
+    assert valid_traceparent(given) == ""

@@ -14,7 +14,7 @@ from weightd_common import toml_schema
 from weightd_common.peer_credentials import OVERFLOW_ID
 from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
 from weightd_common.toml_schema import ErrorCollector
-from weightd_gateway import tokens
+from weightd_gateway import auth
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig, GatewayFile
@@ -79,7 +79,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
     errors = [f"{path}: {error}" for error in problems.errors]
     try:
         authenticator = make_authenticator(config)
-    except tokens.TokenFileError as error:
+    except auth.TokenFileError as error:
         raise ConfigError(*errors, *error.problems) from None
     if errors:
         raise ConfigError(*errors)
@@ -122,10 +122,10 @@ def make_authenticator(config: GatewayFile) -> Authenticator:
     """
     gateway = config.gateway
     return Authenticator(
-        tokens.read_tokens(Path(gateway.tokens)) if gateway.tokens else {},
-        {name: tokens.parse_caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
-        {uid: tokens.parse_caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
-        tokens.parse_caller(gateway.anonymous, "anonymous") if gateway.anonymous else None,
+        auth.read_tokens(Path(gateway.tokens)) if gateway.tokens else {},
+        {name: auth.parse_caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
+        {uid: auth.parse_caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
+        auth.parse_caller(gateway.anonymous, "anonymous") if gateway.anonymous else None,
     )
 
 

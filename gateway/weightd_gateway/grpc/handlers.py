@@ -15,13 +15,12 @@ from google.protobuf.message import DecodeError
 
 from weightd_common.peers import Peer
 from weightd_common.rate_limits import RateLimitedLog
-from weightd_gateway.admission_control import AdmissionControl, Permit
 from weightd_gateway.auth import Authenticator, Caller, parse_bearer
+from weightd_gateway.daemon_client import TRACEPARENT, valid_traceparent
 from weightd_gateway.error_codes import TooLarge, status_of, to_request_error
-from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.fairness import AdmissionControl, FairLimit, Permit
 from weightd_gateway.grpc.schema import STATUS
 from weightd_gateway.logs import log_failure
-from weightd_gateway.tracing import TRACEPARENT, valid_traceparent
 from weightd_protocol.errors import (
     DeadlineExceeded,
     Internal,

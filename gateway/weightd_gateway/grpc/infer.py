@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from weightd_gateway import tensors
-from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.daemon_client import DaemonClient, InferenceResult
 from weightd_gateway.error_codes import TooLarge, to_request_error
 from weightd_gateway.grpc.handlers import Context, Handler, RpcContext, RpcHandlers, report_errors
 from weightd_gateway.grpc.requests import (
@@ -25,7 +25,6 @@ from weightd_gateway.grpc.requests import (
 from weightd_gateway.grpc.schema import INFERENCE
 from weightd_gateway.grpc.streams import WaitingCalls
 from weightd_gateway.grpc.wire_format import fast_parse
-from weightd_gateway.inference import InferenceResult
 from weightd_gateway.oip_view import VERSION
 from weightd_gateway.tensors import Array
 from weightd_protocol.errors import InvalidArgument, WeightdError

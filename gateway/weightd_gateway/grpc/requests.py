@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from weightd_gateway import tensors
 from weightd_gateway.auth import Caller
+from weightd_gateway.daemon_client import InferenceRequest
 from weightd_gateway.error_codes import TooLarge
 from weightd_gateway.grpc.handlers import RpcContext, parse_message
 from weightd_gateway.grpc.schema import INFERENCE
 from weightd_gateway.grpc.wire_format import check_fields, fast_parse, layout_of
-from weightd_gateway.inference import InferenceRequest
 from weightd_gateway.oip_view import VERSION
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice

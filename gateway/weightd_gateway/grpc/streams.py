@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import TypeVar, cast
 
 from weightd_gateway.auth import Caller
-from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.fairness import FairLimit
 from weightd_protocol.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")

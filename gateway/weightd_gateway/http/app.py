@@ -12,8 +12,9 @@ from weightd_common.rate_limits import RateLimitedLog
 from weightd_gateway import oip_view
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
+from weightd_gateway.daemon_client import TRACEPARENT
 from weightd_gateway.error_codes import to_request_error
-from weightd_gateway.fair_limit import FairLimit
+from weightd_gateway.fairness import FairLimit
 from weightd_gateway.http import infer_json
 from weightd_gateway.http.infer import HttpInference
 from weightd_gateway.http.messages import (
@@ -31,7 +32,6 @@ from weightd_gateway.http.routes import Operation, parse_route
 from weightd_gateway.logs import log_failure
 from weightd_gateway.page.files import FILES, STATUS_HEADERS
 from weightd_gateway.page.poller import StatusPoller
-from weightd_gateway.tracing import TRACEPARENT
 from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.schema import label

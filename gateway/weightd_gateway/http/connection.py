@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from httptools import HttpParserError
 
 from weightd_common.peers import Peer
-from weightd_gateway.fair_runner import FairRunner
+from weightd_gateway.fairness import FairRunner
 from weightd_gateway.http.exchange import HttpExchange, RequestParser
 from weightd_gateway.http.messages import JSON, MAX_COPIED_BYTES, AsgiApp, HttpError
 from weightd_gateway.listening import common_name

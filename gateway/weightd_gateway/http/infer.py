@@ -8,13 +8,13 @@ from pickle import PickleBuffer
 from typing import Any
 
 from weightd_gateway import tensors
-from weightd_gateway.admission_control import Permit
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
+from weightd_gateway.daemon_client import InferenceRequest
+from weightd_gateway.fairness import Permit
 from weightd_gateway.http import infer_json, infer_response
 from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJson
 from weightd_gateway.http.messages import BINARY, JSON, HttpReply, HttpRequest, read_body
-from weightd_gateway.inference import InferenceRequest
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightd_gateway import tensors
+from weightd_gateway.daemon_client import InferenceResult
 from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
-from weightd_gateway.inference import InferenceResult
 from weightd_gateway.oip_view import VERSION
 from weightd_protocol.tensors import frame_of
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from weightd_gateway.admission_control import Permit
 from weightd_gateway.auth import Authenticator, Caller, parse_bearer
+from weightd_gateway.daemon_client import TRACEPARENT, valid_traceparent
 from weightd_gateway.error_codes import TooLarge, retry_after, status_of
+from weightd_gateway.fairness import Permit
 from weightd_gateway.tensors import to_json
-from weightd_gateway.tracing import TRACEPARENT, valid_traceparent
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated
 from weightd_protocol.schema import label
 

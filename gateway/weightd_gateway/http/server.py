@@ -18,7 +18,7 @@ from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 from weightd_gateway.context import Gateway
-from weightd_gateway.fair_runner import FairRunner
+from weightd_gateway.fairness import FairRunner
 from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.connection import (
     RECEIVE_BYTES,

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.accounts import TenantStatus
-from weightd_protocol.messages.worker import ORIGINS
+from weightd_protocol.messages.worker_common import ORIGINS
 from weightd_protocol.schema import integer, list_of, number, omit_default, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)

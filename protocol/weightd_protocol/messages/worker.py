@@ -19,6 +19,7 @@ from weightd_protocol.messages.worker_common import (
     BATCH_SIZES,
     BYTES,
     DIGEST,
+    ORIGINS,
     ROW_COUNT,
     SELFTEST_CASE,
     SELFTEST_CASES,
@@ -26,6 +27,7 @@ from weightd_protocol.messages.worker_common import (
     RowSupport,
     SelfTestCase,
     SelfTestCases,
+    SharingTraits,
 )
 from weightd_protocol.schema import (
     boolean,
@@ -48,23 +50,6 @@ _PRINCIPAL_ID = integer(0, limits.MAX_COUNT)
 _GEARS = list_of(list_of(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
 _FAILED_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_UNFIT_CASES)
 _ARGUMENTS = list_of(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
-
-ORIGINS = ("spawned", "forked", "template")
-"""How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
-
-
-@dataclass(frozen=True)
-class SharingTraits:
-    """What an engine's way of sharing can do.
-
-    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
-    `holder_must_outlive`: the shared memory becomes invalid with the holder.
-    `attach_rewrites_weights`: an attach writes the weights again, from the file of the one that attaches.
-    """
-
-    pids_fixed_at_build: bool = field(metadata=boolean())
-    holder_must_outlive: bool = field(metadata=boolean())
-    attach_rewrites_weights: bool = field(metadata=boolean())
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ ROW_COUNT = integer(1, limits.MAX_ROWS)
 BATCH_SIZES = list_of(ROW_COUNT, limits.MAX_ROW_SIZES)
 DIGEST = text(limits.MAX_DIGEST_BYTES, empty=True)
 
+ORIGINS = ("spawned", "forked", "template")
+"""How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
+
 _NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 
 
@@ -56,3 +59,17 @@ class RowSupport:
     unequal_specials: Tuple[str, ...] = field(
         default=(), metadata=omit_default(list_of(one_of(("nan", "infinity", "subnormal", "negative zero")), 4))
     )
+
+
+@dataclass(frozen=True)
+class SharingTraits:
+    """What an engine's way of sharing can do.
+
+    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
+    `holder_must_outlive`: the shared memory becomes invalid with the holder.
+    `attach_rewrites_weights`: an attach writes the weights again, from the file of the one that attaches.
+    """
+
+    pids_fixed_at_build: bool = field(metadata=boolean())
+    holder_must_outlive: bool = field(metadata=boolean())
+    attach_rewrites_weights: bool = field(metadata=boolean())

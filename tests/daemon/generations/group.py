@@ -14,8 +14,14 @@ from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import AttachAllowed, Hello, ProcessFailed, Reconnected, SharingTraits, Stop
-from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_protocol.messages.worker import (
+    AttachAllowed,
+    Hello,
+    ProcessFailed,
+    Reconnected,
+    Stop,
+)
+from weightd_protocol.messages.worker_common import SelfTestCases, SharingTraits
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

@@ -22,10 +22,10 @@ from weightd_protocol.messages.worker import (
     Hello,
     ProcessFailed,
     Reconnected,
-    SharingTraits,
     Stop,
     TrimStore,
 )
+from weightd_protocol.messages.worker_common import SharingTraits
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

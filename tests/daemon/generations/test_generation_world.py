@@ -29,10 +29,9 @@ from weightd_protocol.messages.worker import (
     ContinueSelfTest,
     Hello,
     ProcessFailed,
-    SharingTraits,
     Stop,
 )
-from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_protocol.messages.worker_common import SelfTestCases, SharingTraits
 from weightd_protocol.version import VERSION
 
 from .life import BUILT, FOREVER, SHA, pid

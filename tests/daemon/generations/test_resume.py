@@ -13,8 +13,7 @@ from weightd_daemon.generations.persisted import RECONNECT_TIMEOUT_S, record_gen
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S, Generation
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_protocol.messages.worker import SharingTraits
-from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
 
 from .life import (
     ATTACHED,

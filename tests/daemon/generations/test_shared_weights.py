@@ -18,8 +18,14 @@ from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_protocol.messages.worker import Attached, Build, Built, Hello, SharingTraits, TrimStore
-from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
+from weightd_protocol.messages.worker import (
+    Attached,
+    Build,
+    Built,
+    Hello,
+    TrimStore,
+)
+from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport, SharingTraits
 from weightd_protocol.version import VERSION
 
 from .life import (

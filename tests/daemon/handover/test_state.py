@@ -19,8 +19,12 @@ from weightd_daemon.handover import state
 from weightd_daemon.handover.state import Handover, HandoverError
 from weightd_daemon.models.persisted import DeviceRecord, ModelRecord, SourceRecord
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION, Built, Hello, SharingTraits
-from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_protocol.messages.worker import (
+    CHILD_PROTOCOL_VERSION,
+    Built,
+    Hello,
+)
+from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64

@@ -33,8 +33,8 @@ from weightd_protocol.messages.worker import (
     Hello,
     Predict,
     PredictResult,
-    SharingTraits,
 )
+from weightd_protocol.messages.worker_common import SharingTraits
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64

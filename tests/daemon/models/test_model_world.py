@@ -57,10 +57,9 @@ from weightd_protocol.messages.worker import (
     PredictResult,
     ProcessFailed,
     Reconnected,
-    SharingTraits,
     Stop,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

@@ -37,7 +37,12 @@ from weightd_protocol.messages.accounts import AccountStatus
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.metrics import Histogram, ModelMetrics, ProcessCount, ReloadCounts
 from weightd_protocol.messages.status import ModelStatus, ProxyStatus, StatusResponse
-from weightd_protocol.messages.worker import Attached, Built, Hello, SharingTraits
+from weightd_protocol.messages.worker import (
+    Attached,
+    Built,
+    Hello,
+)
+from weightd_protocol.messages.worker_common import SharingTraits
 from weightd_protocol.version import VERSION
 
 from ..models.fakehost import SHA, W1, ModelHarness

@@ -55,9 +55,9 @@ from weightd_protocol.messages.worker import (
     PredictResult,
     ProcessFailed,
     Reconnected,
-    SharingTraits,
     Stop,
 )
+from weightd_protocol.messages.worker_common import SharingTraits
 from weightd_protocol.version import VERSION
 
 SHA = "5" * 64

@@ -13,14 +13,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.config import addresses
 from weightd_gateway.config.schema import GatewayConfig
 from weightd_gateway.context import Gateway
-from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.daemon_client import DaemonClient, InferenceRequest, InferenceResult
+from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.grpc.server import GrpcServer
-from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferResponse, ModelStreamInferResponse
 
+from weightd_gateway.daemon_client import InferenceRequest
 from weightd_gateway.grpc.infer import encode_response, encode_stream_error, encode_stream_response
 from weightd_gateway.grpc.requests import InferRequest
-from weightd_gateway.inference import InferenceRequest
 from weightd_gateway.tensors import DTYPES, datatype_of
 
 ASKED = InferRequest(InferenceRequest("digits", {}, id="42"), {})

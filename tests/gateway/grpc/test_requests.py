@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
+from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.grpc import requests
 from weightd_gateway.grpc.handlers import RpcContext
 from weightd_gateway.grpc.requests import (

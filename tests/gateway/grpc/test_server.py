@@ -27,10 +27,10 @@ from testkit import certificates
 from testkit.waiting import until
 from weightd_gateway.auth import Authenticator, Caller, token_digest
 from weightd_gateway.config import addresses
+from weightd_gateway.daemon_client import InferenceRequest, InferenceResult
 from weightd_gateway.grpc import handlers as calls
 from weightd_gateway.grpc import http2_frames, public_services
 from weightd_gateway.grpc import server as front
-from weightd_gateway.inference import InferenceRequest, InferenceResult
 from weightd_protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served

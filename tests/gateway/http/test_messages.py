@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator, Caller
+from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.http.app import HttpApi
 from weightd_gateway.http.messages import (
     ANY_HOST,

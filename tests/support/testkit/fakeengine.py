@@ -6,8 +6,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from weightd_protocol.messages.worker import SharingTraits
-from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
 from weightd_worker.engines.engine import Arrays, Engine, Gears, ModelSignature, SharedWeights, WeightSharing
 
 Answer = Callable[[Arrays], Arrays]

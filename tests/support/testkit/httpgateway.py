@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weightd_common.toml_schema import ErrorCollector
-from weightd_gateway.admission_control import AdmissionControl
 from weightd_gateway.auth import Authenticator
 from weightd_gateway.config.load import make_authenticator, parse
 from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import DaemonClient
+from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.http.connection import HttpConnections
 from weightd_gateway.http.server import HttpServer
 from weightd_gateway.parser_process import ParserPool

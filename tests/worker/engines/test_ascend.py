@@ -30,9 +30,8 @@ from weightd_protocol.messages.worker import (
     PredictFailed,
     PredictResult,
     ProcessFailed,
-    SharingTraits,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases
+from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases, SharingTraits
 from weightd_worker import exit_codes
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd_worker.engines.mindspore_lite.ascend import parse_gears

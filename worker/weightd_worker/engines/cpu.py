@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import Collection, Optional, Sequence
 
-from weightd_protocol.messages.worker import SharingTraits
-from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
 from weightd_worker import pagesharing
 from weightd_worker.engines.engine import (
     Arrays,

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence,
 from weightd_common.devices import card_of, is_cpu
 from weightd_protocol.errors import Internal, InvalidArgument, WeightdError
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker import SharingTraits
-from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase
+from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase, SharingTraits
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""

@@ -21,7 +21,13 @@ from weightd_daemon.doctor.selftest.processes import (
 )
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol.codec import encode
-from weightd_protocol.messages.worker import Built, Hello, ProcessFailed, SharingTraits, Stop
+from weightd_protocol.messages.worker import (
+    Built,
+    Hello,
+    ProcessFailed,
+    Stop,
+)
+from weightd_protocol.messages.worker_common import SharingTraits
 
 LIMIT_S = 20.0
 HELLO = Hello("4711", "5" * 64, {}, SharingTraits(False, False, False))

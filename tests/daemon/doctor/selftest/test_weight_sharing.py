@@ -34,9 +34,8 @@ from weightd_protocol.messages.worker import (
     Pong,
     Predict,
     PredictResult,
-    SharingTraits,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase
+from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase, SharingTraits
 
 M = TypeVar("M", bound=ChildMessage)
 

@@ -33,8 +33,7 @@ from weightd_common.modelfiles.files import ModelFileError, model_files
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker import SharingTraits
-from weightd_protocol.messages.worker_common import DeviceMemory
+from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
 from weightd_worker.engines.engine import (
     Arrays,
     AttachRefused,
