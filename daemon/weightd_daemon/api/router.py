@@ -169,7 +169,8 @@ class RequestRouter:
             self._reject_message(connection, frames, connection.rejection)
             return
         try:
-            tenant.quota.count_message(tenant.config, now)
+            if tenant.config.max_rate:
+                tenant.quota.count_message(tenant.config, now)
         except QuotaExceeded as error:
             self._usage_table.usage_of(tenant.name, OTHER_MODELS).count_refused(error)
             self._reject_message(connection, frames, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from weightd_daemon.config.model import ModelConfig
@@ -40,6 +40,11 @@ class SnapshotTaker(Protocol):
 
 class GenerationStore(Protocol):
     """The files of generations, page stores among them."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, object]:
+        """The fingerprint of each page store, by the label of its generation."""
+        raise NotImplementedError
 
     def on_exported(self, generation: GenerationBase) -> None:
         """Remember the fingerprint of the page store, if the holder has written one."""

@@ -29,6 +29,7 @@ from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.generations.states import AttachState
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.interfaces import ProcessManager
 from weightd_daemon.models.process_use import ProcessUse, rank_number
@@ -72,6 +73,7 @@ class ProcessEvents:
     ) -> None:
         self.past_deaths = 0
         self._process_manager = process_manager
+        self._storage = process_manager.storage
         self._use = use
         self._reconcile = reconcile
         # Whose child it is, by the child's name.
@@ -104,8 +106,13 @@ class ProcessEvents:
         if entry is None:
             return
         deployment, generation = entry
+        attach_control = generation.attach_control
         match message:
-            case PredictResult() | PredictFailed() if not self._can_trust_answers(generation):
+            case PredictResult() | PredictFailed() if (
+                attach_control.state is AttachState.INVALID
+                or attach_control.required_holder
+                or generation.label in self._storage.fingerprints
+            ) and not self._can_trust_answers(generation):
                 self.verify_store(deployment, generation, now)
             case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
                 self._on_load_message(child, deployment, generation, message, now)
@@ -156,7 +163,7 @@ class ProcessEvents:
                 self._use.update_batching(generation)
             case Generation(), Built():
                 # What the holder has left in the page store is remembered before anybody maps it.
-                self._process_manager.storage.on_exported(generation)
+                self._storage.on_exported(generation)
                 if not self._is_refused(generation, message, now):
                     generation.on_message(child, message, now)
                 self._use.on_selftest_found(generation.source, generation.selftest_search.spec)
@@ -232,7 +239,7 @@ class ProcessEvents:
             case DeleteFiles():
                 self.past_deaths += generation.processes.deaths
                 self._use.on_generation_ended(generation)
-                self._process_manager.storage.remove_files(generation)
+                self._storage.remove_files(generation)
 
     def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
@@ -260,7 +267,7 @@ class ProcessEvents:
             return  # ranks have none
         if generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
-        ) and not self._process_manager.storage.is_store_intact(generation):
+        ) and not self._storage.is_store_intact(generation):
             generation.on_store_lost(
                 "the page store was changed or truncated by somebody: its pages are not trusted", now
             )
@@ -272,7 +279,7 @@ class ProcessEvents:
         """Whether what the generation's workers say can be passed on."""
         return generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
-        ) and self._process_manager.storage.is_store_intact(generation)
+        ) and self._storage.is_store_intact(generation)
 
     def _reconcile_deployment(self, deployment: Deployment, now: float) -> None:
         deployment.reconcile(now)

@@ -52,13 +52,16 @@ class DescriptorCloser:
 
     Args:
         report: is given a line for the log where no thread can be started.
+
+    Attributes:
+        pending: the descriptors that wait, by user; while there are none, no user is backlogged.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report
         self._lock = threading.Lock()
         # By user: those that wait, after the one that is being closed.
-        self._pending: dict[str, deque[int]] = {}
+        self.pending: dict[str, deque[int]] = {}
         # The users whose descriptors a thread is closing, and the identity of that.
         self._active_threads: dict[str, int] = {}
         self._thread_count = 0
@@ -69,7 +72,7 @@ class DescriptorCloser:
     def is_backlogged(self, user: str) -> bool:
         """Return whether so many descriptors of a user wait that it may send no more for now."""
         # The threads only take away: without the lock the answer is at worst a moment old.
-        waiting = self._pending.get(user)
+        waiting = self.pending.get(user)
         if waiting is None or len(waiting) < MAX_PENDING:
             return False
         # There may be no thread yet, and nothing else that would start one.
@@ -80,7 +83,7 @@ class DescriptorCloser:
     def close(self, user: str, descriptor: int) -> None:
         """Close a descriptor of a user at some time."""
         with self._lock:
-            self._pending.setdefault(user, deque()).append(descriptor)
+            self.pending.setdefault(user, deque()).append(descriptor)
         self._assign_thread(user)
 
     def close_socket(self, user: str, connection: socket.socket) -> None:
@@ -101,7 +104,7 @@ class DescriptorCloser:
     def _assign_thread(self, user: str) -> None:
         """Have the descriptors of a user closed: by an idle thread, or by another one."""
         with self._lock:
-            if user in self._active_threads or user not in self._pending:
+            if user in self._active_threads or user not in self.pending:
                 return
             if self._idle_inboxes:
                 self._active_threads[user] = _NO_THREAD
@@ -133,7 +136,7 @@ class DescriptorCloser:
         while user is not None:
             self._close_all(user)
             with self._lock:
-                user = next((each for each in self._pending if each not in self._active_threads), None)
+                user = next((each for each in self.pending if each not in self._active_threads), None)
                 if user is None:
                     self._idle_inboxes.append(inbox)
                 else:
@@ -155,7 +158,7 @@ class DescriptorCloser:
     def _close_all(self, user: str) -> None:
         with self._lock:
             self._active_threads[user] = threading.get_ident()
-            waiting = self._pending[user]
+            waiting = self.pending[user]
         while waiting:
             # Linux has freed the number whatever close() returns; what the file system reports concerns its owner.
             with contextlib.suppress(OSError):
@@ -163,7 +166,7 @@ class DescriptorCloser:
             with self._lock:
                 waiting.popleft()
                 if not waiting:
-                    del self._pending[user], self._active_threads[user]
+                    del self.pending[user], self._active_threads[user]
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:

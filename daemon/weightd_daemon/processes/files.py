@@ -159,12 +159,13 @@ class GenerationStorage:
 
     Attributes:
         files: of each generation, by its label.
+        fingerprints: of the page stores, by the label of the generation; a generation without one has no store.
     """
 
     def __init__(self, directory: Path) -> None:
         self.files: dict[str, GenerationFiles] = {}
         self._directory = directory
-        self._fingerprints: dict[str, FileFingerprint] = {}
+        self.fingerprints: dict[str, FileFingerprint] = {}
 
     def open(self, generation: GenerationBase) -> GenerationFiles:
         """Return the files of a generation, whether or not they exist."""
@@ -185,18 +186,18 @@ class GenerationStorage:
     def on_exported(self, generation: GenerationBase) -> None:
         """Remember the fingerprint of the page store, if the holder has written one."""
         files = self.files.get(generation.label)
-        fingerprint = fingerprint_of(files.store) if files and generation.label not in self._fingerprints else None
+        fingerprint = fingerprint_of(files.store) if files and generation.label not in self.fingerprints else None
         if fingerprint is not None:
-            self._fingerprints[generation.label] = fingerprint
+            self.fingerprints[generation.label] = fingerprint
 
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
         """Return the fingerprint of the page store when it was exported; None without a page store."""
-        fingerprint = self._fingerprints.get(generation.label)
+        fingerprint = self.fingerprints.get(generation.label)
         return SealRecord(*fingerprint.value) if fingerprint is not None else None
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
         """Return whether the page store, if there is one, is what it was when it was exported."""
-        fingerprint = self._fingerprints.get(generation.label)
+        fingerprint = self.fingerprints.get(generation.label)
         return fingerprint is None or fingerprint.is_intact()
 
     def find_missing_file(
@@ -212,7 +213,7 @@ class GenerationStorage:
         for path in filter(None, paths):
             if not os.path.lexists(path):
                 return MissingFile.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
-        if needs_store and generation.label in self._fingerprints:
+        if needs_store and generation.label in self.fingerprints:
             store = self.files[generation.label].store
             if not os.path.lexists(store):
                 return MissingFile.STORE, f"the shared weights in the cache folder are gone: {store}"
@@ -223,6 +224,6 @@ class GenerationStorage:
         files = self.files.pop(generation.label, None)
         if files is not None:
             files.remove()
-        fingerprint = self._fingerprints.pop(generation.label, None)
+        fingerprint = self.fingerprints.pop(generation.label, None)
         if fingerprint is not None:
             fingerprint.close()

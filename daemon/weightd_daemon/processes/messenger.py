@@ -188,7 +188,7 @@ class ChildMessenger:
             pid, expected = peer_pid(received.identity), None if process is None else process.pid
             if pid not in (None, expected):
                 return _protocol_failure(RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}"))
-        return _with_limit_hint(message)
+        return _with_limit_hint(message) if isinstance(message, ProcessFailed) else message
 
     def _name_of(self, pid: int) -> str | None:
         # The parent of a forked child has replied before the child could connect.
@@ -206,7 +206,9 @@ class ChildMessenger:
             self._on_channel_error(name, error)
             return
         if name in self.handlers:
-            self.handlers[name].on_message(name, _with_limit_hint(message), frames[_TENSOR_FRAMES], clock.now())
+            if isinstance(message, ProcessFailed):
+                message = _with_limit_hint(message)
+            self.handlers[name].on_message(name, message, frames[_TENSOR_FRAMES], clock.now())
 
     def _on_channel_error(self, name: str, error: RemoteProtocolError) -> None:
         if name in self.handlers:
@@ -216,10 +218,8 @@ class ChildMessenger:
             self._process_table.kill(name)
 
 
-def _with_limit_hint(message: ChildMessage) -> ChildMessage:
-    if isinstance(message, ProcessFailed):
-        return dataclasses.replace(message, reason=clip(with_limit_hint(message.reason)))
-    return message
+def _with_limit_hint(message: ProcessFailed) -> ProcessFailed:
+    return dataclasses.replace(message, reason=clip(with_limit_hint(message.reason)))
 
 
 def _protocol_failure(error: RemoteProtocolError) -> ProcessFailed:

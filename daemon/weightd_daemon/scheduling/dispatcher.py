@@ -121,6 +121,7 @@ class Dispatcher:
             counters=self.counters,
         )
         self._queue = self._scheduler.queue
+        self._tenancy, self._clocks = self._scheduler.tenancy, shared.clocks
         self._replies = Replies(self._scheduler, response_sink, self.counters, schedule_by)
         self._isolator = FaultIsolator(
             config, self._scheduler, self._replies.fail, schedule_by, shared.tenant_offenders, shared.client_log
@@ -155,8 +156,13 @@ class Dispatcher:
         if self.metadata.make_unavailable is not None:
             raise self.metadata.make_unavailable()
         request.description = self.signature.check_request(request.description)
-        scheduler = self._scheduler
-        scheduler.on_request(request, now)
+        scheduler, tenancy, tenant = self._scheduler, self._tenancy, request.tenant
+        if (
+            tenant is not tenancy.last_tenant
+            or tenant is not self._clocks.last_tenant
+            or now < self._clocks.multi_tenant_until
+        ):
+            scheduler.on_request(request, now)
         needs_check = self._isolator.check_request(request, now)
         if not needs_check and scheduler.slots.merging:
             self._gather(request, now)
@@ -274,7 +280,7 @@ class Dispatcher:
         self._isolator.fail_pending()
         waiting = self._scheduler.take_all_waiting()
         for request in waiting:
-            self._scheduler.deadlines.remove(request)
+            self._scheduler.deadlines.requests.pop(request.number, None)
         return waiting
 
     def fail_waiting(self, error: RequestError) -> None:

@@ -63,7 +63,7 @@ class Replies:
         schedule_by: Callable[[float], object],
     ) -> None:
         self._scheduler = scheduler
-        self._deadlines = scheduler.deadlines
+        self._watched_requests = scheduler.deadlines.requests
         self._response_sink = response_sink
         self._counters = counters
         self._schedule_by = schedule_by
@@ -74,7 +74,7 @@ class Replies:
 
     def complete(self, request: Request, result: PredictResult, frames: Sequence[Any], now: float) -> float:
         """End a request with its answer; return its latency in seconds."""
-        self._deadlines.remove(request)
+        self._watched_requests.pop(request.number, None)
         request.may_still_write = bool(request.pending_writes)
         self._response_sink.reply_result(request, result, frames)
         latency = now - request.arrived_at
@@ -86,7 +86,7 @@ class Replies:
         """End a request in an error."""
         self.failed_count += 1
         self._scheduler.end_split(request)
-        self._deadlines.remove(request)
+        self._watched_requests.pop(request.number, None)
         request.may_still_write = bool(request.pending_writes)
         self._response_sink.reply_request_error(request, error)
 

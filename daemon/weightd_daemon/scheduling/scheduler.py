@@ -7,6 +7,7 @@ fed with the clock.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +17,7 @@ from weightd_daemon.scheduling.batch_former import BatchFormer
 from weightd_daemon.scheduling.batching.policy import BatchKey
 from weightd_daemon.scheduling.fair_share import FairClocks, Users
 from weightd_daemon.scheduling.measurements import BatchTimes
-from weightd_daemon.scheduling.queues import AnyQueue, Deadlines
+from weightd_daemon.scheduling.queues import AnyQueue
 from weightd_daemon.scheduling.request import Isolation, Request, isolate
 from weightd_daemon.scheduling.request_queue import QueueLimits, RequestQueue, Turns
 from weightd_daemon.scheduling.running import RunningBatches
@@ -29,6 +30,9 @@ _GRACE_S = 0.5
 
 # When it is due to look at what is aside.
 AT_ONCE = 0.0
+
+# The heap is built anew when it has grown to twice its size after the last time, and by so many entries more.
+_MIN_STALE_ENTRIES = 64
 
 # So many requests end in one turn of the loop: between two turns other clients are served.
 MAX_ENDED_PER_TURN = 32
@@ -53,6 +57,7 @@ class Scheduler:
         queue: what waits.
         slots: where it runs.
         running: what they have.
+        tenancy: whether several tenants send requests.
         deadlines: of the requests that have not ended.
     """
 
@@ -76,7 +81,7 @@ class Scheduler:
         self.queue = RequestQueue(levels)
         self._turns = Turns(self.queue, self.slots.is_confined_running)
         self._limits = QueueLimits(self.queue, max_queue, max_queue_bytes)
-        self._tenancy = Tenancy(
+        self.tenancy = Tenancy(
             self.queue,
             self.slots,
             self._times,
@@ -86,10 +91,10 @@ class Scheduler:
             schedule_by=schedule_by,
         )
         self.running = RunningBatches(
-            self.slots, self._times, predict_timeout, schedule_by, counters or ModelCounters(), self._tenancy.on_ran
+            self.slots, self._times, predict_timeout, schedule_by, counters or ModelCounters(), self.tenancy.on_ran
         )
         self._former = BatchFormer(
-            self.queue, self._turns, self.slots, self._times, self._tenancy, self.running.execution_counters
+            self.queue, self._turns, self.slots, self._times, self.tenancy, self.running.execution_counters
         )
         # Their deadline had passed when it was their turn: `expire` tells.
         self._expired: dict[int, Request] = {}
@@ -98,7 +103,7 @@ class Scheduler:
 
     def on_request(self, request: Request, now: float) -> None:
         """A request has come. While one tenant alone asks anything of any model, there is nothing to do."""
-        if self._tenancy.on_request(request, now):
+        if self.tenancy.on_request(request, now):
             # Whoever comes waits for what runs, and no longer.
             items = self.running.recall_of_others(request.tenant)
             if items:
@@ -117,7 +122,8 @@ class Scheduler:
             return None
         if request.isolation is Isolation.CONFINED and self.slots.is_confined_running():
             return None
-        slot = self._former.choose_slot(request, None, now)
+        idle = next((each for each in self.slots.accepting.values() if not each.batches), None)
+        slot = idle or self._former.choose_slot(request, None, now)
         if slot is None or (queue.splitting.count and not slot.is_free):
             return None
         policy = slot.policy
@@ -162,11 +168,11 @@ class Scheduler:
         If many requests are found to be late, the rest of the work is left to the next turn of the loop.
         """
         request_queue = self.queue
-        if request_queue.is_multi_tenant or now < self._tenancy.clocks.multi_tenant_until:
-            self._tenancy.update(now)
+        if request_queue.is_multi_tenant or now < self.tenancy.clocks.multi_tenant_until:
+            self.tenancy.update(now)
         if request_queue.splits:
             self._restart_splits()
-        self._tenancy.next_long_at = math.inf
+        self.tenancy.next_long_at = math.inf
         self.slots.update_unreplaced(now)
         expired = 0
         while expired < MAX_ENDED_PER_TURN and (candidate := self._next_candidate(now)) is not None:
@@ -190,7 +196,7 @@ class Scheduler:
                 continue
             yield (
                 slot,
-                self._assign(slot, request, batch_key, now, is_long=self._tenancy.is_head_long(queue, request, now)),
+                self._assign(slot, request, batch_key, now, is_long=self.tenancy.is_head_long(queue, request, now)),
             )
         if expired == MAX_ENDED_PER_TURN:
             self._schedule_by(AT_ONCE)
@@ -326,7 +332,7 @@ class Scheduler:
     @property
     def next_event_at(self) -> float:
         """No request and no slot is due for `expire` or `take_overdue` before this (monotonic seconds)."""
-        return min(self.deadlines.next_deadline, self.running.next_check_at, self._tenancy.next_long_at)
+        return min(self.deadlines.next_deadline, self.running.next_check_at, self.tenancy.next_long_at)
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -337,15 +343,15 @@ class Scheduler:
         of the model that it has begun on, while others are free that the next can have.
         """
         request_queue, is_first = self.queue, True
-        if request_queue.is_multi_tenant and self._tenancy.has_others(now):
+        if request_queue.is_multi_tenant and self.tenancy.has_others(now):
             return self._next_fair_candidate(now)
         if request_queue.is_multi_tenant:
-            self._turns.move_long(lambda request: self._tenancy.is_long(request, now))
+            self._turns.move_long(lambda request: self.tenancy.is_long(request, now))
         for queue, request in self._turns.candidates():
             if (
                 request_queue.is_multi_tenant
                 and queue is not request_queue.splitting
-                and not self._tenancy.may_start(queue, request, now)
+                and not self.tenancy.may_start(queue, request, now)
             ):
                 continue
             slot = self._former.choose_slot(request, request_queue.splits.get(request.number), now)
@@ -359,13 +365,13 @@ class Scheduler:
         request_queue = self.queue
         for slot in self.slots.free_slots(now):
             for queue, request in self._turns.fair_candidates(
-                self._tenancy.clocks.clock_of(slot.device), lambda each: self._tenancy.is_long(each, now)
+                self.tenancy.clocks.clock_of(slot.device), lambda each: self.tenancy.is_long(each, now)
             ):
                 split = request_queue.splits.get(request.number)
                 if split is not None and split.policy != slot.policy:
                     continue
                 if slot.accepts(request.isolation, now) and (
-                    split is not None or self._tenancy.may_start(queue, request, now)
+                    split is not None or self.tenancy.may_start(queue, request, now)
                 ):
                     return queue, request, slot
         return None
@@ -384,7 +390,7 @@ class Scheduler:
         if queue.is_multi_tenant:
             queue.on_batch_formed(request.tenant, is_split=is_split)
             batch.is_long = is_long and batch.single_request is request
-            self._tenancy.charge(slot, batch)
+            self.tenancy.charge(slot, batch)
         self.running.assign(slot, batch, now)
         return batch
 
@@ -399,3 +405,49 @@ class Scheduler:
         """A request is outstanding from now on."""
         if self.deadlines.add(request):
             self._schedule_by(request.deadline)
+
+
+class Deadlines:
+    """Finds the requests whose deadlines have passed at a cost that grows with the logarithm of the number of requests.
+
+    The heap has the numbers of requests only: an entry that outlives its request does not keep that in memory.
+
+    Attributes:
+        requests: those that are watched, by number; who ends a request removes it, if it is there.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self._heap: list[tuple[float, int]] = []
+        self._rebuild_size = _MIN_STALE_ENTRIES
+
+    def __len__(self) -> int:
+        """Return how many entries the heap has, those of ended requests included."""
+        return len(self._heap)
+
+    def add(self, request: Request) -> bool:
+        """Watch a request, or one whose deadline is sooner now; return whether no other deadline is as soon."""
+        deadline, number, heap = request.deadline, request.number, self._heap
+        if deadline == math.inf:
+            return False
+        self.requests[number] = request
+        heapq.heappush(heap, (deadline, number))
+        if len(heap) > self._rebuild_size:
+            heap[:] = [(each.deadline, each.number) for each in self.requests.values()]
+            heapq.heapify(heap)
+            self._rebuild_size = 2 * len(heap) + _MIN_STALE_ENTRIES
+        return heap[0][1] == number
+
+    @property
+    def next_deadline(self) -> float:
+        """A time before which no deadline passes, in monotonic seconds."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def take_due(self, now: float, max_count: int) -> list[Request]:
+        """Return up to `max_count` requests whose deadlines have passed, and watch them no more."""
+        due: list[Request] = []
+        while self._heap and self._heap[0][0] <= now and len(due) < max_count:
+            request = self.requests.pop(heapq.heappop(self._heap)[1], None)
+            if request is not None:
+                due.append(request)
+        return due

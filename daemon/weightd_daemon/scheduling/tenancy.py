@@ -32,6 +32,7 @@ class Tenancy:
         schedule_by: called with the time when a long request may start that may not now.
 
     Attributes:
+        last_tenant: the one that has sent the last request to this model.
         next_long_at: when a long request may be given to a slot that it was not given to, without any other event.
         clocks: as above.
     """
@@ -56,7 +57,7 @@ class Tenancy:
         self._schedule_by = schedule_by
         self._durations = Durations()
         # Who has asked this model last, and when; and when anybody else has. While there is one tenant no time is told.
-        self._last_tenant: Tenant | None = None
+        self.last_tenant: Tenant | None = None
         self._last_request_at = self._other_request_at = -math.inf
         self.next_long_at = math.inf
         self._device_count = 0
@@ -64,23 +65,21 @@ class Tenancy:
     def on_request(self, request: Request, now: float) -> bool:
         """A request has come; return whether several tenants send requests, be it to any model."""
         clocks, tenant = self.clocks, request.tenant
-        if tenant is clocks.last_tenant and tenant is self._last_tenant and now >= clocks.multi_tenant_until:
-            return False
         clocks.on_request(tenant, now)
-        if self._last_tenant not in (None, tenant):
+        if self.last_tenant not in (None, tenant):
             clocks.multi_tenant_until = now + MULTI_TENANT_HOLD_S
         if now >= clocks.multi_tenant_until:
-            self._last_tenant = tenant
+            self.last_tenant = tenant
             return False
         self._users.on_request(tenant, now)
         if not self._queue.is_multi_tenant:
             self._start()
             self._last_request_at = now
-            if self._last_tenant is not None:
+            if self.last_tenant is not None:
                 # When that was is not known.
-                self._users.on_request(self._last_tenant, now)
-        if tenant is not self._last_tenant:
-            self._last_tenant, self._other_request_at = tenant, self._last_request_at
+                self._users.on_request(self.last_tenant, now)
+        if tenant is not self.last_tenant:
+            self.last_tenant, self._other_request_at = tenant, self._last_request_at
         self._last_request_at = now
         return True
 
@@ -99,18 +98,18 @@ class Tenancy:
             if len(active) > 1:
                 clocks.multi_tenant_until = now + MULTI_TENANT_HOLD_S
                 return
-            known = active if self._last_tenant is None else {*active, self._last_tenant}
+            known = active if self.last_tenant is None else {*active, self.last_tenant}
             if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
                 # The last slot is left to other tenants that were active.
                 return
             # Whoever asks next is another one, if it is not the one who is there.
-            self._last_tenant = next(iter(active), self._last_tenant)
+            self.last_tenant = next(iter(active), self.last_tenant)
             request_queue.stop_multi_tenant()
 
     def has_others(self, now: float) -> bool:
         """Whether another tenant waits beside the first that does, or has asked of late, and may do so again."""
         active = self._queue.active_tenants.update()
-        other_request_at = self._other_request_at if self._last_tenant in active else self._last_request_at
+        other_request_at = self._other_request_at if self.last_tenant in active else self._last_request_at
         return len(active) > 1 or now < other_request_at + _RECENT_REQUEST_S
 
     def max_batch_s(self, default_s: float, now: float) -> float:

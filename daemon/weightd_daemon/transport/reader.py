@@ -173,6 +173,7 @@ class MessageReader:
         # Of a large frame so much is read at once that it cannot be looked at before.
         if (
             connection.identity.is_direct
+            and self.fd_closer.pending
             and self.fd_closer.is_backlogged(connection.limit_account)
             and (incoming.missing_bytes > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):

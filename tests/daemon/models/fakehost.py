@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightd_common.safe_open import OPERATOR
@@ -143,6 +143,10 @@ class FakeHost:
 
     def on_exported(self, generation: GenerationBase) -> None:
         self.seals[generation.label] = SEAL
+
+    @property
+    def fingerprints(self) -> Mapping[str, object]:
+        return self.seals
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
         return generation.label not in self.damaged

@@ -6,7 +6,7 @@ import itertools
 import json
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -227,6 +227,10 @@ class ModelWorld(RuleBasedStateMachine):
 
     def on_exported(self, generation: GenerationBase) -> None:
         pass
+
+    @property
+    def fingerprints(self) -> Mapping[str, object]:
+        return {}
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
         return True

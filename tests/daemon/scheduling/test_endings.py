@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.queues import Deadlines
 from weightd_daemon.scheduling.request import Request
-from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Scheduler
+from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Deadlines, Scheduler
 from weightd_protocol.errors import RequestError, Unavailable
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
@@ -53,7 +52,7 @@ def test_deadlines_are_found_in_their_order_and_only_while_their_requests_are_wa
         elif watched:
             each = watched[sorted(watched)[value % len(watched)]]
             if step == "remove":
-                deadlines.remove(watched.pop(each.number))
+                deadlines.requests.pop(watched.pop(each.number).number, None)
             else:
                 each.deadline = min(each.deadline, float(value))
                 deadlines.add(each)
@@ -65,7 +64,7 @@ def test_requests_that_have_ended_before_their_deadlines_leave_nothing_behind() 
     for number in range(10_000):
         each = request(number, deadline=1e6 - number)
         assert deadlines.add(each)
-        deadlines.remove(each)
+        deadlines.requests.pop(each.number, None)
         assert len(deadlines) < 100
     assert not deadlines.add(request(1, deadline=math.inf))
     assert deadlines.take_due(1e9, 10) == []
