@@ -20,13 +20,14 @@ from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.config.tenants import INFER, TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.scheduling.request import OVERHEAD_BYTES, Request
 from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, TensorLocations
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import QuotaExceeded, UsageTable
 from weightd_daemon.transport.connection import ClientConnection
+from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol import limits, preview
 from weightd_protocol.codec import max_request_items
 from weightd_protocol.errors import InvalidArgument, RequestError, Unavailable
@@ -49,7 +50,8 @@ class InferenceApi:
         authorizer: says on whose account a request goes.
         usage_table: the accounts.
         regions: the memory that clients have registered.
-        responses: sends replies, and keeps account of the memory that requests take.
+        responses: sends replies, and settles the accounts of requests that end.
+        memory_budget: what is kept for clients.
     """
 
     def __init__(
@@ -59,21 +61,31 @@ class InferenceApi:
         usage_table: UsageTable,
         regions: RegionRegistry,
         responses: ClientResponses,
+        memory_budget: MemoryBudget,
     ) -> None:
         self._registry = registry
         self._authorizer = authorizer
         self._usage_table = usage_table
         self._regions = regions
         self._responses = responses
+        self._memory_budget = memory_budget
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
 
     def on_infer(self, connection: ClientConnection, message: Infer, frames: Sequence[Any], now: float) -> None:
         """Authorize and validate a request, and give it to the dispatcher of its model."""
         client, description, parameters = connection.key, message.description, message.parameters
-        tenant, origin = self._authorizer.authorize_infer(connection, parameters.tenant, now)
-        model = self._registry.find(description.model_name, tenant)
-        if self._registry.is_closed:
+        own_tenant = connection.tenant
+        if own_tenant is not None and parameters.tenant is None and INFER in own_tenant.config.may:
+            tenant, origin = own_tenant, connection.origin
+        else:
+            tenant, origin = self._authorizer.authorize_infer(connection, parameters.tenant, now)
+        registry = self._registry
+        name = description.model_name
+        model = registry.models.get(name)
+        if model is None or not (tenant.known_models.get(name) or tenant.can_see(name)):
+            raise registry.not_found(name, tenant)
+        if registry.is_closed:
             raise Unavailable("weightd is stopping")
         config, timeout = model.config, parameters.timeout_us
         priority_level = 0
@@ -82,7 +94,7 @@ class InferenceApi:
         locations = NO_LOCATIONS if parameters.regions is None else self._locate(connection, message)
         tensors = frames[_TENSOR_FRAMES]
         nbytes = sum(map(len, tensors))
-        usage = self._usage_table.usage_of(tenant.name, description.model_name)
+        usage = self._usage_table.usage_of(tenant.name, name)
         request = Request(
             next(self._request_numbers),
             client,
@@ -99,14 +111,18 @@ class InferenceApi:
             priority_level=priority_level,
             buffered_bytes=nbytes + OVERHEAD_BYTES,
         )
-        tenant.quota.add_request(tenant.config, description, nbytes)
-        self._responses.reserve_memory(connection, request)
+        usage.admit(tenant.quota, tenant.config, description, nbytes)
+        reserved_bytes = 0
         try:
+            if not self._memory_budget.try_reserve(client, request.buffered_bytes):
+                self._responses.reserve_freed(request)
+            reserved_bytes = request.buffered_bytes
             model.dispatcher.infer(request, now)
         except RequestError:
-            self._responses.release(request)
+            usage.withdraw(tenant.quota, nbytes)
+            self._memory_budget.release(client, reserved_bytes)
             raise
-        usage.count_accepted(nbytes)
+        connection.pending_requests += 1
 
     def on_cancel(self, connection: ClientConnection, message: Cancel, frames: Sequence[Any], now: float) -> None:
         """End a request of the client, wherever it is."""

@@ -55,15 +55,13 @@ class ClientResponses:
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
-        request.usage.count_served(sum(map(len, frames)))
-        self.release(request)
+        self._settle(request, sum(map(len, frames)))
         response = InferResponse(request.id, result.description, result.shared_outputs, request.may_still_write or None)
         self.reply(request.client, response, frames)
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
-        request.usage.count_failed(error)
-        self.release(request)
+        self._settle(request, error)
         self.reply_error(request.client, request.id, error, may_still_write=request.may_still_write)
 
     def notify_released(self, request: Request) -> None:
@@ -94,17 +92,14 @@ class ClientResponses:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def reserve_memory(self, connection: ClientConnection, request: Request) -> None:
-        """Keep room for a request, which its tenant's quota counts already.
+    def reserve_freed(self, request: Request) -> None:
+        """Keep room for a request for which there was none.
 
         Raises:
-            ResourceExhausted: there is no room; the quota does not count the request any more.
+            ResourceExhausted: there is still none, after those that have more have given theirs.
         """
-        nbytes = request.buffered_bytes
-        if not self._memory_budget.try_reserve(request.client, nbytes) and not self._reserve_freed(request, nbytes):
-            request.tenant.quota.end_request(request.nbytes, has_started=False)
+        if not self._reserve_freed(request, request.buffered_bytes):
             raise memory_full()
-        connection.pending_requests += 1
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """Keep so much more of a request.
@@ -115,14 +110,6 @@ class ClientResponses:
         if not self._memory_budget.try_reserve(request.client, nbytes) and not self._reserve_freed(request, nbytes):
             raise memory_full()
         request.buffered_bytes += nbytes
-
-    def release(self, request: Request) -> None:
-        """Give back what a request took: it has ended."""
-        request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
-        self._memory_budget.release(request.client, request.buffered_bytes)
-        connection = self._connections.get(request.client)
-        if connection is not None:
-            connection.pending_requests -= 1
 
     def free_memory(self, client: bytes, nbytes: int) -> bool:
         """Return whether there is room for so much more of a client, after those that have more have given theirs."""
@@ -142,6 +129,14 @@ class ClientResponses:
                     self._connections.disconnect(connection, why)
                 budget.release_all(largest)
         return True
+
+    def _settle(self, request: Request, outcome: RequestError | int) -> None:
+        """Give back what a request took: it has ended, see `Usage.end`."""
+        request.usage.end(request.tenant.quota, request.nbytes, outcome, has_started=request.has_started)
+        self._memory_budget.release(request.client, request.buffered_bytes)
+        connection = self._connections.get(request.client)
+        if connection is not None:
+            connection.pending_requests -= 1
 
     def _reserve_freed(self, request: Request, nbytes: int) -> bool:
         return self.free_memory(request.client, nbytes) and self._memory_budget.try_reserve(request.client, nbytes)

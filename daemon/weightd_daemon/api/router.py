@@ -103,7 +103,9 @@ class RequestRouter:
             loop, self.memory_budget, ConnectionAdmission(user_limits), callbacks, log
         )
         self.responses = ClientResponses(self._connections, self.memory_budget, self._shed_requests)
-        self._inference = InferenceApi(model_registry, authorizer, self._usage_table, self.regions, self.responses)
+        self._inference = InferenceApi(
+            model_registry, authorizer, self._usage_table, self.regions, self.responses, self.memory_budget
+        )
         self.admin = AdminApi(model_registry, authorizer, daemon, self.responses)
         status = StatusApi(model_registry, authorizer, daemon, self.responses)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._inference.max_description_items)

@@ -135,7 +135,7 @@ class ProcessEvents:
         now: float,
     ) -> None:
         """Tell a dispatcher what has become of its batch; ranks that are out of step, and who leaves, end."""
-        dispatcher = self._use.active_dispatcher(generation)
+        dispatcher = self._use.only_dispatcher or self._use.active_dispatcher(generation)
         match message:
             case PredictResult():
                 out_of_step = dispatcher.results.on_result(child, message, frames, now)

@@ -22,7 +22,13 @@ from weightd_daemon.scheduling.lockstep import LockstepTracker
 
 
 class ProcessUse(abc.ABC):
-    """What processes are there for: what they load, and whose batches they run."""
+    """What processes are there for: what they load, and whose batches they run.
+
+    Attributes:
+        only_dispatcher: where the requests are that they answer, if they serve one model; None otherwise.
+    """
+
+    only_dispatcher: Dispatcher | None = None
 
     @property
     @abc.abstractmethod
@@ -81,7 +87,7 @@ class OneModelUse(ProcessUse):
 
     def __init__(self, config: ModelConfig, dispatcher: Dispatcher, snapshots: Snapshots) -> None:
         self._config = config
-        self._dispatcher = dispatcher
+        self._dispatcher = self.only_dispatcher = dispatcher
         self._dispatchers = (dispatcher,)
         self._snapshots = snapshots
         self._rendezvous = RendezvousTable()

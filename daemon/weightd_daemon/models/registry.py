@@ -73,8 +73,12 @@ class ModelRegistry:
         """
         model = self.models.get(name)
         if model is None or not viewer.can_see(name):
-            raise NotFound(f"no model {name!r}; there are: {', '.join(self.visible_models(viewer)) or 'none'}")
+            raise self.not_found(name, viewer)
         return model
+
+    def not_found(self, name: str, viewer: Tenant) -> NotFound:
+        """Return the error of a name that is no model's, or none of a model that exists for this tenant."""
+        return NotFound(f"no model {name!r}; there are: {', '.join(self.visible_models(viewer)) or 'none'}")
 
     def is_visible(self, name: str, viewer: Tenant) -> bool:
         """Return whether there is such a model for this tenant."""

@@ -101,9 +101,6 @@ class Batch:
         self.is_time_recorded = True
         if self.charge is not None:
             self.charge.settle(seconds)
-        if last is not None and self.item_count == 1:
-            last.request.usage.add_run(seconds, last.rows)
-            return
         executed = [*self.answered_items, *self.items.values()] if last is None else [*self.answered_items, last]
         rows = sum([item.rows for item in executed]) if self.item_count > 1 else 0
         for item in executed:

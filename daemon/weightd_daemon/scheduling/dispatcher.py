@@ -121,7 +121,6 @@ class Dispatcher:
             counters=self.counters,
         )
         self._queue = self._scheduler.queue
-        self._tenancy, self._clocks = self._scheduler.tenancy, shared.clocks
         self._replies = Replies(self._scheduler, response_sink, self.counters, schedule_by)
         self._isolator = FaultIsolator(
             config, self._scheduler, self._replies.fail, schedule_by, shared.tenant_offenders, shared.client_log
@@ -156,14 +155,12 @@ class Dispatcher:
         if self.metadata.make_unavailable is not None:
             raise self.metadata.make_unavailable()
         request.description = self.signature.check_request(request.description)
-        scheduler, tenancy, tenant = self._scheduler, self._tenancy, request.tenant
-        if (
-            tenant is not tenancy.last_tenant
-            or tenant is not self._clocks.last_tenant
-            or now < self._clocks.multi_tenant_until
-        ):
+        scheduler, tenant = self._scheduler, request.tenant
+        tenancy, clocks = scheduler.tenancy, scheduler.clocks
+        if tenant is not tenancy.last_tenant or tenant is not clocks.last_tenant or now < clocks.multi_tenant_until:
             scheduler.on_request(request, now)
-        needs_check = self._isolator.check_request(request, now)
+        isolator = self._isolator
+        needs_check = (request.origin.is_tenant or any(isolator.grounds)) and isolator.check_request(request, now)
         if not needs_check and scheduler.slots.merging:
             self._gather(request, now)
             return

@@ -77,9 +77,8 @@ class RunningBatches:
             if not request.has_started:
                 request.has_started = True
                 waited = now - request.arrived_at
-                request.usage.add_queue_time(waited)
+                request.usage.start(request.tenant.quota, request.nbytes, waited)
                 self._counters.queue.add(waited)
-                request.tenant.quota.start_request(request.nbytes)
         next_check_at = now + self._predict_timeout if slot.add_batch(batch, now) else slot.busy_since + MAX_QUICK_S
         if next_check_at < self.next_check_at:
             self.next_check_at = next_check_at
@@ -87,24 +86,32 @@ class RunningBatches:
 
     def finish(self, process: str, number: int, now: float) -> BatchItem | None:
         """A process has answered a part for its slot; return it, or None if nobody waits for this answer any more."""
-        slot = self._slots.slot_of(process)
-        batch = None if slot is None else slot.batch_of(number)
-        if slot is None or batch is None:
+        slot = self._slots.slot_by_process.get(process)
+        if slot is None:
+            return None
+        batch = slot.batches.get(number)
+        if batch is None or number not in batch.items:
+            batch = slot.batch_of(number)
+        if batch is None:
             return None
         item = batch.items.pop(number)
         if batch.items:
             batch.answered_items += (item,)
         else:
             duration_s = slot.finish_batch(batch, now)
-            batch.record_time(duration_s, item)
-            self._report_ran(batch, item, duration_s, now)
+            if batch.charge is None and batch.item_count == 1 and not batch.is_time_recorded:
+                batch.is_time_recorded = True
+                item.request.usage.add_run(duration_s, item.rows)
+            else:
+                batch.record_time(duration_s, item)
+                self._report_ran(batch, item, duration_s, now)
             self._times.add(slot.device, batch, duration_s)
             self.execution_counters.executions += 1
             self._counters.compute.add(duration_s)
             if batch.batch_key is not None:
                 self.execution_counters.count_rows(batch.rows, slot.policy.padded_rows(batch.rows))
                 self._counters.rows.add(batch.rows)
-        return item if item.is_awaited else None
+        return item if not item.request.is_ended and (item.split is None or item.is_awaited) else None
 
     # --- what is taken from them --------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Scheduler:
         queue: what waits.
         slots: where it runs.
         running: what they have.
+        clocks: as above.
         tenancy: whether several tenants send requests.
         deadlines: of the requests that have not ended.
     """
@@ -79,13 +80,14 @@ class Scheduler:
         self._times = BatchTimes()
         self.slots = SlotPool(schedule_by)
         self.queue = RequestQueue(levels)
+        self.clocks = clocks or FairClocks()
         self._turns = Turns(self.queue, self.slots.is_confined_running)
         self._limits = QueueLimits(self.queue, max_queue, max_queue_bytes)
         self.tenancy = Tenancy(
             self.queue,
             self.slots,
             self._times,
-            clocks or FairClocks(),
+            self.clocks,
             users or Users(),
             concurrency=concurrency,
             schedule_by=schedule_by,
@@ -168,7 +170,7 @@ class Scheduler:
         If many requests are found to be late, the rest of the work is left to the next turn of the loop.
         """
         request_queue = self.queue
-        if request_queue.is_multi_tenant or now < self.tenancy.clocks.multi_tenant_until:
+        if request_queue.is_multi_tenant or now < self.clocks.multi_tenant_until:
             self.tenancy.update(now)
         if request_queue.splits:
             self._restart_splits()
@@ -301,10 +303,7 @@ class Scheduler:
         return waiting + [request for request, _ in running]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Return the requests that wait, or have still to be given to a slot in part, and are `should_take`.
-
-        Forget them.
-        """
+        """Take out and return the requests that wait, be it to be given to a slot in part, and are `should_take`."""
         taken = self.queue.take_matching(should_take)
         for request in taken:
             self.end_split(request)
@@ -365,7 +364,7 @@ class Scheduler:
         request_queue = self.queue
         for slot in self.slots.free_slots(now):
             for queue, request in self._turns.fair_candidates(
-                self.tenancy.clocks.clock_of(slot.device), lambda each: self.tenancy.is_long(each, now)
+                self.clocks.clock_of(slot.device), lambda each: self.tenancy.is_long(each, now)
             ):
                 split = request_queue.splits.get(request.number)
                 if split is not None and split.policy != slot.policy:

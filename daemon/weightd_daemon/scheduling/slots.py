@@ -151,6 +151,7 @@ class SlotPool:
             of it is assigned.
         seen_devices: the devices on which there are slots, or were: the next one may be there.
         has_lockstep: whether there is, or was, a slot whose processes compute together.
+        slot_by_process: each slot by its name, and by that of each of its processes; only this object changes it.
     """
 
     def __init__(self, schedule_by: Callable[[float], object]) -> None:
@@ -162,8 +163,7 @@ class SlotPool:
         self.merging: dict[str, Slot] = {}
         # Those that would take batches if it were the turn of this model at their process.
         self._paused: dict[str, Slot] = {}
-        # By its name, and by that of each of its processes.
-        self._slot_by_process: dict[str, Slot] = {}
+        self.slot_by_process: dict[str, Slot] = {}
         # How many slots there were when one was lost to a tenant, and for how long they are waited for.
         self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
 
@@ -187,19 +187,19 @@ class SlotPool:
         self.has_lockstep = self.has_lockstep or slot.lockstep is not None
         self.accepting[slot.name] = slot
         self._update_merging()
-        self._slot_by_process.update(dict.fromkeys((slot.name, *slot.all_processes), slot))
+        self.slot_by_process.update(dict.fromkeys((slot.name, *slot.all_processes), slot))
         self.seen_devices.add(slot.device)
 
     def set_policy(self, process: str, policy: BatchingPolicy) -> None:
         """From now on this may be done with the rows of requests at the slot of the process."""
-        slot = self._slot_by_process.get(process)
+        slot = self.slot_by_process.get(process)
         if slot is not None:
             slot.policy = policy
             self._update_merging()
 
     def retire(self, process: str) -> None:
         """The slot of the process gets nothing new; it may still answer what it has."""
-        slot = self._slot_by_process.get(process)
+        slot = self.slot_by_process.get(process)
         if slot is not None:
             self.accepting.pop(slot.name, None)
             self._paused.pop(slot.name, None)
@@ -222,7 +222,7 @@ class SlotPool:
     def remove(self, slot: Slot) -> list[BatchItem]:
         """The slot is gone, or as good as that: return what it has not answered and somebody waits for."""
         for name in {slot.name, *slot.all_processes}:
-            del self._slot_by_process[name]
+            del self.slot_by_process[name]
         del self._slots[slot.name]
         self.accepting.pop(slot.name, None)
         self._paused.pop(slot.name, None)
@@ -234,12 +234,12 @@ class SlotPool:
 
     def lockstep_of(self, process: str) -> LockstepTracker | None:
         """Return that of its slot; None if it has none, or computes alone."""
-        slot = self._slot_by_process.get(process)
+        slot = self.slot_by_process.get(process)
         return None if slot is None else slot.lockstep
 
     def processes_with(self, process: str) -> tuple[str, ...]:
         """Return all processes of its slot: who loses one of them has lost all."""
-        slot = self._slot_by_process.get(process)
+        slot = self.slot_by_process.get(process)
         return (process,) if slot is None else slot.all_processes
 
     def __iter__(self) -> Iterator[Slot]:
@@ -259,16 +259,16 @@ class SlotPool:
 
     def slot_of(self, process: str) -> Slot | None:
         """Return where the process runs batches, or has run some that it may still answer."""
-        return self._slot_by_process.get(process)
+        return self.slot_by_process.get(process)
 
     def in_flight(self, process: str) -> int:
         """Batches that the slot of the process has, whether or not somebody waits for them."""
-        slot = self._slot_by_process.get(process)
+        slot = self.slot_by_process.get(process)
         return 0 if slot is None else len(slot.batches)
 
     def is_busy(self, process: str) -> bool:
         """Return whether the process computes, be it for another model."""
-        slot = self._slot_by_process.get(process)
+        slot = self.slot_by_process.get(process)
         return slot is not None and slot.is_busy
 
     # --- which of them may take a batch -------------------------------------------------------------------------

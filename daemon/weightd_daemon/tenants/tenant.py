@@ -9,12 +9,10 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd_common.rate_limits import TokenBucket
 from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, STATUS, TenantConfig
 from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup
-from weightd_daemon.tenants.usage import QuotaExceeded
-from weightd_protocol.messages.inference import RequestDescription
+from weightd_daemon.tenants.usage import Quota
 
 
 class Tenant:
@@ -27,20 +25,21 @@ class Tenant:
     Attributes:
         config: what is in force; a reload puts another in its place.
         quota: what it has of what that bounds.
+        known_models: whether it can see a model, of those of which `can_see` was asked.
     """
 
-    __slots__ = ("_visible_models", "config", "name", "quota")
+    __slots__ = ("config", "known_models", "name", "quota")
 
     def __init__(self, name: str, config: TenantConfig) -> None:
         self.name = name
-        self._visible_models: dict[str, bool] = {}
+        self.known_models: dict[str, bool] = {}
         self.config = config
         self.quota = Quota()
 
     def set_config(self, config: TenantConfig) -> None:
         """Another configuration is in force."""
         self.config = config
-        self._visible_models.clear()
+        self.known_models.clear()
 
     def has_right(self, right: str) -> bool:
         """Return whether it has a right, one of `RIGHTS`."""
@@ -48,9 +47,9 @@ class Tenant:
 
     def can_see(self, model: str) -> bool:
         """Return whether there is this model for it; asked of models that there are."""
-        is_visible = self._visible_models.get(model)
+        is_visible = self.known_models.get(model)
         if is_visible is None:
-            is_visible = self._visible_models[model] = matches(model, self.config.models)
+            is_visible = self.known_models[model] = matches(model, self.config.models)
         return is_visible
 
     def can_act_for(self, name: str) -> bool:
@@ -73,98 +72,6 @@ class Viewer(NamedTuple):
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a name is one of those that the patterns allow."""
     return any(fnmatch.fnmatchcase(name, each) for each in patterns)
-
-
-# A guess: how long it takes until some of what there is has been computed.
-_RETRY_AFTER_S = 0.1
-
-
-class Quota:
-    """The counts of one tenant. They are kept where nothing is bounded, too: a reload may bound it.
-
-    Attributes:
-        in_flight: requests that were accepted and have not ended.
-        waiting: those of them that no slot has been given yet.
-        waiting_bytes: of their tensors.
-        connections: that it has.
-    """
-
-    __slots__ = ("_messages", "connections", "in_flight", "waiting", "waiting_bytes")
-
-    def __init__(self) -> None:
-        self.in_flight = 0
-        self.waiting = 0
-        self.waiting_bytes = 0
-        self.connections = 0
-        self._messages = TokenBucket()
-
-    def count_message(self, config: TenantConfig, now: float) -> None:
-        """A message of any kind has come, or is sent on its account by another one.
-
-        Raises:
-            QuotaExceeded: there are too many.
-        """
-        rate = config.max_rate
-        if not rate:
-            return
-        # Less than one a second are one now and then.
-        burst = max(1.0, rate)
-        if not self._messages.take(rate, burst, now):
-            missing = 1.0 - self._messages.tokens(rate, burst, now)
-            text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
-            raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
-
-    def add_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """Count one more request, whose tensors come with so many bytes; it waits from now on.
-
-        Its rows are the largest first dimension of its inputs.
-
-        Raises:
-            QuotaExceeded: the tenant may not have one more; it is not counted.
-        """
-        if config.max_rows:
-            rows = max((each.shape[0] for each in description.inputs if each.shape), default=0)
-            if rows > config.max_rows:
-                text = f"max_rows of this tenant is {config.max_rows}, the first dimension of an input is {rows}"
-                raise QuotaExceeded("max_rows", text)
-        if config.max_in_flight and self.in_flight >= config.max_in_flight:
-            raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
-        if config.max_queue and self.waiting >= config.max_queue:
-            raise _quota_error("max_queue", config.max_queue, self.waiting)
-        # One that is alone may be larger.
-        if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
-            raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
-        self.in_flight += 1
-        self.waiting += 1
-        self.waiting_bytes += nbytes
-
-    def add_connection(self, config: TenantConfig) -> None:
-        """One more connection has come, and counts from now on, whatever becomes of it.
-
-        Raises:
-            QuotaExceeded: it is to be hung up.
-        """
-        self.connections += 1
-        if config.max_connections and self.connections > config.max_connections:
-            text = f"max_connections of this tenant is {config.max_connections}: this connection ends"
-            raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
-
-    def start_request(self, nbytes: int) -> None:
-        """A slot is given it for the first time, or some of it."""
-        self.waiting -= 1
-        self.waiting_bytes -= nbytes
-
-    def end_request(self, nbytes: int, *, has_started: bool) -> None:
-        """It has ended; `has_started`: a slot had been given it."""
-        self.in_flight -= 1
-        if not has_started:
-            self.start_request(nbytes)
-
-
-def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
-    return QuotaExceeded(
-        name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S
-    )
 
 
 # Where there are no tables: whoever may connect may do what nobody has to be an operator for.

@@ -1,4 +1,4 @@
-"""What each tenant has asked of each model, and what that has taken: plain counters.
+"""What each tenant has asked of each model, what that has taken, and what it holds of its quotas: plain counters.
 
 There are as many as tenants and models are configured. What a tenant has asked of models that are gone is kept in one
 account; a tenant that is gone takes its own with it. Neither goes while something of it is in flight.
@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from weightd_common.rate_limits import TokenBucket
+from weightd_daemon.config.tenants import TenantConfig
 from weightd_protocol import limits
 from weightd_protocol.errors import ERRORS, RequestError, ResourceExhausted
+from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.schema import integer, mapping, number, text
 
 # The bounds of a tenant of which a refusal names the one that was reached.
@@ -31,6 +34,9 @@ REASONS = (*QUOTAS, *ERRORS)
 
 # The account of what is no request of a model that there is.
 OTHER_MODELS = ""
+
+# A guess: how long it takes until some of what there is has been computed.
+_RETRY_AFTER_S = 0.1
 
 _KNOWN_REASONS = frozenset(REASONS)
 
@@ -122,6 +128,35 @@ class Usage:
         self.in_flight = 0
         self.refused: dict[str, int] = {}
 
+    def admit(self, quota: Quota, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
+        """Count a request with tensors of so many bytes, here and in the quota of its tenant.
+
+        Raises:
+            QuotaExceeded: the tenant may not have one more; it is not counted.
+        """
+        quota.add_request(config, description, nbytes)
+        self.count_accepted(nbytes)
+
+    def withdraw(self, quota: Quota, nbytes: int) -> None:
+        """Do not count a request that was admitted, as it is refused after all."""
+        quota.end_request(nbytes, has_started=False)
+        self.requests -= 1
+        self.in_flight -= 1
+        self.bytes_in -= nbytes
+
+    def start(self, quota: Quota, nbytes: int, waited_s: float) -> None:
+        """A slot was given a request that was admitted, or the first of it, so long after it had come."""
+        quota.start_request(nbytes)
+        self.add_queue_time(waited_s)
+
+    def end(self, quota: Quota, nbytes: int, outcome: RequestError | int, *, has_started: bool) -> None:
+        """A request that was admitted is answered with tensors of `outcome` bytes, or has ended in that error."""
+        quota.end_request(nbytes, has_started=has_started)
+        if isinstance(outcome, int):
+            self.count_served(outcome)
+        else:
+            self.count_failed(outcome)
+
     def count_accepted(self, nbytes: int) -> None:
         """A request is accepted, with tensors of so many bytes."""
         self.requests += 1
@@ -193,6 +228,94 @@ class Usage:
             self.unexpected_exits,
             dict(self.refused),
         )
+
+
+class Quota:
+    """The counts of one tenant. They are kept where nothing is bounded, too: a reload may bound it.
+
+    Attributes:
+        in_flight: requests that were accepted and have not ended.
+        waiting: those of them that no slot has been given yet.
+        waiting_bytes: of their tensors.
+        connections: that it has.
+    """
+
+    __slots__ = ("_messages", "connections", "in_flight", "waiting", "waiting_bytes")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.waiting = 0
+        self.waiting_bytes = 0
+        self.connections = 0
+        self._messages = TokenBucket()
+
+    def count_message(self, config: TenantConfig, now: float) -> None:
+        """A message of any kind has come, or is sent on its account by another one.
+
+        Raises:
+            QuotaExceeded: there are too many.
+        """
+        rate = config.max_rate
+        if not rate:
+            return
+        # Less than one a second are one now and then.
+        burst = max(1.0, rate)
+        if not self._messages.take(rate, burst, now):
+            missing = 1.0 - self._messages.tokens(rate, burst, now)
+            text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
+            raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
+
+    def add_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
+        """Count one more request, whose tensors come with so many bytes; it waits from now on.
+
+        Its rows are the largest first dimension of its inputs.
+
+        Raises:
+            QuotaExceeded: the tenant may not have one more; it is not counted.
+        """
+        if config.max_rows:
+            rows = max((each.shape[0] for each in description.inputs if each.shape), default=0)
+            if rows > config.max_rows:
+                text = f"max_rows of this tenant is {config.max_rows}, the first dimension of an input is {rows}"
+                raise QuotaExceeded("max_rows", text)
+        if config.max_in_flight and self.in_flight >= config.max_in_flight:
+            raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
+        if config.max_queue and self.waiting >= config.max_queue:
+            raise _quota_error("max_queue", config.max_queue, self.waiting)
+        # One that is alone may be larger.
+        if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
+            raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
+        self.in_flight += 1
+        self.waiting += 1
+        self.waiting_bytes += nbytes
+
+    def add_connection(self, config: TenantConfig) -> None:
+        """One more connection has come, and counts from now on, whatever becomes of it.
+
+        Raises:
+            QuotaExceeded: it is to be hung up.
+        """
+        self.connections += 1
+        if config.max_connections and self.connections > config.max_connections:
+            text = f"max_connections of this tenant is {config.max_connections}: this connection ends"
+            raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
+
+    def start_request(self, nbytes: int) -> None:
+        """A slot is given it for the first time, or some of it."""
+        self.waiting -= 1
+        self.waiting_bytes -= nbytes
+
+    def end_request(self, nbytes: int, *, has_started: bool) -> None:
+        """It has ended; `has_started`: a slot had been given it."""
+        self.in_flight -= 1
+        if not has_started:
+            self.start_request(nbytes)
+
+
+def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S
+    )
 
 
 class UsageTable:

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +282,7 @@ def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
 
 
 def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.frontend._connections.reader.fd_closer, "pending", {"another": deque()})
     monkeypatch.setattr("weightd_daemon.platform.fd_closer.DescriptorCloser.is_backlogged", lambda self, user: True)
     client = world.client()
     client.send(encode(Register("1")), [0])

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.tenants.tenant import Quota
-from weightd_daemon.tenants.usage import QuotaExceeded
+from weightd_daemon.tenants.usage import Quota, QuotaExceeded
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
 
 

@@ -48,6 +48,8 @@ class FaultIsolator:
 
     Attributes:
         watchdog: of the processes.
+        grounds: what a request may be held back for; while all of it is empty, `check_request` has nothing to say of a
+            request that is no tenant's.
         suspected: contents of which it is not known yet whether they crash slots.
     """
 
@@ -65,7 +67,8 @@ class FaultIsolator:
         self._quarantined = self._contents.quarantine.quarantined
         self.suspected = self._contents.quarantine.suspected
         self._offenses = ClientOffenses(tenant_offenders)
-        self._offender_tables = self._offenses.tables
+        tenants, clients = self._offenses.tables
+        self.grounds = tenants.offenders, clients.offenders, self._quarantined, self.suspected
         self.watchdog = Watchdog(
             config.watchdog, config.selftest_interval, _SELFTEST_TIMEOUT_FACTOR * config.predict_timeout, schedule_by
         )
@@ -86,8 +89,8 @@ class FaultIsolator:
         Raises:
             RequestError: it is refused.
         """
-        tenants, clients = self._offender_tables
-        has_offenders = tenants.offenders or clients.offenders
+        tenant_offenders, client_offenders, _, _ = self.grounds
+        has_offenders = tenant_offenders or client_offenders
         is_untrusted = request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
         if not (has_offenders or is_untrusted or self._quarantined or (self.suspected and request.is_mutable)):
             return False

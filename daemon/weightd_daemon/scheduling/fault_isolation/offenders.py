@@ -59,7 +59,11 @@ class _Offender:
 
 
 class OffenderTable:
-    """Principals by their names: of one model, or of all where these are tenants."""
+    """Principals by their names: of one model, or of all where these are tenants.
+
+    Attributes:
+        offenders: those that are known, the oldest first; always the same dictionary.
+    """
 
     def __init__(self) -> None:
         self.offenders: dict[str, _Offender] = {}
@@ -91,7 +95,8 @@ class OffenderTable:
 
     def drop_expired(self, now: float) -> None:
         """Forget those to whom no slot was lost for long."""
-        self.offenders = {name: offender for name, offender in self.offenders.items() if now < offender.expires_at}
+        for name in [name for name, offender in self.offenders.items() if now >= offender.expires_at]:
+            del self.offenders[name]
 
 
 class ClientOffenses:
