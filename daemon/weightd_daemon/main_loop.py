@@ -21,7 +21,7 @@ from weightd_daemon.handover.systemd import ManagedService
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.observability.service import StatusService
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.fd_closer import INTERRUPT
 from weightd_daemon.processes.supervisor import ProcessSupervisor
@@ -142,7 +142,7 @@ class Daemon:
         return exit_codes.OK
 
     def _start(self, shim: ShimLauncher | None) -> None:
-        config, file, now = self._options.config, self._options.file, clock.now()
+        config, file, now = self._options.config, self._options.file, event_loop.now()
         handover = None if shim is None else shim.inherited_state
         for name, each in config.listeners.items():
             if each.insecure:
@@ -182,7 +182,7 @@ class Daemon:
 
     def _reconcile(self) -> None:
         """What is left to do after that; and after anything at all while a model or the daemon is about to leave."""
-        now = clock.now()
+        now = event_loop.now()
         if self._registry.changing:
             self._registry.reconcile(now)
         self._load_monitor.update_if_changed(self._registry.all_models(), now)
@@ -217,7 +217,7 @@ class Daemon:
     def on_suspended(self, seconds: float) -> None:
         """The daemon did not run for so long: its processes get that much longer, and others have waited for it."""
         _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
-        now = clock.now()
+        now = event_loop.now()
         for model in self._registry.all_models():
             model.dispatcher.on_suspended(seconds, now)
         if self._service is not None:
@@ -227,7 +227,7 @@ class Daemon:
 
     def on_signals(self, numbers: bytes) -> None:
         """Do what signals ask for; `numbers` has one in each byte."""
-        now = clock.now()
+        now = event_loop.now()
         for number in numbers:
             if number == INTERRUPT:
                 # It was for a thread, whose system call has ended by now.

@@ -24,7 +24,7 @@ from weightd_daemon.handover.state import Handover
 from weightd_daemon.handover.systemd import ManagedService
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
-from weightd_daemon.platform import audit, clock
+from weightd_daemon.platform import audit, event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.supervisor import ProcessSupervisor
@@ -145,7 +145,7 @@ class Reloader:
             text = f"{self._file.path}: cannot start the process that reads it: {error.strerror}"
             self._on_read(ReadConfig(problems=(text,)))
         else:
-            self.timer.set(clock.now() + _READ_TIMEOUT_S)
+            self.timer.set(event_loop.now() + _READ_TIMEOUT_S)
 
     def _on_read(self, result: ReadConfig) -> None:
         self.timer.set(_NEVER)
@@ -172,7 +172,7 @@ class Reloader:
         if file is None or self._shutdown.has_begun:
             raise Unavailable("weightd is stopping")
         try:
-            diff = self._in_force.apply(file.path, file.accept(result), result.model_problems, clock.now())
+            diff = self._in_force.apply(file.path, file.accept(result), result.model_problems, event_loop.now())
         except ConfigError as error:
             file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None

@@ -16,7 +16,7 @@ from weightd_daemon.config_file import ConfigFile, read_file
 from weightd_daemon.counters import CounterRegistry, DaemonCounters
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.reload import ConfigInForce, Reloader, TenantServices, update_devices
 from weightd_daemon.scheduling.fair_share import FairClocks
@@ -138,7 +138,7 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     path.write_text(
         f"[daemon]\naccounting_interval = 5\nmax_batch_seconds = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{MODEL}"
     )
-    now = clock.now()
+    now = event_loop.now()
     scene.reload()
     assert [tenant.name for tenant in scene.tenants] == ["ann"]
     [(admitted,)] = [call.args for call in scene.on_tenants_changed.call_args_list]

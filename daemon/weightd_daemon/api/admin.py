@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.platform import audit, clock
+from weightd_daemon.platform import audit, event_loop
 from weightd_daemon.transport.connection import ClientConnection
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated, Unavailable
 from weightd_protocol.messages.control import Reload, ReloadResponse, Update, UpdateResponse
@@ -153,7 +153,7 @@ class AdminApi:
         if error is None:
             audit.write(entry, audit.OK)
         else:
-            self._audit_refusals.write(entry, audit.FAILED, str(error), clock.now())
+            self._audit_refusals.write(entry, audit.FAILED, str(error), event_loop.now())
 
 
 def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry:

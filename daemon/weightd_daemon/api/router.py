@@ -15,7 +15,7 @@ from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses, memory_full
 from weightd_daemon.api.status import StatusApi, StatusReporter
 from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limiter import ConnectionAdmission, UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
@@ -84,7 +84,7 @@ class RequestRouter:
         self._authorizer = authorizer
         self._usage_table: UsageTable = authorizer.accounts
         self.memory_budget = MemoryBudget(
-            max_memory_bytes, self._user_of, lambda: heap_trimmer.on_large_message(clock.now())
+            max_memory_bytes, self._user_of, lambda: heap_trimmer.on_large_message(event_loop.now())
         )
         heap_trimmer = HeapTrimmer(self.memory_budget)
         loop.add_timer(heap_trimmer.timer)
@@ -147,7 +147,7 @@ class RequestRouter:
         self._connections.reassign_tenants()
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
         for model in self._model_registry.all_models():
-            model.dispatcher.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), clock.now())
+            model.dispatcher.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), event_loop.now())
             model.dispatcher.metadata.reject(
                 functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED)
             )
@@ -164,7 +164,7 @@ class RequestRouter:
 
     def _on_message(self, connection: ClientConnection, received: Message) -> None:
         frames, lengths = received
-        now = clock.now()
+        now = event_loop.now()
         tenant = connection.tenant
         if tenant is None:
             self.admin.audit_unknown_client(connection, heading(frames).type, now)
@@ -225,7 +225,7 @@ class RequestRouter:
     def _on_disconnected(self, connection: ClientConnection) -> None:
         self._authorizer.remove_connection(connection)
         if connection.has_sent_message:
-            self._inference.on_disconnect(connection.key, clock.now())
+            self._inference.on_disconnect(connection.key, event_loop.now())
         self.regions.remove_client(connection.key)
 
     def _unmap_closed(self) -> None:
@@ -248,7 +248,7 @@ class RequestRouter:
 
     def _shed_requests(self, client: bytes, error: RequestError) -> None:
         for model in self._model_registry.all_models():
-            model.dispatcher.shed(lambda request: request.client == client, error, clock.now())
+            model.dispatcher.shed(lambda request: request.client == client, error, event_loop.now())
 
 
 def _too_long_error(received: Message, max_bytes: int) -> RequestError:

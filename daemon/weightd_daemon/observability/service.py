@@ -14,7 +14,7 @@ from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.log_tail import LogTailReader
 from weightd_daemon.observability.memory import MemoryScan, TtlCache
 from weightd_daemon.observability.snapshot import SnapshotBuilder
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import Viewer
@@ -144,7 +144,7 @@ class Reports:
         self,
         loop: EventLoop,
         reject: Callable[[MetadataRequest, ResourceExhausted], object],
-        get_time: Callable[[], float] = clock.now,
+        get_time: Callable[[], float] = event_loop.now,
     ) -> None:
         self._loop = loop
         self._reject = reject

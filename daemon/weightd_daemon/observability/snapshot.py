@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -23,7 +22,6 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.progress import describe_selftest
 from weightd_daemon.generations.rank_group import RankGroup
-from weightd_daemon.generations.states import ChildState
 from weightd_daemon.models import batching
 from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.model import ServedModel
@@ -37,7 +35,14 @@ from weightd_daemon.observability.memory import (
     MemoryScan,
     memory_subjects,
 )
-from weightd_daemon.platform import cgroup, clock
+from weightd_daemon.observability.model_metrics import (
+    model_metrics,
+    queued_counts,
+    role_of,
+    tenant_model_metrics,
+    tenant_model_status,
+)
+from weightd_daemon.platform import cgroup, event_loop
 from weightd_daemon.platform.memory import resident_bytes
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.processes.files import GenerationFiles
@@ -53,7 +58,7 @@ from weightd_daemon.transport.zmq_proxies import ProxyInfo, ZmqProxies
 from weightd_protocol import limits
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.accounts import TenantStatus
-from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
+from weightd_protocol.messages.metrics import MetricsResponse, ReloadCounts
 from weightd_protocol.messages.status import (
     DeviceStatus,
     ExecutionsStatus,
@@ -67,8 +72,6 @@ from weightd_protocol.messages.status import (
 )
 from weightd_protocol.messages.worker import Built
 from weightd_protocol.version import VERSION
-
-_EMPTY_HISTOGRAM = Histogram((), 0.0)
 
 
 class Books(NamedTuple):
@@ -152,7 +155,7 @@ class SnapshotBuilder:
         """Return everything, with the memory that `memory_scan` has read."""
         sources = self._sources
         supervisor, models = sources.supervisor, list(sources.registry.models.values())
-        sources.load_monitor.update(sources.registry.all_models(), clock.now())
+        sources.load_monitor.update(sources.registry.all_models(), event_loop.now())
         return StatusResponse(
             id=memory_scan.request_id,
             version=VERSION,
@@ -186,7 +189,7 @@ class SnapshotBuilder:
             uptime_s=self._uptime_s,
             pss_bytes=0,
             models=tuple(
-                _tenant_model_status(model, tenant, self._sources.books.usage_table, queued) for model in models
+                tenant_model_status(model, tenant, self._sources.books.usage_table, queued) for model in models
             ),
             tenants=tenants,
         )
@@ -206,7 +209,7 @@ class SnapshotBuilder:
             seconds_bounds=SECONDS_BOUNDS,
             rows_bounds=ROWS_BOUNDS,
             models=tuple(
-                _model_metrics(
+                model_metrics(
                     model,
                     sources.books.counters,
                     report.footprints.get(model.name, MemoryFootprint()),
@@ -232,7 +235,7 @@ class SnapshotBuilder:
             seconds_bounds=(),
             rows_bounds=(),
             models=tuple(
-                _tenant_model_metrics(model, queued.get((tenant.name, model.name), 0), ready=self._is_ready(model))
+                tenant_model_metrics(model, queued.get((tenant.name, model.name), 0), ready=self._is_ready(model))
                 for model in models
             ),
             tenants=tenants,
@@ -276,11 +279,11 @@ class SnapshotBuilder:
         return time.monotonic() - self._started_at
 
     def _is_ready(self, model: ServedModel) -> bool:
-        return not self._sources.shutdown.has_begun and not model.unready_reason(clock.now())
+        return not self._sources.shutdown.has_begun and not model.unready_reason(event_loop.now())
 
 
 def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: SnapshotSources) -> ModelStatus:
-    requests = model.dispatcher.status(clock.now())
+    requests = model.dispatcher.status(event_loop.now())
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
@@ -301,7 +304,7 @@ def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: Snapshot
         weights=clip(model.source.weights),
         executions=_executions_status(requests.execution_counters),
         group=model.config.group.name if model.config.group is not None else "",
-        retry_s=model.retry_delay_s(clock.now()),
+        retry_s=model.retry_delay_s(event_loop.now()),
     )
 
 
@@ -333,7 +336,7 @@ def _generation_status(
     sources: SnapshotSources,
 ) -> GenerationStatus:
     processes, files = sources.supervisor.processes, sources.supervisor.storage.files.get(generation.label)
-    progress = sources.load_monitor.progress(generation.label, clock.now())
+    progress = sources.load_monitor.progress(generation.label, event_loop.now())
     children = [child for child in generation.processes.alive() if child.name in processes]
     shared_bytes = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
     if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
@@ -434,103 +437,3 @@ def _device_status(device: DeviceBudget) -> DeviceStatus:
         free_bytes=device.free_bytes,
         buffer_bytes=sum(need.buffer_bytes for need in reservations),
     )
-
-
-def _model_metrics(
-    model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, *, ready: bool
-) -> ModelMetrics:
-    counters, main_generation = counter_registry.counters_of(model.name), model.main_generation
-    requests = model.dispatcher.status(clock.now())
-    return ModelMetrics(
-        name=model.name,
-        engine=model.config.engine,
-        state=model.state.display_name,
-        ready=ready,
-        generation=main_generation.number,
-        sha256=main_generation.sha256,
-        queued=requests.queued,
-        running=requests.running,
-        processes=_process_counts(model.generations),
-        executions=counters.compute.count,
-        unexpected_exits=counters.unexpected_exits,
-        restarts=counters.restarts,
-        selftest_failures=counters.selftest_failures,
-        batch_mismatches=counters.batch_mismatches,
-        quarantined=requests.quarantined,
-        request_seconds=counters.requests.to_histogram(),
-        queue_seconds=counters.queue.to_histogram(),
-        compute_seconds=counters.compute.to_histogram(),
-        batch_rows=counters.rows.to_histogram(),
-        pss_bytes=footprint.pss_bytes,
-        shared_bytes=footprint.shared_bytes,
-        saved_bytes=footprint.saved_bytes,
-        copy_bytes=footprint.copy_bytes,
-        max_queue=model.config.max_queue,
-    )
-
-
-def _process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
-    counts = Counter(
-        (role_of(generation, child), child.state.display_name)
-        for generation in generations
-        for child in generation.processes.alive()
-    )
-    items = sorted(counts.items())[: limits.MAX_PROCESS_COUNTS]
-    return tuple(ProcessCount(role, state, count) for (role, state), count in items)
-
-
-def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
-    """Return what a process is for: a worker that takes no requests yet is a spare."""
-    is_spare = (
-        child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.processes.serving
-    )
-    return "spare" if is_spare else child.role.value
-
-
-def _tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> ModelMetrics:
-    return ModelMetrics(
-        name=model.name,
-        engine=model.config.engine,
-        state=model.state.display_name,
-        ready=ready,
-        generation=0,
-        sha256="",
-        queued=queued,
-        running=0,
-        processes=(),
-        executions=0,
-        unexpected_exits=0,
-        restarts=0,
-        selftest_failures=0,
-        batch_mismatches=0,
-        quarantined=0,
-        request_seconds=_EMPTY_HISTOGRAM,
-        queue_seconds=_EMPTY_HISTOGRAM,
-        compute_seconds=_EMPTY_HISTOGRAM,
-        batch_rows=_EMPTY_HISTOGRAM,
-    )
-
-
-def _tenant_model_status(
-    model: ServedModel, tenant: Tenant, usage_table: UsageTable, queued: QueuedCounts
-) -> ModelStatus:
-    usage = usage_table.usage_of(tenant.name, model.name)
-    return ModelStatus(
-        name=model.name,
-        engine=model.config.engine,
-        path="",
-        state=model.state.display_name,
-        queued=queued.get((tenant.name, model.name), 0),
-        served=usage.served,
-        failed=usage.refused_total,
-        generations=(),
-    )
-
-
-def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
-    """Return how many requests wait, by tenant and model."""
-    queued: dict[tuple[str, str], int] = {}
-    for model in models:
-        for tenant, count in model.dispatcher.queued_by_tenant.items():
-            queued[tenant.name, model.name] = count
-    return queued

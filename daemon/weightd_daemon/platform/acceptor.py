@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from weightd_common.rate_limits import RateLimitedLog
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 
 # With one wake-up, by default: more wait for the next one.
@@ -64,7 +64,7 @@ class Acceptor:
         """Let in who has connected until now."""
         if self._accept_batch():
             self._loop.pause_reading(self._listener.fileno())
-            self._resume_timer.set(clock.now() + _REFUSAL_BACKOFF_S)
+            self._resume_timer.set(event_loop.now() + _REFUSAL_BACKOFF_S)
 
     def stop(self) -> None:
         """Accept nothing more."""
@@ -73,7 +73,7 @@ class Acceptor:
 
     def _accept_batch(self) -> bool:
         """Accept connections for a moment; return whether any was refused."""
-        deadline = clock.now() + _SLICE_S
+        deadline = event_loop.now() + _SLICE_S
         has_refused = False
         for _ in range(self._max_accepted):
             try:
@@ -87,13 +87,13 @@ class Acceptor:
                     return False
             else:
                 has_refused |= self._on_connection(connection) is False
-            if clock.now() >= deadline:
+            if event_loop.now() >= deadline:
                 break
         return has_refused
 
     def _back_off(self, error: OSError) -> None:
         """Else the loop would be told at once, and again and again, that somebody waits there."""
-        now = clock.now()
+        now = event_loop.now()
         if self._resume_timer.due_at == _NEVER:
             if self._rate_limited_log.record("", now) is not None:
                 self._report(f"no connection can be accepted at {self._listener.getsockname()}: {error.strerror}")

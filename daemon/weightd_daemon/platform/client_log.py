@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.log_setup import client_extra
 
 WINDOW_S = 10.0
@@ -33,7 +33,7 @@ class ClientLog:
         now: monotonic seconds.
     """
 
-    def __init__(self, now: Callable[[], float] = clock.now) -> None:
+    def __init__(self, now: Callable[[], float] = event_loop.now) -> None:
         self._now = now
         self._window_ends_at = -float("inf")
         self._logged_kinds: set[tuple[str, str]] = set()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.restarts import RestartBackoff
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.processes import spec
@@ -97,7 +97,7 @@ class ForkServers:
     def find(self, program: WorkerProgram) -> ForkServer | None:
         """Return the one for this program, started anew if that is due; None if no model wants it."""
         server = self._servers.get((program.python, program.engine))
-        if server is not None and not server.name and server.restart_backoff.due_at <= clock.now():
+        if server is not None and not server.name and server.restart_backoff.due_at <= event_loop.now():
             self._start(server)
         return server
 
@@ -113,7 +113,7 @@ class ForkServers:
             has_channel: whether it has connected its channel, which it does when it has loaded everything.
         """
         server = self._find_by_name(name)
-        deadline = clock.now() + FORK_TIMEOUT_S
+        deadline = event_loop.now() + FORK_TIMEOUT_S
         return (
             deadline
             if server is None or has_channel or server.has_forked
@@ -132,7 +132,7 @@ class ForkServers:
         server = self._find_by_name(name)
         if server is None:
             return
-        now = clock.now()
+        now = event_loop.now()
         server.restart_backoff.on_death(now - server.started_at, now)
         server.name, server.reason = "", f"its fork server is lost: {exit_cause}"
         _log.warning("the fork server of %s under %s exited: %s", server.engine, server.python, exit_cause)
@@ -149,8 +149,8 @@ class ForkServers:
         try:
             self._start_process(spec.fork_server_spec(server.python, server.engine, name, self._address, log))
         except OSError as error:
-            now = clock.now()
+            now = event_loop.now()
             server.restart_backoff.on_death(0.0, now)
             server.reason = with_limit_hint(f"its fork server cannot be started: {error.strerror or error}")
         else:
-            server.name, server.started_at, server.has_forked, server.reason = name, clock.now(), False, ""
+            server.name, server.started_at, server.has_forked, server.reason = name, event_loop.now(), False, ""

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from weightd_daemon.config.daemon import DaemonConfig
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.platform.zmq_sockets import (
@@ -158,7 +158,7 @@ class ChildMessenger:
 
     def _on_messages(self) -> int:
         """Handle a batch of messages from the socket; return how many there were."""
-        now = clock.now()
+        now = event_loop.now()
         count = 0
         for received in receive_batch(self._socket):
             count += 1
@@ -208,11 +208,11 @@ class ChildMessenger:
         if name in self.handlers:
             if isinstance(message, ProcessFailed):
                 message = _with_limit_hint(message)
-            self.handlers[name].on_message(name, message, frames[_TENSOR_FRAMES], clock.now())
+            self.handlers[name].on_message(name, message, frames[_TENSOR_FRAMES], event_loop.now())
 
     def _on_channel_error(self, name: str, error: RemoteProtocolError) -> None:
         if name in self.handlers:
-            self.handlers[name].on_message(name, _protocol_failure(error), (), clock.now())
+            self.handlers[name].on_message(name, _protocol_failure(error), (), event_loop.now())
         else:
             _log.warning("%s: it broke the protocol: %s", name, error)
             self._process_table.kill(name)

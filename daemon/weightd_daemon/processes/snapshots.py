@@ -13,7 +13,7 @@ from weightd_daemon.config import selftest
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RANK_PLACEHOLDER
 from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.platform import audit, clock
+from weightd_daemon.platform import audit, event_loop
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.resource_limits import with_limit_hint
@@ -174,7 +174,7 @@ class SnapshotService:
                 cause = f"{cause}; {_REMEDY}"
             transient = reply.get("transient") is True or exit_cause.is_transient
             order.write_audit(audit.FAILED, cause)
-            event_handler.on_snapshot_failed(source, cause, clock.now(), is_transient=transient)
+            event_handler.on_snapshot_failed(source, cause, event_loop.now(), is_transient=transient)
             return
         self._last_results.update(
             (path, each) for (path, _), each in zip(models, results, strict=True) if each.source_identity
@@ -184,14 +184,14 @@ class SnapshotService:
             files.remove()
             cause = f"{changed_message(source.path, expected_sha256, snapshot.sha256)}; {_REMEDY}"
             order.write_audit(audit.FAILED, cause)
-            event_handler.on_snapshot_failed(source, cause, clock.now())
+            event_handler.on_snapshot_failed(source, cause, event_loop.now())
             return
         order.write_audit(audit.OK, sha256=snapshot.sha256)
         self._device_probe.probe(
             config.python,
             config.devices,
             files.log,
-            lambda: event_handler.on_snapshot_taken(source, snapshot, clock.now()),
+            lambda: event_handler.on_snapshot_taken(source, snapshot, event_loop.now()),
         )
 
 

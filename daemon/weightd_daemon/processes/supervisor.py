@@ -17,7 +17,7 @@ from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.directories import PathInUse, make_directory
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
@@ -207,7 +207,7 @@ class ProcessSupervisor:
         server = None if program.spawn_reason else self.fork_servers.find(program)
         if template:
             self._fork_coordinator.fork(
-                ForkRequest(process_spec, template, clock.now() + FORK_TIMEOUT_S, self._fail_fork)
+                ForkRequest(process_spec, template, event_loop.now() + FORK_TIMEOUT_S, self._fail_fork)
             )
         elif server is not None and server.name:
             has_channel = self.messenger.channels.is_open(server.name)
@@ -237,7 +237,7 @@ class ProcessSupervisor:
 
     def _defer(self, callback: Callable[[float], None]) -> None:
         """Call `callback` with the time after the present call has returned."""
-        self._loop.call_soon(lambda: callback(clock.now()))
+        self._loop.call_soon(lambda: callback(event_loop.now()))
 
     def _watch(self, name: str, process: ChildProcess) -> None:
         self._process_table.add(name, process, functools.partial(self._on_exit, name))
@@ -315,7 +315,7 @@ class ProcessSupervisor:
         # First: else the handler would kill children that this one was asked to fork and did not.
         self._fork_coordinator.on_parent_exit(name)
         if event_handler is not None:
-            event_handler.on_exit(name, exit_cause, clock.now())
+            event_handler.on_exit(name, exit_cause, event_loop.now())
 
     def _reap(self, name: str) -> ExitCause:
         """Reap a process that has exited, and kill children that it has forked and could not report."""

@@ -1,8 +1,7 @@
 """Which batch runs on which slot, and when: the queue of one model and its slots, put together.
 
-Batches are formed when a slot is free, of what waits then: where the model's rows allow it, of several requests, or of
-a part of one. No slot idles while something waits that it could run, and nothing waits for company. Plain decisions,
-fed with the clock.
+Batches are formed when a slot is free, of the requests that wait then: of several where the model's rows allow it, or
+of a part of one. No slot idles while a request waits that it could run. Plain decisions, fed with the clock.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Scheduler:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a slot that computes is considered to hang.
-        schedule_by: called with a time that is sooner than what `next_event_at` was, and AT_ONCE for what is to
-            be checked first.
+        schedule_by: called with a time that is sooner than `next_event_at` was; AT_ONCE for what is checked first.
         levels: of priority.
         clocks: of the devices, for all models.
         concurrency: how many batches the slots can run at once when all of them are there.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightd_common.stream import Stream
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limiter import (
     REOPEN_FRACTION,
@@ -128,7 +128,7 @@ class ClientConnections:
         )
         stream = Stream(connection, incoming, accepts_descriptors=identity.is_direct)
         client = self._by_key[key] = ClientConnection(
-            key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity)
+            key, stream, identity, event_loop.now(), self._callbacks.limit_account_of(identity)
         )
         if identity.is_direct:
             self._unix_listener.add(connection, client.limit_account)
@@ -163,9 +163,9 @@ class ClientConnections:
     def close(self) -> None:
         """Let all go; those who are reading what was said to them last get a moment for that."""
         self._uncork()
-        deadline = clock.now() + _LINGER_TIMEOUT_S
-        while any(each.unread_bytes for each in self) and clock.now() < deadline:
-            self._loop.run_once(deadline - clock.now())
+        deadline = event_loop.now() + _LINGER_TIMEOUT_S
+        while any(each.unread_bytes for each in self) and event_loop.now() < deadline:
+            self._loop.run_once(deadline - event_loop.now())
         for each in self:
             self._loop.remove(each.stream.fileno())
             self._close_socket(each)

@@ -17,7 +17,7 @@ import termios
 from collections import Counter, deque
 from collections.abc import Callable
 
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.acceptor import Acceptor
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limiter import ConnectionAdmission
@@ -104,7 +104,9 @@ class UnixListener:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
         identity = unix_identity(connection)
         limit_account = self._limit_account_of(identity)
-        reason = None if identity.credential.is_operator else self._admission.refusal_reason(limit_account, clock.now())
+        reason = (
+            None if identity.credential.is_operator else self._admission.refusal_reason(limit_account, event_loop.now())
+        )
         if reason is None:
             self._on_accepted(connection, identity)
             return True
@@ -152,7 +154,7 @@ class UnreadConnections:
             connection.shutdown(socket.SHUT_RDWR)
         self._connections.append((limit_account, connection, on_closed))
         self._count_by_account[limit_account] += 1
-        self._timer.set_no_later_than(clock.now() + _POLL_INTERVAL_S)
+        self._timer.set_no_later_than(event_loop.now() + _POLL_INTERVAL_S)
 
     def close(self) -> None:
         """Close all connections, whatever was read."""

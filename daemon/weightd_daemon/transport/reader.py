@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightd_common import memfd
 from weightd_daemon.config.tenants import MIN_WEIGHT, TenantConfig
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.fd_closer import MAX_PENDING, DescriptorCloser, has_descriptors
 from weightd_daemon.platform.log_setup import log_resource_error
@@ -137,7 +137,7 @@ class MessageReader:
         """Handle what one connection has sent, for a moment, where several users speak."""
         if not self._read_queue:
             return
-        started_at = clock.now()
+        started_at = event_loop.now()
         tenant, connection = self._read_queue.take()
         is_done = self._handle_messages(connection, started_at + _TIME_SLICE_S)
         if connection in self._queued:
@@ -146,7 +146,7 @@ class MessageReader:
                 self._loop.resume_reading(connection.stream.fileno())
             else:
                 self._read_queue.put(connection)
-        self._read_queue.on_served(tenant, clock.now() - started_at)
+        self._read_queue.on_served(tenant, event_loop.now() - started_at)
         if self._read_queue:
             self._loop.call_soon(self._serve_queue)
 
@@ -160,7 +160,7 @@ class MessageReader:
                 # That was its last.
                 messages.clear()
                 return True
-            if messages and deadline < math.inf and clock.now() >= deadline:
+            if messages and deadline < math.inf and event_loop.now() >= deadline:
                 connection.backlog = messages
                 return False
         if connection.stream.descriptors:
@@ -246,11 +246,11 @@ class TenantReadQueue:
         sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal)
         if sender != self._last_sender:
             if self._last_sender is not None:
-                self._contended_until = clock.now() + MULTI_TENANT_HOLD_S
+                self._contended_until = event_loop.now() + MULTI_TENANT_HOLD_S
             self._last_sender = sender
         elif self._contended_until < 0.0:
             return False
-        if clock.now() < self._contended_until:
+        if event_loop.now() < self._contended_until:
             return True
         self._contended_until = -float("inf")
         return bool(self._queues)

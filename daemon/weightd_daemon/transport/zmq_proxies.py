@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd_common.stream import Stream
-from weightd_daemon.platform import clock, process_spawner
+from weightd_daemon.platform import event_loop, process_spawner
 from weightd_daemon.platform.acceptor import refuse_descriptors
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limiter import UserConnectionLimits
@@ -151,7 +151,7 @@ class ZmqProxies:
         for post in self._listeners:
             refuse_descriptors(post.listener)
             post.restart_at = 0.0
-        self._start_due_proxies(clock.now())
+        self._start_due_proxies(event_loop.now())
 
     @property
     def proxies(self) -> Sequence[ProxyInfo]:
@@ -244,7 +244,7 @@ class ZmqProxies:
         try:
             messages = stream.receive()
         except ConnectionError:
-            self._on_proxy_exit(listener, clock.now())
+            self._on_proxy_exit(listener, event_loop.now())
             return
         for message in messages:
             event = control.parse_proxy_message(message.frames[0])
@@ -300,7 +300,7 @@ class ZmqProxies:
             self._zygote = None
             self._proxy_by_number.clear()
             self._fork_deadlines.clear()
-            self._restart_zygote(clock.now())
+            self._restart_zygote(event_loop.now())
             return
         for message in messages:
             news = control.parse_proxy_event(message.frames[0])

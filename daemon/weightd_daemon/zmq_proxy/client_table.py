@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.connection_limiter import (
     EVERYONE,
     NO_TENANT,
@@ -182,7 +182,7 @@ class ClientTable:
         self.users[client.user].buffered_bytes += growth
         self.buffered_bytes += growth
         if self.buffered_bytes > _TRIM_THRESHOLD_BYTES:
-            self._trim_timer.set(clock.now() + _TRIM_DELAY_S)
+            self._trim_timer.set(event_loop.now() + _TRIM_DELAY_S)
         max_bytes = self._config.max_memory_bytes
         while self.buffered_bytes > max_bytes:
             user = max(self.users.values(), key=lambda each: each.buffered_bytes)

@@ -6,7 +6,7 @@ import errno
 
 from weightd_common.rate_limits import RateLimitedLog
 from weightd_common.stream import Stream
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy.control import ERROR, WARNING
@@ -81,7 +81,7 @@ class DaemonLink:
         except OSError:
             # Processes of this user have more descriptors in flight than the kernel allows this process (unix(7),
             # ETOOMANYREFS). The link can be written to all the while.
-            self._retry_timer.set(clock.now() + _RETRY_INTERVAL_S)
+            self._retry_timer.set(event_loop.now() + _RETRY_INTERVAL_S)
         self._loop.unwatch_writes(self.stream.fileno())
 
     def _on_retry(self, _: float) -> None:
@@ -90,7 +90,7 @@ class DaemonLink:
 
     def _log_rate_limited(self, rate_limited_log: RateLimitedLog, user: str, text: str) -> None:
         """Log what a user can bring about as often as it likes."""
-        suppressed_count = rate_limited_log.record(user, clock.now())
+        suppressed_count = rate_limited_log.record(user, event_loop.now())
         if suppressed_count is not None:
             suffix = f" ({suppressed_count} more of {user} suppressed)" if suppressed_count else ""
             self.send(control.encode_log_line(WARNING, text + suffix))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weightd_common.stream import Stream
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.acceptor import Acceptor, refuse_descriptors
 from weightd_daemon.platform.connection_limiter import raise_descriptor_limit
 from weightd_daemon.platform.event_loop import EventLoop
@@ -101,8 +101,8 @@ class ZmqProxy:
         """Pass messages on until the daemon's end of the link is closed, and then what it has said last."""
         while self._stops_at == _NEVER:
             self._loop.run_once()
-        while not self._relay.is_idle and clock.now() < self._stops_at:
-            self._loop.run_once(self._stops_at - clock.now())
+        while not self._relay.is_idle and event_loop.now() < self._stops_at:
+            self._loop.run_once(self._stops_at - event_loop.now())
 
     def close(self) -> None:
         """Close all connections."""
@@ -117,7 +117,7 @@ class ZmqProxy:
                 name, is_operator = self._clients.identify_user(connection)
             except OSError:
                 return True  # it has gone
-            now = clock.now()
+            now = event_loop.now()
             refusal = None if is_operator else self._clients.refusal_reason(name, now)
             if refusal is not None:
                 self._link.log_refusal(name, refusal)
@@ -157,7 +157,7 @@ class ZmqProxy:
             self._link.close()
             self._acceptor.stop()
             self._relay.stop_reading()
-            self._stops_at = clock.now() + LINGER_S
+            self._stops_at = event_loop.now() + LINGER_S
 
 
 def _new_peers() -> Peers:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightd_common.stream import Stream
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.zmq_proxy import client as clients
 from weightd_daemon.zmq_proxy import control, zmtp
@@ -310,7 +310,7 @@ class Relay:
     def _close_gracefully(self, client: ProxyClient) -> None:
         """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
         self._turns.pause(client.client_socket, ClientSocket.DISCONNECTING)
-        deadline = self._close_deadlines.setdefault(client, clock.now() + LINGER_S)
+        deadline = self._close_deadlines.setdefault(client, event_loop.now() + LINGER_S)
         self._close_timer.set_no_later_than(deadline)
         self._shut_down_when_sent(client)
 
@@ -324,7 +324,7 @@ class Relay:
         ):
             with contextlib.suppress(OSError):
                 client.connection.shutdown(socket.SHUT_WR)
-            close_at = clock.now() + _CLOSE_DELAY_S
+            close_at = event_loop.now() + _CLOSE_DELAY_S
             self._close_deadlines[client] = min(self._close_deadlines[client], close_at)
             self._close_timer.set_no_later_than(close_at)
 

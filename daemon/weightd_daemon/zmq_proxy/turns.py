@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from weightd_daemon.platform import clock
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.zmq_proxy.client import ClientSocket
 
@@ -122,14 +122,14 @@ class ReadTurns:
 
     def _serve_queue(self) -> None:
         """Read what waits, for a moment."""
-        deadline = clock.now() + _TIME_SLICE_S
+        deadline = event_loop.now() + _TIME_SLICE_S
         while self._queue:
             side = self._queue.take()
             if side.pause_reasons != ClientSocket.WAITS_FOR_TURN or side.read_once(side.client):
                 self.resume(side, ClientSocket.WAITS_FOR_TURN)
             elif side.is_open:
                 self._queue.put(side.client.user, side)
-            if clock.now() >= deadline:
+            if event_loop.now() >= deadline:
                 break
         if self._queue:
             self._loop.call_soon(self._serve_queue)

@@ -21,7 +21,7 @@ from typing import NoReturn
 from weightd_common import process_start
 from weightd_common.process_start import die_with_parent, sigint_blocked
 from weightd_common.stream import Stream
-from weightd_daemon.platform import clock, environment
+from weightd_daemon.platform import environment, event_loop
 from weightd_daemon.zmq_proxy import control, proxy
 from weightd_daemon.zmq_proxy.relay import LINGER_S
 from weightd_daemon.zmq_proxy.sandbox import set_process_name
@@ -86,7 +86,7 @@ class Zygote:
         hangup_poll = select.poll()
         # Not what it still has to say, only the hangup.
         hangup_poll.register(self.stream, 0)
-        if not clock.poll(hangup_poll, _EXIT_TIMEOUT_S + 1.0):
+        if not event_loop.poll(hangup_poll, _EXIT_TIMEOUT_S + 1.0):
             self.kill()
         self.stream.close()
         with contextlib.suppress(ChildProcessError):
@@ -188,7 +188,7 @@ class _Proxies:
             if self._stops_at == _NEVER:
                 ready = self._poll.poll()
             else:
-                ready = clock.poll(self._poll, self._stops_at - clock.now())
+                ready = event_loop.poll(self._poll, self._stops_at - event_loop.now())
             if not ready:
                 return
             for descriptor, _ in ready:
@@ -204,7 +204,7 @@ class _Proxies:
                 self._fork_proxy(*control.parse_fork_request(message.frames))
         except ConnectionError:
             self._poll.unregister(self._stream)
-            self._stops_at = clock.now() + _EXIT_TIMEOUT_S
+            self._stops_at = event_loop.now() + _EXIT_TIMEOUT_S
 
     def _fork_proxy(self, number: int, config: control.ProxyConfig) -> None:
         received_fds = self._stream.descriptors

@@ -20,8 +20,9 @@ from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.observability.memory import MemoryFootprint, MemoryReport, MemoryScan, TtlCache
-from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources, queued_counts
-from weightd_daemon.platform import clock
+from weightd_daemon.observability.model_metrics import queued_counts
+from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.memory import MIB, ProcessMemory
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.scheduling.dispatcher import SharedScheduling
@@ -58,7 +59,7 @@ WEIGHTS = 100 * MIB
 
 @pytest.fixture(autouse=True)
 def _at_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "now", lambda: 1000.0)
+    monkeypatch.setattr(event_loop, "now", lambda: 1000.0)
 
 
 class Parts:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 
 from testkit.stopping import stopped
-from weightd_daemon.platform import clock
-from weightd_daemon.platform.clock import TICK_S, Clock
+from weightd_daemon.platform import event_loop
+from weightd_daemon.platform.event_loop import TICK_S, Clock
 
 
 class World:
@@ -66,8 +66,8 @@ def test_a_poll_has_its_time_without_that_in_which_it_is_stopped() -> None:
         cat.stdin.write(b"x")
         cat.stdin.close()
         with stopped(1.6, cat.pid):
-            assert clock.poll(readable, 1.0) == [(reader, select.POLLIN)]
+            assert event_loop.poll(readable, 1.0) == [(reader, select.POLLIN)]
     os.read(reader, 1)
-    assert clock.poll(readable, 0.01) == []
+    assert event_loop.poll(readable, 0.01) == []
     for descriptor in (reader, writer):
         os.close(descriptor)

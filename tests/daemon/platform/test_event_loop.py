@@ -17,8 +17,7 @@ import pytest
 import zmq
 from hypothesis import given
 
-from weightd_daemon.platform.clock import TICK_S, Clock
-from weightd_daemon.platform.event_loop import EventLoop, Timer, Timers, watch_signals
+from weightd_daemon.platform.event_loop import TICK_S, Clock, EventLoop, Timer, Timers, watch_signals
 from weightd_daemon.platform.zmq_sockets import watch_socket
 
 

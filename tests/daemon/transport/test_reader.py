@@ -77,7 +77,7 @@ def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> 
 
 def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("weightd_daemon.platform.clock.now", lambda: now)
+    monkeypatch.setattr("weightd_daemon.platform.event_loop.now", lambda: now)
     lanes = TenantReadQueue()
     a, nobody = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
     assert [lanes.is_contended(each) for each in (a, a, nobody, a)] == [False, False, True, True]

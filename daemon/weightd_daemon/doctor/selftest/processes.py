@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import zmq
 
 from weightd_daemon.generations.actions import Role
-from weightd_daemon.platform import clock, processes
+from weightd_daemon.platform import event_loop, processes
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.platform.resource_limits import with_limit_hint
@@ -198,12 +198,12 @@ class SelfTestProcesses:
         process = self._processes.get(name)
         if process is None:
             raise ChildExited(f"{name}: {step}: it has ended before")
-        deadline = clock.now() + self._step_timeout_s
+        deadline = event_loop.now() + self._step_timeout_s
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(process.pidfd, zmq.POLLIN)
         while not self._received[name]:
-            events = dict(poller.poll(math.ceil(clock.clamp_wait(deadline - clock.now()) * 1000)))
+            events = dict(poller.poll(math.ceil(event_loop.clamp_wait(deadline - event_loop.now()) * 1000)))
             if process.pidfd in events:
                 # What it said before it died counts, and may still be on its way through libzmq.
                 self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
@@ -214,7 +214,7 @@ class SelfTestProcesses:
                 raise ChildExited(
                     f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end
                 )
-            if not self._received[name] and clock.now() >= deadline:
+            if not self._received[name] and event_loop.now() >= deadline:
                 words = processes.log_tail(process)
                 log = f"its log ends: {words}" if words else "its log is empty"
                 raise ChildTimedOut(f"{name}: {step}: no answer within {self._step_timeout_s:g} s; {log}")
@@ -237,7 +237,7 @@ class SelfTestProcesses:
         process = self._processes.pop(name)
         exit_poll = select.poll()
         exit_poll.register(process.pidfd, select.POLLIN)
-        if not clock.poll(exit_poll, _KILL_TIMEOUT_S):
+        if not event_loop.poll(exit_poll, _KILL_TIMEOUT_S):
             self.survivors.append(process.pid)
             with contextlib.suppress(OSError):
                 os.close(process.pidfd)

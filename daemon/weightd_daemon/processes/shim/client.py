@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_daemon.platform import clock, process_spawner
+from weightd_daemon.platform import event_loop, process_spawner
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
@@ -171,7 +171,7 @@ class ShimClient:
         poller = select.poll()
         # Not what it still has to say.
         poller.register(self._socket, 0)
-        return bool(clock.poll(poller, timeout_s))
+        return bool(event_loop.poll(poller, timeout_s))
 
     def _reap(self, pid: int) -> int | None:
         try:
@@ -198,7 +198,7 @@ class ShimClient:
             line, newline, rest = self._buffer.partition(b"\n")
             if not newline:
                 # The time-out of `recv` would go on while this process is stopped.
-                if not clock.poll(self._poller, _TIMEOUT_S):
+                if not event_loop.poll(self._poller, _TIMEOUT_S):
                     raise OSError("timed out")
                 more, descriptors, flags, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, 1)
                 for each in descriptors:
@@ -277,7 +277,7 @@ def wait_until_exited(directory: Path, timeout_s: float) -> bool:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    deadline = clock.now() + timeout_s
+    deadline = event_loop.now() + timeout_s
     has_logged = False
     try:
         while True:
@@ -287,7 +287,7 @@ def wait_until_exited(directory: Path, timeout_s: float) -> bool:
                 if not has_logged:
                     _log.info("waiting for the processes of the previous daemon to end")
                     has_logged = True
-                if clock.now() >= deadline:
+                if event_loop.now() >= deadline:
                     return False
                 time.sleep(0.02)
             else:

@@ -1,0 +1,131 @@
+"""The parts of a snapshot that stand ready: counters and integers of models, for operators and for one tenant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from weightd_daemon.counters import CounterRegistry
+from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.process import WorkerProcess
+from weightd_daemon.generations.states import ChildState
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.observability.memory import (
+    MemoryFootprint,
+)
+from weightd_daemon.platform import event_loop
+from weightd_daemon.tenants.reporting import QueuedCounts
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import UsageTable
+from weightd_protocol import limits
+from weightd_protocol.messages.metrics import Histogram, ModelMetrics, ProcessCount
+from weightd_protocol.messages.status import (
+    ModelStatus,
+)
+
+_EMPTY_HISTOGRAM = Histogram((), 0.0)
+
+
+def model_metrics(
+    model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, *, ready: bool
+) -> ModelMetrics:
+    """Return the counters and the state of a model; its histograms are those since the daemon's first start."""
+    counters, main_generation = counter_registry.counters_of(model.name), model.main_generation
+    requests = model.dispatcher.status(event_loop.now())
+    return ModelMetrics(
+        name=model.name,
+        engine=model.config.engine,
+        state=model.state.display_name,
+        ready=ready,
+        generation=main_generation.number,
+        sha256=main_generation.sha256,
+        queued=requests.queued,
+        running=requests.running,
+        processes=process_counts(model.generations),
+        executions=counters.compute.count,
+        unexpected_exits=counters.unexpected_exits,
+        restarts=counters.restarts,
+        selftest_failures=counters.selftest_failures,
+        batch_mismatches=counters.batch_mismatches,
+        quarantined=requests.quarantined,
+        request_seconds=counters.requests.to_histogram(),
+        queue_seconds=counters.queue.to_histogram(),
+        compute_seconds=counters.compute.to_histogram(),
+        batch_rows=counters.rows.to_histogram(),
+        pss_bytes=footprint.pss_bytes,
+        shared_bytes=footprint.shared_bytes,
+        saved_bytes=footprint.saved_bytes,
+        copy_bytes=footprint.copy_bytes,
+        max_queue=model.config.max_queue,
+    )
+
+
+def process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
+    """Return how many processes there are, by role and state."""
+    counts = Counter(
+        (role_of(generation, child), child.state.display_name)
+        for generation in generations
+        for child in generation.processes.alive()
+    )
+    items = sorted(counts.items())[: limits.MAX_PROCESS_COUNTS]
+    return tuple(ProcessCount(role, state, count) for (role, state), count in items)
+
+
+def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
+    """Return what a process is for: a worker that takes no requests yet is a spare."""
+    is_spare = (
+        child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.processes.serving
+    )
+    return "spare" if is_spare else child.role.value
+
+
+def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> ModelMetrics:
+    """Return the metrics of a model for a tenant that sees its own requests alone."""
+    return ModelMetrics(
+        name=model.name,
+        engine=model.config.engine,
+        state=model.state.display_name,
+        ready=ready,
+        generation=0,
+        sha256="",
+        queued=queued,
+        running=0,
+        processes=(),
+        executions=0,
+        unexpected_exits=0,
+        restarts=0,
+        selftest_failures=0,
+        batch_mismatches=0,
+        quarantined=0,
+        request_seconds=_EMPTY_HISTOGRAM,
+        queue_seconds=_EMPTY_HISTOGRAM,
+        compute_seconds=_EMPTY_HISTOGRAM,
+        batch_rows=_EMPTY_HISTOGRAM,
+    )
+
+
+def tenant_model_status(
+    model: ServedModel, tenant: Tenant, usage_table: UsageTable, queued: QueuedCounts
+) -> ModelStatus:
+    """Return the status of a model for a tenant that sees its own requests alone."""
+    usage = usage_table.usage_of(tenant.name, model.name)
+    return ModelStatus(
+        name=model.name,
+        engine=model.config.engine,
+        path="",
+        state=model.state.display_name,
+        queued=queued.get((tenant.name, model.name), 0),
+        served=usage.served,
+        failed=usage.refused_total,
+        generations=(),
+    )
+
+
+def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
+    """Return how many requests wait, by tenant and model."""
+    queued: dict[tuple[str, str], int] = {}
+    for model in models:
+        for tenant, count in model.dispatcher.queued_by_tenant.items():
+            queued[tenant.name, model.name] = count
+    return queued
