@@ -263,6 +263,25 @@ def test_beyond_the_seats_a_call_is_refused_at_once() -> None:
         infer(SMALL, timeout=LIMIT_S)
 
 
+def test_a_call_beyond_those_of_its_connection_waits_and_other_connections_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front, "MAX_CALLS_PER_CONNECTION", 1)
+    own = ("grpc.use_local_subchannel_pool", 1)
+    with served() as server, connected(server.target, own) as full, connected(server.target, own) as other:
+        held = server.service.model = Held()
+        infer = full.unary_unary(METHOD("ModelInfer"))
+        first, second = infer.future(SMALL, timeout=LIMIT_S), infer.future(SMALL, timeout=LIMIT_S)
+        until(lambda: held.running, "a request under way")
+        assert code_of(partial(infer, SMALL, timeout=0.2)) == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (held.running, held.cancelled, server.service.admission.in_flight) == (1, 0, 1)
+        assert other.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+        server.call(lambda: _set(held.go))
+        assert first.result(LIMIT_S) == second.result(LIMIT_S)
+        until(lambda: not server.service.admission.in_flight, "no request under way")
+        assert not server.service.admission.reserved_bytes
+
+
 async def _set(event: asyncio.Event) -> None:
     event.set()
 
@@ -413,6 +432,19 @@ def test_a_long_message_to_a_method_of_short_ones_is_refused_before_it_has_come(
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         # The rest of the message is no burden to other calls.
         assert channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+
+
+def test_two_calls_that_fill_their_connection_are_both_refused_and_other_connections_answer() -> None:
+    own = ("grpc.use_local_subchannel_pool", 1)
+    with served(tcp=True) as server, connected(server.target, own) as full, connected(server.target, own) as other:
+        ask = full.stream_unary(METHOD("TraceSetting"))
+        both = [ask.future(iter([bytes(16 * 2**20)]), timeout=LIMIT_S) for _ in range(2)]
+        assert other.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+        for each in both:
+            assert code_of(partial(each.result, LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert full.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
+        until(lambda: not server.service.admission.in_flight, "no call under way")
+        assert not server.service.admission.reserved_bytes
 
 
 def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who_have_one(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from unittest import mock
 from weakref import WeakKeyDictionary
 
 import pytest
 
 from weightd_common.peers import Peer
-from weightd_gateway.http.connection import SWEEP_S, ConnectionParts, ConnectionPhase, HttpConnection, HttpConnections
+from weightd_gateway.http.connection import (
+    RECEIVE_BYTES,
+    SWEEP_S,
+    ConnectionParts,
+    ConnectionPhase,
+    HttpConnection,
+    HttpConnections,
+)
+from weightd_gateway.http.messages import CONNECTION, Message, Receive, Scope, Send
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 
@@ -160,3 +170,53 @@ def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
     last = world.comes(A)
     assert gone(last)
     assert not gone(quiet)
+
+
+def receive(connection: HttpConnection, sent: bytes) -> None:
+    """Hand over bytes as the event loop does, which closes a connection whose buffer is empty."""
+    while sent:
+        buffer = connection.get_buffer(-1)
+        assert len(buffer)
+        size = min(len(buffer), len(sent))
+        buffer[:size] = sent[:size]
+        connection.buffer_updated(size)
+        sent = sent[size:]
+
+
+def run_now(key: str, work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.mark.parametrize("sizes", [(8,), (3, 5), (0, 8, 0)], ids=str)
+@pytest.mark.parametrize("ahead", [0, 3, 8])
+def test_the_buffer_is_never_empty(sizes: tuple[int, ...], ahead: int) -> None:
+    """A body ends where the next request follows at once, before the application has run."""
+    bodies: list[bytes] = []
+
+    async def app(scope: Scope, take: Receive, send: Send) -> None:
+        parts = [memoryview(bytearray(size)) for size in sizes]
+        for part in parts:
+            await scope["extensions"][CONNECTION].receive_into(part)
+        bodies.append(b"".join(parts))
+        start: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(start)
+        await send({"type": "http.response.body"})
+
+    async def story() -> None:
+        runner = mock.Mock()
+        runner.run = runner.pipelined.run = run_now
+        crowd = HttpConnections(1, LIMITS, lambda: 0.0)
+        connection = HttpConnection(ConnectionParts(app, crowd, runner, memoryview(bytearray(RECEIVE_BYTES))), A)
+        transport = mock.Mock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
+        connection.connection_made(transport)
+        head = b"PUT / HTTP/1.1\r\nContent-Length: 8\r\n\r\n"
+        receive(connection, head + b"12345678"[:ahead])
+        await asyncio.sleep(0)
+        receive(connection, b"12345678"[ahead:] + head + b"abcdefgh")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert bodies == [b"12345678", b"abcdefgh"]
+        assert (connection.phase, bytes(connection.unparsed)) == (ConnectionPhase.IDLE, b"")
+        transport.abort.assert_not_called()
+
+    asyncio.run(story())
