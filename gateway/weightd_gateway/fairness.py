@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Generic, TypeVar
 
+from weightd_common.round_robin import RoundRobinQueue
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
 from weightd_protocol.errors import ResourceExhausted
@@ -228,21 +229,18 @@ class PipelinedStarter:
     def __init__(self, call_soon: Callable[[Work], object]) -> None:
         self._call_soon = call_soon
         self._passes_left = 0
-        self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
+        self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def run(self, key: str, begin: Work) -> None:
         """Begin a request of a peer now, or when it is the turn of the peer."""
-        self._waiting.setdefault(key, deque()).append(begin)
+        self._waiting.put(key, begin)
         if not self._passes_left:
             self._begin_next()
 
     def _begin_next(self) -> None:
         if not self._waiting:
             return
-        key, queue = self._waiting.popitem(last=False)
-        begin = queue.popleft()
-        if queue:
-            self._waiting[key] = queue
+        begin = self._waiting.take()
         self._passes_left = PIPELINE_PASSES
         self._call_soon(self._on_pass)
         begin()
@@ -272,12 +270,12 @@ class FairRunner:
         self._clock = clock
         self._time_left_s = SLICE_S
         self._is_scheduled = False
-        self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
+        self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def run(self, key: str, work: Work) -> None:
         """Run a piece of work of a peer now, or when it is the turn of the peer."""
         if self._waiting or self._time_left_s <= 0.0:
-            self._waiting.setdefault(key, deque()).append(work)
+            self._waiting.put(key, work)
         else:
             self._run_timed(work)
         if not self._is_scheduled:
@@ -289,11 +287,7 @@ class FairRunner:
         self._time_left_s = SLICE_S
         try:
             while self._waiting and self._time_left_s > 0.0:
-                key, queue = self._waiting.popitem(last=False)
-                work = queue.popleft()
-                if queue:
-                    self._waiting[key] = queue
-                self._run_timed(work)
+                self._run_timed(self._waiting.take())
         finally:
             if self._waiting and not self._is_scheduled:
                 self._is_scheduled = True

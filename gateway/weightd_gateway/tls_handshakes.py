@@ -10,13 +10,13 @@ import logging
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import cast
 
 from weightd_common.peers import Peer
 from weightd_common.rate_limits import RateLimitedLog
+from weightd_common.round_robin import RoundRobinQueue
 from weightd_gateway.fairness import FairLimit, FairShareQueue
 
 _log = logging.getLogger("weightd.gateway")
@@ -87,31 +87,23 @@ class HandshakeLimiter:
 
     def __init__(self, limit: int) -> None:
         self._limit = FairLimit(limit)
-        self._waiting: dict[str | None, deque[Work]] = {}
+        self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def take(self, key: str | None, begin: Work) -> None:
         """Call a function when there is a place: now, or within `release` for another one."""
         if key not in self._waiting and self._limit.take(key):
             begin()
         else:
-            self._waiting.setdefault(key, deque()).append(begin)
+            self._waiting.put(key, begin)
 
     def release(self, key: str | None, begin: Work) -> None:
         """Free the place of a user, or have it wait no more."""
-        if begin in self._waiting.get(key, ()):
-            self._waiting[key].remove(begin)
-            if not self._waiting[key]:
-                del self._waiting[key]
+        if self._waiting.remove(key, begin):
             return
         self._limit.release(key)
-        for each in [*self._waiting]:
+        for each in self._waiting:
             if self._limit.take(each):
-                # The peer's next turn comes after those of all others.
-                queue = self._waiting.pop(each)
-                following = queue.popleft()
-                if queue:
-                    self._waiting[each] = queue
-                following()
+                self._waiting.take_of(each)()
 
 
 class Handshakes:

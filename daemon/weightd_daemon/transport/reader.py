@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightd_common import memfd
+from weightd_common.round_robin import RoundRobinQueue
 from weightd_daemon.config.tenants import MIN_WEIGHT, TenantConfig
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
@@ -231,8 +232,8 @@ class TenantReadQueue:
 
     def __init__(self) -> None:
         self._clock = FairClock()
-        # The connections of each user of each tenant. Of users and of connections the next one is first.
-        self._queues: dict[Tenant, dict[str, dict[ClientConnection, None]]] = {}
+        # The connections of each tenant, by user.
+        self._queues: dict[Tenant, RoundRobinQueue[ClientConnection]] = {}
         # Where each connection waits. A reload may change its tenant or user meanwhile.
         self._positions: dict[ClientConnection, tuple[Tenant, str]] = {}
         self._last_sender: tuple[Tenant, str] | None = None
@@ -260,9 +261,9 @@ class TenantReadQueue:
         tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal
         queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._queues[tenant] = {}
+            queue = self._queues[tenant] = RoundRobinQueue()
             self._clock.add_active(tenant)
-        queue.setdefault(user, {})[connection] = None
+        queue.put(user, connection)
         self._positions[connection] = tenant, user
 
     def __bool__(self) -> bool:
@@ -271,13 +272,8 @@ class TenantReadQueue:
     def take(self) -> tuple[Tenant, ClientConnection]:
         """Return whose turn it is, and take it out; it may wait again, behind the others of its user."""
         tenant = min(self._queues, key=self._clock.sort_key)
-        queue = self._queues[tenant]
-        user = next(iter(queue))
-        connections = queue.pop(user)
-        connection = next(iter(connections))
-        del connections[connection], self._positions[connection]
-        if connections:
-            queue[user] = connections
+        connection = self._queues[tenant].take()
+        del self._positions[connection]
         return tenant, connection
 
     def on_served(self, tenant: Tenant, seconds: float) -> None:
@@ -295,9 +291,7 @@ class TenantReadQueue:
             return
         tenant, user = self._positions.pop(connection)
         queue = self._queues[tenant]
-        del queue[user][connection]
-        if not queue[user]:
-            del queue[user]
+        queue.remove(user, connection)
         if not queue:
             del self._queues[tenant]
             self._clock.remove_active(tenant)

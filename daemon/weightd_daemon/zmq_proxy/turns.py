@@ -9,50 +9,18 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from weightd_common.round_robin import RoundRobinQueue
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.zmq_proxy.client import ClientSocket
-
-T = TypeVar("T")
 
 # In one turn of the loop so many reads are done at once; what is ready beyond that waits for its turn.
 _MAX_READS_PER_TURN = 2
 
 # Reads of waiting clients go on for so long before the loop looks at everything else.
 _TIME_SLICE_S = 2e-4
-
-
-class FairQueue(Generic[T]):
-    """What waits for its turn, by its user: however much of one user waits, others wait for one piece of it."""
-
-    def __init__(self) -> None:
-        self._items_by_user: dict[str, dict[T, None]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._items_by_user)
-
-    def put(self, user: str, item: T) -> None:
-        """Let something of a user wait behind all other of this user."""
-        self._items_by_user.setdefault(user, {})[item] = None
-
-    def take(self) -> T:
-        """Return what is next, and let its user be the last one."""
-        user = next(iter(self._items_by_user))
-        user_items = self._items_by_user.pop(user)
-        item = next(iter(user_items))
-        del user_items[item]
-        if user_items:
-            self._items_by_user[user] = user_items
-        return item
-
-    def remove(self, user: str, item: T) -> None:
-        """Let something wait no more, if it does."""
-        user_items = self._items_by_user.get(user, {})
-        user_items.pop(item, None)
-        if not user_items:
-            self._items_by_user.pop(user, None)
 
 
 class ReadTurns:
@@ -66,7 +34,7 @@ class ReadTurns:
     def __init__(self, loop: EventLoop, on_peer_closed: Callable[[ClientSocket], object]) -> None:
         self._loop = loop
         self._on_peer_closed = on_peer_closed
-        self._queue: FairQueue[ClientSocket] = FairQueue()
+        self._queue: RoundRobinQueue[ClientSocket] = RoundRobinQueue()
         self._reads_this_turn = 0
 
     def on_readable(self, side: ClientSocket) -> None:
@@ -147,7 +115,7 @@ class CryptoThread:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._tasks: FairQueue[_Task] = FairQueue()
+        self._tasks: RoundRobinQueue[_Task] = RoundRobinQueue()
         self._results: deque[tuple[Callable[[Any], object], Any]] = deque()
         self._tasks_changed = threading.Condition()
 
