@@ -18,11 +18,9 @@ import pytest
 from ascendsim import Host, environment, models
 from testkit import mindir, surroundings
 from testkit.waiting import until
-from weightd_daemon.doctor import host as checks
-from weightd_daemon.doctor import ranks as rank_checks
+from weightd_daemon.doctor import checks, ranks
 from weightd_daemon.doctor.findings import PROCESS_EXITS
-from weightd_daemon.doctor.selftest import checks as selftest_checks
-from weightd_daemon.doctor.selftest.checks import ATTACH, BUILD, HOLDER_EXIT, MEMORY
+from weightd_daemon.doctor.selftest.sharing import ATTACH, BUILD, CHECK_NAMES, HOLDER_EXIT, MEMORY
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import RankDevice
 
@@ -96,7 +94,7 @@ def directories() -> set[Path]:
 
 def not_reached(done: Done, *but: str) -> None:
     """Every step of the self-test but these was not reached."""
-    steps = set(selftest_checks.CHECK_NAMES) - set(but)
+    steps = set(CHECK_NAMES) - set(but)
     assert {name for name in steps if done.text(name).startswith("not testable: not reached")} == steps
 
 
@@ -106,7 +104,7 @@ def test_a_healthy_host_passes_everything_and_nothing_is_left(
     before = directories()
     done = doctor(variables, "--model", model, "--limit", LIMIT_S)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
-    assert set(selftest_checks.CHECK_NAMES) <= done.those("pass")
+    assert set(CHECK_NAMES) <= done.those("pass")
     assert "container" in done.text("current_pid")
     assert re.search("pass: 0 of (63|32) on ascend:0", done.text("processes"))  # fewer in a virtual machine
     assert "one with a copy of its own takes 218 MiB" in done.text(MEMORY)
@@ -177,10 +175,10 @@ def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Ca
     done = doctor(two, "--ranks", "--rank-table", table)
     assert done.status == 0, done
     # Where this machine has no /etc/hccn.conf, no addresses are known.
-    assert {*rank_checks.CHECK_NAMES} - done.those("pass") <= {rank_checks.ADDRESSES}
-    assert done.text(rank_checks.TABLE) == f"pass: {table}: 2 ranks on localhost -> "
+    assert {*ranks.CHECKS} - done.those("pass") <= {"device addresses"}
+    assert done.text(ranks.TABLE) == f"pass: {table}: 2 ranks on localhost -> "
     done = doctor({**two, "ASCEND_RT_VISIBLE_DEVICES": "1"}, "--ranks", "ascend:0,ascend:1", "--rank-table", table)
-    assert (done.status, done.those("fail")) == (1, {rank_checks.CARDS, rank_checks.TABLE})
+    assert (done.status, done.those("fail")) == (1, {"cards of ranks", ranks.TABLE})
 
 
 def test_it_says_how_the_daemon_learns_of_exits() -> None:
@@ -200,9 +198,7 @@ def test_no_ascend_at_all(python: str) -> None:
     assert (done.status, done.those("pass")) == ((69, {"interpreter", PROCESS_EXITS}) if good else (1, {PROCESS_EXITS}))
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
     assert "no Ascend driver or library is here" in done.text("ascend")
-    assert len(done.those("not testable")) == 1 + len(checks.CHECK_NAMES) + len(rank_checks.CHECK_NAMES) + len(
-        selftest_checks.CHECK_NAMES
-    )
+    assert len(done.those("not testable")) == 1 + len(checks.CHECKS) + len(ranks.CHECKS) + len(CHECK_NAMES)
     not_reached(done)
 
 

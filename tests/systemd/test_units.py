@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from weightd_daemon.doctor.access import read_unit
+from weightd_daemon.doctor.service import read_unit
 
 from . import units
 from .manager import Manager

@@ -1,12 +1,12 @@
-"""Findings of the checks, as text for people and as JSON for programs."""
+"""What the checks have found, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
 import enum
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from weightd_protocol.version import VERSION
 
@@ -36,66 +36,68 @@ class CheckResult(enum.Enum):
     NOT_TESTABLE = "not testable"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
+class Verdict(NamedTuple):
+    """What a check says.
 
     Attributes:
-        name: of the check; it does not change between releases.
         result: how it ended.
         detail: what there is, in figures where there are any.
-        advice: what to do; empty for what has passed, and for what another finding's advice settles too.
+        advice: what to do; empty for what has passed, and for what another check's advice settles too.
     """
 
-    name: str
     result: CheckResult
     detail: str
     advice: str = ""
 
 
-def passed(name: str, detail: str) -> Finding:
+Findings = Mapping[str, Verdict]
+"""The verdicts, by the names of the checks, which do not change between releases."""
+
+
+def passed(detail: str) -> Verdict:
     """Nothing is to be done."""
-    return Finding(name, CheckResult.PASS, detail)
+    return Verdict(CheckResult.PASS, detail)
 
 
-def failed(name: str, detail: str, advice: str) -> Finding:
+def failed(detail: str, advice: str) -> Verdict:
     """Weights cannot be shared, or not fully, until something is done."""
-    return Finding(name, CheckResult.FAIL, detail, advice)
+    return Verdict(CheckResult.FAIL, detail, advice)
 
 
-def untestable(name: str, detail: str, advice: str = "") -> Finding:
-    """It may be well or not; there is no advice where another finding has it."""
-    return Finding(name, CheckResult.NOT_TESTABLE, detail, advice)
+def untestable(detail: str, advice: str = "") -> Verdict:
+    """It may be well or not; there is no advice where another check has it."""
+    return Verdict(CheckResult.NOT_TESTABLE, detail, advice)
 
 
-def exit_status(findings: Iterable[Finding]) -> int:
+def exit_status(findings: Findings) -> int:
     """Return 1 if a check has failed, 69 if there was nothing of Ascend to test, else 0."""
-    verdicts = {finding.name: finding.result for finding in findings}
-    if CheckResult.FAIL in verdicts.values():
+    if any(each.result is CheckResult.FAIL for each in findings.values()):
         return EXIT_FAILED
-    tested = any(verdict is CheckResult.PASS for name, verdict in verdicts.items() if name not in _HOST_INDEPENDENT)
-    return EXIT_PASSED if tested else EXIT_NOTHING_TESTABLE
+    passed_names = {name for name, each in findings.items() if each.result is CheckResult.PASS}
+    return EXIT_PASSED if passed_names.difference(_HOST_INDEPENDENT) else EXIT_NOTHING_TESTABLE
 
 
-def render_table(findings: Sequence[Finding]) -> str:
-    """Return a line for each finding, with its advice below it, and a line that counts them."""
-    verdict_width = max(len(each.value) for each in CheckResult)
-    name_width = max((len(each.name) for each in findings), default=0)
-    margin = " " * (verdict_width + name_width + 2 * len(_COLUMN_GAP))
+def render_table(findings: Findings) -> str:
+    """Return a line for each check, with its advice below it, and a line that counts them."""
+    result_width = max(len(each.value) for each in CheckResult)
+    name_width = max(map(len, findings), default=0)
+    margin = " " * (result_width + name_width + 2 * len(_COLUMN_GAP))
     lines: list[str] = []
-    for each in findings:
-        head = f"{each.result.value:{verdict_width}}{_COLUMN_GAP}{each.name:{name_width}}{_COLUMN_GAP}"
+    for name, each in findings.items():
+        head = f"{each.result.value:{result_width}}{_COLUMN_GAP}{name:{name_width}}{_COLUMN_GAP}"
         lines += _wrap(each.detail, head, margin)
         if each.advice:
             lines += _wrap(each.advice, f"{margin}-> ", f"{margin}   ")
-    return "\n".join([*lines, _format_counts(findings)]) + "\n"
+    results = [each.result for each in findings.values()]
+    counts = ", ".join(f"{results.count(result)} {result.value}" for result in CheckResult)
+    return "\n".join([*lines, counts]) + "\n"
 
 
-def render_json(findings: Sequence[Finding]) -> str:
+def render_json(findings: Findings) -> str:
     """Return one object: version, exit status and findings, in their order."""
     rows = [
-        {"name": each.name, "result": each.result.value, "detail": each.detail, "advice": each.advice}
-        for each in findings
+        {"name": name, "result": each.result.value, "detail": each.detail, "advice": each.advice}
+        for name, each in findings.items()
     ]
     return json.dumps({"weightd": VERSION, "exit_status": exit_status(findings), "findings": rows}, indent=2) + "\n"
 
@@ -109,8 +111,3 @@ def _wrap(text: str, first: str, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [first.rstrip()]
-
-
-def _format_counts(findings: Sequence[Finding]) -> str:
-    verdicts = [each.result for each in findings]
-    return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in CheckResult)

@@ -14,6 +14,9 @@ from weightd_daemon.platform.exit_cause import describe_status
 
 _LOG_TAIL_LINES = 4
 
+# Imports from a cold disk, and a driver that takes its time to begin.
+_MAX_TIMEOUT_S = 120.0
+
 
 @dataclass(frozen=True)
 class InterpreterReport:
@@ -50,15 +53,10 @@ class InterpreterReport:
         )
 
 
-def run_report(
-    python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None
-) -> InterpreterReport:
-    """Start the interpreter and wait for its report, at most `timeout_s` seconds; `environment`: None for the own.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+def run_report(python: str, device: int, limit_s: float, environment: Mapping[str, str]) -> InterpreterReport:
+    """Start the interpreter and wait for its report, at most `limit_s` seconds."""
     argv = [python, "-m", "weightd_worker.report", "--device", str(device), "--parent", str(os.getpid())]
+    timeout_s = min(limit_s, _MAX_TIMEOUT_S)
     with tempfile.TemporaryFile() as log:
         exit_description = ""
         try:
@@ -78,6 +76,8 @@ def run_report(
         except subprocess.TimeoutExpired as error:
             output = error.stdout or b""
             exit_description = f"was killed: it did not answer within {timeout_s:g} s"
+        except OSError as error:
+            return InterpreterReport(exit_description=f"cannot be run: {error.strerror}")
         log.seek(0)
         return parse_report(output.decode("utf-8", "replace"), exit_description, log.read().decode("utf-8", "replace"))
 

@@ -11,10 +11,9 @@ import pytest
 
 from weightd_common import toml_schema as config_tables
 from weightd_daemon.config import load as config
-from weightd_daemon.doctor import host as checks
-from weightd_daemon.doctor import ranks as rank_checks
-from weightd_daemon.doctor.findings import INTERPRETER, PROCESS_EXITS
-from weightd_daemon.doctor.selftest import checks as selftest_checks
+from weightd_daemon.doctor import checks, ranks
+from weightd_daemon.doctor.findings import PROCESS_EXITS
+from weightd_daemon.doctor.selftest import sharing
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.platform.memory import MIB
@@ -60,14 +59,7 @@ def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
     section = TEXT.partition("## Trouble-shooting")[2].partition("\n## ")[0]
     cells = [row.split("|")[2] for row in section.splitlines() if row.startswith("|")]
     named = {name.strip() for cell in cells for name in cell.split(",")}
-    names = {
-        INTERPRETER,
-        PROCESS_EXITS,
-        *checks.CHECK_NAMES,
-        *selftest_checks.CHECK_NAMES,
-        *rank_checks.CHECK_NAMES,
-        "clean-up",
-    }
+    names = {*checks.INDEPENDENT_CHECKS, *checks.CHECKS, *ranks.CHECKS, *sharing.CHECK_NAMES, "clean-up"}
     assert names - named == {"mindspore_lite", "driver", PROCESS_EXITS}
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from weightd_daemon.doctor.findings import (
     PROCESS_EXITS,
-    CheckResult,
-    Finding,
+    Findings,
     exit_status,
     failed,
     passed,
@@ -17,30 +16,30 @@ from weightd_daemon.doctor.findings import (
 )
 from weightd_protocol.version import VERSION
 
-GOOD = passed("interpreter", "python3: Python 3.11")
-DRIVER = passed("driver", "24.1")
-BAD = failed("current_pid", "empty", "source set_env.sh")
-OPEN = untestable("processes", "unknown", "npu-smi info")
+GOOD = {"interpreter": passed("python3: Python 3.11")}
+DRIVER = {"driver": passed("24.1")}
+BAD = {"current_pid": failed("empty", "source set_env.sh")}
+OPEN = {"processes": untestable("unknown", "npu-smi info")}
 
 
 @pytest.mark.parametrize(
     ("findings", "status"),
     [
-        ([GOOD, DRIVER], 0),
-        ([GOOD, DRIVER, OPEN], 0),
-        ([GOOD, DRIVER, BAD], 1),
-        ([BAD], 1),
-        ([GOOD, passed(PROCESS_EXITS, "pidfds"), OPEN], 69),  # these are nothing of Ascend
-        ([GOOD], 69),
-        ([], 69),
+        ({**GOOD, **DRIVER}, 0),
+        ({**GOOD, **DRIVER, **OPEN}, 0),
+        ({**GOOD, **DRIVER, **BAD}, 1),
+        (BAD, 1),
+        ({**GOOD, PROCESS_EXITS: passed("pidfds"), **OPEN}, 69),  # these are nothing of Ascend
+        (GOOD, 69),
+        ({}, 69),
     ],
 )
-def test_the_exit_status(findings: list[Finding], status: int) -> None:
+def test_the_exit_status(findings: Findings, status: int) -> None:
     assert exit_status(findings) == status
 
 
 def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
-    assert render_table([GOOD, BAD, OPEN]).splitlines() == [
+    assert render_table({**GOOD, **BAD, **OPEN}).splitlines() == [
         "pass          interpreter  python3: Python 3.11",
         "fail          current_pid  empty",
         "                           -> source set_env.sh",
@@ -52,19 +51,19 @@ def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
 
 def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
     path = "/very/long" * 20
-    lines = render_table([failed("driver", f"{'word ' * 40}{path}", "do this " * 30)]).splitlines()
+    lines = render_table({"driver": failed(f"{'word ' * 40}{path}", "do this " * 30)}).splitlines()
     assert all(len(line) <= 120 or path in line for line in lines)
     assert any(line.strip() == path for line in lines)
     assert all(line.startswith(" " * 22) for line in lines[1:-1])
 
 
 def test_nothing_to_tell() -> None:
-    assert render_table([Finding("driver", CheckResult.PASS, "")]).splitlines()[0] == "pass          driver"
-    assert render_table([]) == "0 pass, 0 fail, 0 not testable\n"
+    assert render_table({"driver": passed("")}).splitlines()[0] == "pass          driver"
+    assert render_table({}) == "0 pass, 0 fail, 0 not testable\n"
 
 
 def test_json_has_everything_in_order() -> None:
-    assert json.loads(render_json([GOOD, DRIVER, BAD])) == {
+    assert json.loads(render_json({**GOOD, **DRIVER, **BAD})) == {
         "weightd": VERSION,
         "exit_status": 1,
         "findings": [

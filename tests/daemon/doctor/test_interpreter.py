@@ -52,19 +52,19 @@ def fake(tmp_path: Path) -> Fake:
 
 def test_an_interpreter_that_hangs_is_killed_and_its_step_named(fake: Fake) -> None:
     python = fake("""echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
-    report = interpreter.run_report(python, 0, 0.5)
+    report = interpreter.run_report(python, 0, 0.5, os.environ)
     assert report.error("devices") == "the process was killed: it did not answer within 0.5 s; its log ends: native log"
 
 
 def test_an_interpreter_that_fails_or_is_not_there(fake: Fake) -> None:
-    report = interpreter.run_report(fake("echo No module named weightd >&2; exit 1"), 0, 10)
+    report = interpreter.run_report(fake("echo No module named weightd >&2; exit 1"), 0, 10, os.environ)
     assert (report.steps, report.exit_description, report.log_tail) == (
         {},
         "exited with status 1",
         "No module named weightd",
     )
-    with pytest.raises(OSError, match="No such file"):
-        interpreter.run_report("/nonexistent/python", 0, 10)
+    missing = interpreter.run_report("/nonexistent/python", 0, 10, os.environ)
+    assert missing == InterpreterReport(exit_description="cannot be run: No such file or directory")
 
 
 @pytest.mark.parametrize(

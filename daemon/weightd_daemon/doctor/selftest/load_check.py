@@ -16,7 +16,7 @@ from pathlib import Path
 from weightd_common.devices import is_cpu
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.doctor.selftest import weight_sharing
+from weightd_daemon.doctor.selftest import sharing
 from weightd_daemon.doctor.selftest.processes import ChildError, SelfTestProcesses
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.memory import MIB
@@ -72,7 +72,7 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
         )
         with SelfTestProcesses(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = weight_sharing.load_model(
+                built, attached = sharing.load_model(
                     children, SelfTestSpec.from_config(model.selftest), should_attach=not is_cpu(device)
                 )
             except ChildError as error:

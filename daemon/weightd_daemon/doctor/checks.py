@@ -1,0 +1,333 @@
+"""The checks of a host: each looks at its facts and says what they mean for sharing weights."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Mapping
+
+from weightd_daemon.doctor.findings import (
+    INTERPRETER,
+    PROCESS_EXITS,
+    CheckResult,
+    Verdict,
+    failed,
+    passed,
+    untestable,
+)
+from weightd_daemon.doctor.host import FIRST_VIRTUAL_ID, REQUIRED_NODES, Host
+from weightd_daemon.doctor.selftest.sharing import ATTACH, BUILD, format_mib
+from weightd_daemon.doctor.service import SystemdUnit
+from weightd_daemon.engines.ranktable import MAX_PROCESSES, MAX_PROCESSES_IN_VM
+from weightd_daemon.platform import exit_watch
+from weightd_daemon.platform.memory import MIB
+from weightd_protocol.version import VERSION
+
+Check = Callable[[Host], Verdict]
+
+_CARD_PATTERN = re.compile(r"/dev/v?davinci\d+")
+
+# By CANN's age, the newest first; {machine} as in `uname -m`.
+_CANN_VERSION_FILES = (
+    "usr/local/Ascend/cann/{machine}-linux/ascend_toolkit_install.info",
+    "usr/local/Ascend/ascend-toolkit/latest/{machine}-linux/ascend_toolkit_install.info",
+    "usr/local/Ascend/nnrt/latest/{machine}-linux/ascend_nnrt_install.info",
+    "usr/local/Ascend/nnae/latest/ascend_nnae_install.info",
+    "usr/local/Ascend/latest/version.cfg",
+)
+
+# The first version with weights shared between processes.
+_MIN_LIBRARY_VERSION = (2, 7)
+
+# What published lists name together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
+_CANN_BY_MINDSPORE: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
+
+# What the vendor's documents say of the calls that share, by the beginning of the chip's name.
+_LISTED_CHIPS = ("Ascend910B", "Ascend910_93")
+_CONTRADICTORY_CHIPS: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
+_SOURCE_ONLY_CHIPS = ("Ascend950", "Ascend910_95")
+
+_SOURCE_CANN_ADVICE = "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd"
+_MOUNT_ADVICE = "in a container, mount it from the host"
+_CONTAINER_ADVICE = (
+    "into a container: docker run --device /dev/davinciN "
+    + " ".join(f"--device /dev/{name}" for name in REQUIRED_NODES)
+    + " -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /etc/ascend_install.info:/etc/ascend_install.info:ro"
+    " --group-add GID-OF-THE-NODES; or by the Ascend Docker Runtime: -e ASCEND_VISIBLE_DEVICES=N"
+)
+_DROP_IN_ADVICE = (
+    "install the drop-in weightd.service.d/ascend.conf (docs/operations.md, Cards), and look through it first"
+)
+
+
+def _check_interpreter(host: Host) -> Verdict:
+    """It runs, and has weightd in the version of the daemon."""
+    python, report = host.options.python, host.report
+    if "python" not in report.steps:
+        found = f"{python}: {report.exit_description or 'it reported nothing'}"
+        found += f": {report.log_tail}" if report.log_tail else ""
+        return failed(found, f"{python} -m pip install weightd=={VERSION}; or name another with --python")
+    found = f"{python}: Python {report.value('python', 'version')}"
+    error = report.error("weightd")
+    if error:
+        return failed(f"{found}; weightd cannot run there: {error}", f"{python} -m pip install weightd")
+    version = report.value("weightd", "version")
+    if version != VERSION:
+        found += f" has weightd {version}, the daemon is {VERSION}"
+        return failed(found, f"{python} -m pip install weightd=={VERSION}")
+    return passed(f"{found}, weightd {version}")
+
+
+def _check_process_exits(_: Host) -> Verdict:
+    """By what the daemon learns that one of its processes has exited; either way is as good."""
+    reason = exit_watch.unavailable_reason()
+    way = f"a thread waits for each process, for lack of pidfds: {reason}" if reason else "pidfds"
+    return passed(f"Linux {platform.release()}: {way}")
+
+
+def _check_service(host: Host) -> Verdict:
+    """Whose environment, user and devices are judged, and whether a service gets to the cards at all."""
+    unit = host.unit
+    if isinstance(unit, OSError):
+        found = f"{unit}: this shell's environment and user were judged"
+        return untestable(found, "for a service, on its host: weightd doctor --unit NAME")
+    home = unit.environment.get("ASCEND_HOME_PATH", "not set")
+    found = f"the environment of {unit.name} was judged: user {unit.user or 'root'}, ASCEND_HOME_PATH {home}"
+    if unit.hides_devices:
+        return failed(f"{found}; PrivateDevices=yes hides every card", _DROP_IN_ADVICE)
+    denied_nodes = _denied_nodes(unit)
+    if denied_nodes:
+        return failed(f"{found}; DeviceAllow= lacks {', '.join(denied_nodes)}", _DROP_IN_ADVICE)
+    if unit.unreadable_files:
+        return untestable(f"{found}; {', '.join(unit.unreadable_files)} cannot be read", "run the doctor as root")
+    return passed(found)
+
+
+def _denied_nodes(unit: SystemdUnit) -> list[str]:
+    """The nodes that DeviceAllow= leaves out; what a class of devices ("char-...") contains is not known."""
+    if unit.allowed_devices is None or any(each.startswith("char-") for each in unit.allowed_devices):
+        return []
+    has_card = any(_CARD_PATTERN.fullmatch(each) for each in unit.allowed_devices)
+    needed = [f"/dev/{name}" for name in REQUIRED_NODES]
+    return ["/dev/davinciN"] * (not has_card) + [each for each in needed if each not in unit.allowed_devices]
+
+
+def _check_device_nodes(host: Host) -> Verdict:
+    """The driver's nodes are there, and open to whoever runs weightd."""
+    cards, user = host.cards, host.user
+    if not cards:
+        return untestable("no /dev/davinciN", _CONTAINER_ADVICE)
+    missing = [f"/dev/{name}" for name in REQUIRED_NODES if name not in {each.name for each in host.nodes}]
+    if missing:
+        return failed(f"no {', '.join(missing)}", f"load the driver; {_CONTAINER_ADVICE}")
+    if isinstance(user, OSError):
+        return untestable(f"whether the service may open them is unknown: {user}", "create its user")
+    denied_nodes = [each for each in host.nodes if not each.is_card and not each.is_accessible_to(user)]
+    if not any(each.is_accessible_to(user) for each in cards):
+        denied_nodes = cards + denied_nodes
+    if not denied_nodes:
+        return passed(f"{user.name} may open {cards[0]} and {', '.join(REQUIRED_NODES)}")
+    group = host.install_info.get("usergroup") or denied_nodes[0].group_name
+    advice = (
+        f"put {user.name} into the group: usermod --append --groups {group} {user.name}; for the service,"
+        f" SupplementaryGroups={group} in the drop-in; for a container, --group-add {denied_nodes[0].gid}"
+    )
+    return failed(f"{user.name} may not open {', '.join(map(str, denied_nodes))}", advice)
+
+
+def _check_library(host: Host) -> Verdict:
+    """MindSpore Lite is there, and new enough to share weights."""
+    advice = "install the vendor's wheel of MindSpore Lite 2.7 or later, built for Ascend and for this Python"
+    error = host.report.error("library")
+    if error:
+        return failed(error, advice)
+    version = str(host.report.value("library", "version"))
+    numbers = _parse_version(version)
+    if not numbers:
+        return untestable(f"version {version!r}", "expected numbers as in 2.7.0: see whether it is 2.7 or later")
+    if numbers < _MIN_LIBRARY_VERSION:
+        return failed(f"version {version}; weights can be shared from 2.7 on", advice)
+    return passed(f"version {version}")
+
+
+def _check_driver(host: Host) -> Verdict:
+    """The driver is installed and shows device nodes."""
+    nodes = ", ".join(f"/dev/{each.name}" for each in host.cards) or "no /dev/davinci*"
+    found = f"{nodes}; version {host.driver or 'unknown'}"
+    if not isinstance(host.npus, OSError):
+        found += f"; npu-smi lists {len(host.npus)} devices"
+    if not host.cards:
+        return untestable(found, f"if the next lines see no device: load the driver; {_CONTAINER_ADVICE}")
+    if not host.driver:
+        advice = f"read /usr/local/Ascend/driver/version.info ({_MOUNT_ADVICE}), or run npu-smi info"
+        return untestable(found, advice)
+    return passed(found)
+
+
+def _check_cann(host: Host) -> Verdict:
+    """CANN's version, and whether published lists name it with that of the library."""
+    home, machine = host.environment.get("ASCEND_HOME_PATH", ""), platform.machine()
+    if home and not (host.root / home.lstrip("/")).is_dir():
+        return failed(f"ASCEND_HOME_PATH is {home}, which is not there", _SOURCE_CANN_ADVICE)
+    in_home = [f"{machine}-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"] if home else []
+    cann = host.read_version(
+        [*(f"{home}/{name}" for name in in_home), *(each.format(machine=machine) for each in _CANN_VERSION_FILES)]
+    )
+    home = f"ASCEND_HOME_PATH {home}" if home else "ASCEND_HOME_PATH is not set"
+    if not cann:
+        advice = "look for ascend_toolkit_install.info where CANN is installed; the self-test shows whether it works"
+        return untestable(f"no version file below /usr/local/Ascend; {home}", advice)
+    library = str(host.report.value("library", "version") or "")
+    listed = _CANN_BY_MINDSPORE.get(_parse_version(library)[:3], "")
+    found = f"version {cann}; {home}"
+    if not listed:
+        return passed(f"{found}; not in our list")
+    if cann.upper().startswith(listed):
+        return passed(f"{found}; as published lists name it for {library}")
+    advice = f"the self-test shows whether they work together; listed is CANN {listed}, with the driver of its notes"
+    return untestable(f"{found}; published lists name {listed} for {library}", advice)
+
+
+def _check_libascendcl(host: Host) -> Verdict:
+    """The runtime beneath the library can be loaded."""
+    error = host.report.error("libascendcl")
+    if error:
+        return failed(error, _SOURCE_CANN_ADVICE)
+    return passed(f"loaded; the chip is {host.soc}" if host.soc else "loaded")
+
+
+def _check_chip(host: Host) -> Verdict:
+    """What the vendor says of this kind of card; the self-test has the last word, if it has come to that."""
+    soc, shared = host.soc, host.sharing_result(BUILD)
+    kind = soc or "a chip without a name"
+    test = "weightd doctor --model FILE.mindir tries it"
+    if shared is CheckResult.PASS:
+        return passed(f"{kind}: the self-test could share")
+    if soc.startswith(_LISTED_CHIPS):
+        return passed(f"{kind}: the vendor's documents list it for shared memory")
+    doubt = next((cards for begin, cards in _CONTRADICTORY_CHIPS.items() if soc.startswith(begin)), "")
+    if soc.startswith(_SOURCE_ONLY_CHIPS):
+        return untestable(f"{kind}: listed, and known here from the driver's source only", test)
+    if not doubt:
+        return untestable(f"{kind}: nothing is known here of its kind", test)
+    found = f"{kind}: the vendor's documents contradict each other on whether {doubt} can share memory"
+    if shared is CheckResult.NOT_TESTABLE:
+        return untestable(found, f'{test}; if it cannot, sharing = "auto" or "off"')
+    return failed(f"{found}; here the self-test could not", 'set sharing = "auto" or "off" for models on it')
+
+
+def _check_current_pid(host: Host) -> Verdict:
+    """The library tells the driver's number of a process: without it no process can be put on a whitelist."""
+    error = host.report.error("current_pid")
+    if error:
+        return failed(error, "see the lines above")
+    driver_pid, process_pid = host.report.value("current_pid", "pid"), host.report.value("python", "pid")
+    if not driver_pid:
+        found = "empty: the library cannot reach the driver"
+        return failed(found, f"use a wheel built for Ascend, 2.7 or later; {_SOURCE_CANN_ADVICE}")
+    if driver_pid == process_pid:
+        return passed(f"{driver_pid}, the pid of the process")
+    return passed(
+        f"{driver_pid}, while the process is {process_pid} to itself: a pid namespace (container) lies between"
+    )
+
+
+def _check_devices(host: Host) -> Verdict:
+    """The named device is there."""
+    error = host.report.error("devices")
+    if error:
+        return failed(error, "npu-smi info must list the card; the driver must be loaded, this user allowed to use it")
+    count = int(host.report.value("devices", "count"))
+    found = f"{count} seen; ascend:{host.device} is asked for"
+    if host.device < count:
+        return passed(found)
+    if not count:
+        return failed(found, f"pass the card to this virtual machine; {_CONTAINER_ADVICE}")
+    return failed(
+        found, f"name one of ascend:0 to ascend:{count - 1}; ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices"
+    )
+
+
+def _check_memory(host: Host) -> Verdict:
+    """A process can take a place on the device, and there is memory."""
+    error = host.report.error("memory")
+    if error:
+        advice = f"a device takes {MAX_PROCESSES} processes: see the line processes; npu-smi info shows its health"
+        return failed(f"ascend:{host.device}: {error}", advice)
+    free, total = (int(host.report.value("memory", name)) for name in ("free_bytes", "total_bytes"))
+    found = f"ascend:{host.device}: {format_mib(free)} free of {format_mib(total)}, by all processes of all users"
+    if total == 0:
+        return failed(found, "the device reports no memory: npu-smi info shows its health")
+    if free < MIB:
+        return failed(found, "end what uses it: npu-smi info -t proc-mem -i NPU_ID on the host lists processes")
+    return passed(found)
+
+
+def _check_processes(host: Host) -> Verdict:
+    """There is room for more processes on the device; a virtual machine has fewer places."""
+    count, device = host.count_processes(host.device), host.device
+    limit, hint = MAX_PROCESSES, ""
+    if host.is_virtual_machine:
+        limit = MAX_PROCESSES_IN_VM
+        hint = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
+    if isinstance(count, OSError):
+        return untestable(
+            f"at most {limit} on a device{hint}; how many run now is unknown: {count}",
+            "on the host: npu-smi info -t proc-mem -i NPU_ID (a container may not see the others)",
+        )
+    npu = host.npu(device)
+    where = f" (NPU {npu.npu_id}, chip {npu.chip_id})" if npu else ""
+    found = f"{count} of {limit} on ascend:{device}{where}{hint}"
+    if count >= limit:
+        return failed(found, "end some: a further process fails when it opens the device")
+    return passed(found)
+
+
+def _check_virtual_instance(host: Host) -> Verdict:
+    """The card is no virtual instance: these refuse to share memory between processes."""
+    if host.sharing_result(ATTACH) is CheckResult.PASS:
+        return passed("none, or one that shares: the self-test could import memory")
+    advice = "use a whole card: a virtual instance (vNPU) refuses to import shared memory"
+    if re.search(r"vir\d", host.soc, re.IGNORECASE):
+        return failed(f"the chip calls itself {host.soc}", advice)
+    virtual = ", ".join(f"/dev/{each.name}" for each in host.cards if each.is_virtual)
+    if virtual and all(each.is_virtual for each in host.cards):
+        return failed(f"only {virtual}", advice)
+    test = "weightd doctor --model FILE.mindir tries it; on the host: npu-smi info -t info-vnpu -i NPU_ID -c CHIP_ID"
+    doubt = ""
+    if virtual:
+        doubt = f"some are: {virtual}"
+    elif not host.cards:
+        doubt = "no device nodes to tell it from"
+    elif host.is_virtual_machine:
+        doubt = "in a virtual machine a virtual instance looks like a card"
+    if doubt:
+        return untestable(doubt, test)
+    return passed(
+        f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}" + (f", chip {host.soc}" if host.soc else "")
+    )
+
+
+def _parse_version(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)+", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
+
+
+INDEPENDENT_CHECKS: Mapping[str, Check] = {INTERPRETER: _check_interpreter, PROCESS_EXITS: _check_process_exits}
+"""The checks that can be made without anything of Ascend, in their order."""
+
+CHECKS: Mapping[str, Check] = {
+    "service": _check_service,
+    "device nodes": _check_device_nodes,
+    "mindspore_lite": _check_library,
+    "driver": _check_driver,
+    "cann": _check_cann,
+    "libascendcl": _check_libascendcl,
+    "chip": _check_chip,
+    "current_pid": _check_current_pid,
+    "devices": _check_devices,
+    "device memory": _check_memory,
+    "processes": _check_processes,
+    "virtual instance": _check_virtual_instance,
+}
+"""The checks of a host with cards, in their order."""

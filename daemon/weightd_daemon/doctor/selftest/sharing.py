@@ -1,0 +1,389 @@
+"""The self-test: weights are shared among real workers, and what should be refused is tried.
+
+It drives `python -m weightd_worker` through its own protocol, with the messages that the daemon sends. A program made
+for the test would show what the library can do; this shows what weightd will do with it, its engine, its self-test and
+its reading of the native log included. What the daemon adds (snapshot, restarts, queue) does not touch the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import struct
+from collections.abc import Mapping, Sequence
+
+from weightd_common.modelfiles.files import ModelFileError, model_files
+from weightd_daemon.config import selftest as selftest_config
+from weightd_daemon.doctor.findings import Findings, Verdict, failed, passed, untestable
+from weightd_daemon.doctor.interpreter import InterpreterReport
+from weightd_daemon.doctor.selftest.processes import (
+    ChildError,
+    ChildExited,
+    ChildTimedOut,
+    ProtocolViolation,
+    SelfTestProcesses,
+)
+from weightd_daemon.engines.ranktable import MAX_PROCESSES
+from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
+from weightd_daemon.generations.spec import SelfTestSpec
+from weightd_daemon.platform.memory import MIB
+from weightd_daemon.processes.spec import WorkerProgram
+from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
+from weightd_protocol.messages.worker import (
+    AllowAttach,
+    Attach,
+    AttachAllowed,
+    Attached,
+    Built,
+    Hello,
+    Ping,
+    Pong,
+    Predict,
+    PredictResult,
+)
+from weightd_protocol.messages.worker_common import SelfTestCase
+
+_log = logging.getLogger("weightd.doctor")
+
+HOLDER = "holder"
+WORKER = "worker"
+LATE_WORKER = "late worker"  # listed at the build, attaches after the holder's death
+NEW_WORKER = "new worker"  # starts after the build
+UNLISTED_WORKER = "unlisted worker"  # is never listed
+PRIVATE_WORKER = "private worker"  # takes a copy of its own
+
+BUILD = "sharing: build"
+ATTACH = "sharing: attach"
+ANSWER = "sharing: same answer"
+MEMORY = "sharing: memory once"
+LATER_WORKER = "sharing: later worker"
+UNLISTED = "sharing: unlisted worker"
+HOLDER_EXIT = "sharing: holder exit"
+CHECK_NAMES = (BUILD, ATTACH, ANSWER, MEMORY, LATER_WORKER, UNLISTED, HOLDER_EXIT)
+"""The checks of the self-test, in the order of its steps."""
+
+_SPARES_ADVICE = "weightd then replaces lost workers by spares and new generations: set spares for each device"
+_MODEL_ADVICE = "weightd doctor --model FILE.mindir shares the weights of a model among real processes"
+
+# Of the library's text, when the driver refuses an import.
+_IMPORT_ERROR = "import from shareable handle"
+
+# What the native log says, and what is to be done about it.
+_ADVICE_BY_ERROR = (
+    ("207001", "the device is out of memory: free some, or use a smaller model (see the line device memory)"),
+    ("open device", f"the device takes no further process: it has {MAX_PROCESSES}, or is not there (see processes)"),
+    (_IMPORT_ERROR, "the driver refuses the import: a virtual instance does, and so does one whose list lacks the pid"),
+    (
+        "Set pid to shareable_handle",
+        "the driver cannot list pids: driver and CANN must be of versions that fit together",
+    ),
+    ("207000", "the driver does not know this call: update driver and CANN to versions that fit together"),
+)
+_LOG_ADVICE = "the first error of the native log is the cause; see docs/ascend.md, trouble-shooting"
+_HANG_ADVICE = (
+    "npu-smi info shows the device's health, CANN's own log is in ~/ascend/log; a model that needs longer: --limit"
+)
+_CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascend/log, the kernel's in dmesg"
+
+
+AnswerFrames = tuple[bytes, ...]
+"""The digest of the self-test's, or the outputs of a predict: a frame each."""
+
+
+def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], report: InterpreterReport) -> Findings:
+    """Share the weights of the model of the command line, if it names one that can be read, and judge each step."""
+    if not options.model:
+        return {"sharing": untestable("not tried", _MODEL_ADVICE)}
+    # Whatever else is wrong, the worker's own words for it are worth more than a guess.
+    if report.error("library"):
+        return not_run("the library cannot be imported")
+    try:
+        model_files(options.model)
+    except ModelFileError as error:
+        return not_run(str(error))
+    program = WorkerProgram(
+        options.python,
+        "mindspore_lite",
+        str(options.model.absolute()),
+        f"ascend:{options.device}",
+        sample=selftest_config.inputs_path(options.selftest),
+        tolerance=options.selftest_tolerance,
+        environment=environment,
+    )
+    with SelfTestProcesses(program, options.limit) as children:
+        findings = run_selftest(
+            children, SelfTestSpec.from_config(options.selftest), report.value("memory", "free_bytes")
+        )
+    return {**findings, **_check_survivors(children.survivors)}
+
+
+def not_run(reason: str) -> Findings:
+    """What is to be said of each check when the self-test could not begin."""
+    return dict.fromkeys(CHECK_NAMES, _not_reached(reason))
+
+
+def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec, free_bytes_before: int | None) -> Findings:
+    """Take all steps, as far as one does not need another that has failed; return a verdict on each.
+
+    Args:
+        children: take the steps.
+        selftest: of the model.
+        free_bytes_before: free bytes of the device before it, None if unknown.
+    """
+    try:
+        pids = _start_children(children, HOLDER, WORKER, LATE_WORKER)
+        built = _build_model(children, (pids[WORKER], pids[LATE_WORKER]), selftest)
+    except ChildError as error:
+        return {**not_run("no handle to attach to"), BUILD: _child_failed(error)}
+    if not built.handle:
+        advice = "convert the model for Ascend with one OM node: not encrypted, not for weight updates, not in a group"
+        no_handle = failed(f"the library gave no handle{': ' if built.note else ''}{built.note}", advice)
+        return {**not_run("no handle to attach to"), BUILD: no_handle}
+    findings = {BUILD: passed(f"{format_mib(built.shared_bytes)} exported for {len(pids) - 1} processes")}
+    try:
+        attached = _attach_worker(children, WORKER, built)
+    except ChildError as error:
+        return {**not_run("no worker has attached"), **findings, ATTACH: _child_failed(error)}
+    findings[ATTACH] = passed(f"a second process uses {format_mib(attached.shared_bytes)} of the first one's")
+    findings[ANSWER] = _check_answer(built, attached)
+    findings[MEMORY] = _check_memory(children, built, attached, free_bytes_before)
+    findings[LATER_WORKER] = _check_later_worker(children, built)
+    findings[UNLISTED] = _check_unlisted_worker(children, built)
+    findings[HOLDER_EXIT] = _check_holder_exit(children, built)
+    return findings
+
+
+def load_model(
+    children: SelfTestProcesses, selftest: SelfTestSpec, *, should_attach: bool
+) -> tuple[Built, Attached | None]:
+    """Take the first steps alone.
+
+    Build in a holder and, if `should_attach`, in a worker with what the holder has shared.
+
+    Raises:
+        ChildError: of the step that failed.
+    """
+    pids = _start_children(children, HOLDER, *([WORKER] if should_attach else []))
+    built = _build_model(children, tuple(pids[name] for name in pids if name != HOLDER), selftest)
+    return built, _attach_worker(children, WORKER, built) if should_attach else None
+
+
+def format_mib(size: int) -> str:
+    """Return a size in bytes as people read it."""
+    return f"{size / MIB:,.0f} MiB"
+
+
+def _check_answer(built: Built, attached: Attached) -> Verdict:
+    if not built.selftest_digest:
+        # As `serve` says it.
+        found = f"no self-test: {built.selftest_note}: nothing else shows that a worker computes on the right weights"
+        return failed(found, "name an input with the key selftest, or set sharing to off")
+    if built.selftest_digest != attached.selftest_digest:
+        found = f"holder {built.selftest_digest[:12]}, worker {attached.selftest_digest[:12]}"
+        return failed(found, "do not share this model: the worker computes something else")
+    return passed(f"holder and worker give {built.selftest_digest[:12]}")
+
+
+def _check_memory(
+    children: SelfTestProcesses, built: Built, attached: Attached, free_bytes_before: int | None
+) -> Verdict:
+    """The worker took less than the weights; if not, as for a small model, less than one with a copy of its own."""
+    if built.device is None or attached.device is None:
+        return untestable("the device's memory cannot be read", "compare npu-smi info before and after by hand")
+    worker_bytes = built.device.free_bytes - attached.device.free_bytes
+    before = "unknown" if free_bytes_before is None else format_mib(free_bytes_before)
+    found = (
+        f"free {before} before, {format_mib(built.device.free_bytes)} after the build, "
+        f"{format_mib(attached.device.free_bytes)} after the attach: the worker took {format_mib(worker_bytes)} beside "
+        f"{format_mib(built.shared_bytes)} of weights"
+    )
+    if worker_bytes < built.shared_bytes:
+        return passed(found)
+    advice = "try a model whose weights are larger than what a process takes beside them, on a device that is idle"
+    try:
+        private_copy = _attach_new_worker(children, PRIVATE_WORKER, built, handle="").device
+    except ChildError:
+        private_copy = None
+    if private_copy is None:
+        return untestable(f"{found}; a copy of its own could not be built to compare", advice)
+    private_copy_bytes = attached.device.free_bytes - private_copy.free_bytes
+    found += f"; one with a copy of its own takes {format_mib(private_copy_bytes)}"
+    if private_copy_bytes - worker_bytes >= built.shared_bytes // 2:
+        return passed(found)
+    return failed(found, f"the weights are taken again, or the device is in use by others: {advice}")
+
+
+def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
+    """The list grows by one that started later."""
+    try:
+        pids = _start_children(children, NEW_WORKER)
+        children.send_order(HOLDER, AllowAttach((pids[NEW_WORKER],)))
+        allowed = children.wait_for(HOLDER, AttachAllowed, "put one more pid on the list")[0]
+        if allowed.error:
+            return failed(f"the list of pids cannot grow: {allowed.error}", _SPARES_ADVICE)
+        try:
+            attached = _attach_worker(children, NEW_WORKER, built)
+        except ChildError as error:
+            if _IMPORT_ERROR in str(error):
+                return failed(f"it was put on the list, but not let in: {error}", _SPARES_ADVICE)
+            raise
+    except ChildError as error:
+        return _child_failed(error)
+    finally:
+        children.kill(NEW_WORKER)
+    return _check_same_answer(attached, built, "a process that started after the build could be listed, and attached")
+
+
+def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict:
+    """One that is not on the list is refused."""
+    try:
+        _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle)
+    except (ChildExited, ChildTimedOut) as error:
+        advice = "a process that is not on the list must be refused, and end so: report it with this output"
+        return failed(str(error), advice)
+    except ChildError as error:
+        if _IMPORT_ERROR not in str(error):
+            return untestable(f"it failed for another reason than its pid: {error}", _LOG_ADVICE)
+        return passed(f"refused: {error}")
+    advice = "the list of pids protects nothing here: keep other users' processes off this device"
+    return failed("a process that is not on the list could attach", advice)
+
+
+def _check_holder_exit(children: SelfTestProcesses, built: Built) -> Verdict:
+    """What the worker, and one that attaches later, can do once the holder is gone: this is found out, and told."""
+    try:
+        answer_before = _get_answer(children, built)
+    except ChildError as error:
+        return _child_failed(error)
+    children.kill(HOLDER)
+    try:
+        answer_after = _get_answer(children, built)
+    except ChildError as error:
+        return passed(f'strict: the worker cannot go on, so holder_loss = "strict" ({error})')
+    if answer_after != answer_before:
+        return passed('strict: the worker gave another answer, without an error, so holder_loss = "strict"')
+    counted = 'reference-counted: the worker goes on with the same answer, holder_loss = "frozen" is possible'
+    try:
+        late = _attach_worker(children, LATE_WORKER, built)
+    except ChildError as error:
+        return passed(f"{counted}; one that was on the list could not attach any more ({error})")
+    return _check_same_answer(late, built, f"{counted}; one that was on the list could still attach")
+
+
+def _check_same_answer(attached: Attached, built: Built, found: str) -> Verdict:
+    if attached.selftest_digest == built.selftest_digest:
+        return passed(found)
+    return failed(f"{found}, but gives another answer", "do not share this model: that worker is wrong")
+
+
+def _check_survivors(pids: Sequence[int]) -> Findings:
+    """A process that SIGKILL does not end waits in the driver."""
+    if not pids:
+        return {}
+    found = f"{', '.join(map(str, pids))} did not end after SIGKILL"
+    return {"clean-up": failed(found, "they wait in the driver: npu-smi info shows the device's health; see dmesg")}
+
+
+def _not_reached(reason: str) -> Verdict:
+    return untestable(f"not reached: {reason}")
+
+
+def _child_failed(error: ChildError) -> Verdict:
+    text = str(error)
+    known = (advice for sign, advice in _ADVICE_BY_ERROR if sign in text)
+    other = _LOG_ADVICE
+    if isinstance(error, ChildTimedOut):
+        other = _HANG_ADVICE
+    elif isinstance(error, ChildExited):
+        other = _CRASH_ADVICE
+    return failed(text, next(known, other))
+
+
+def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
+    """Start these; return their numbers in the driver."""
+    for name in names:
+        children.start(name)
+    hellos = {name: children.wait_for(name, Hello, "start")[0] for name in names}
+    if len({hello.sha256 for hello in hellos.values()}) > 1:
+        raise ProtocolViolation("the model file has changed while the self-test read it")
+    return {name: hello.engine_pid for name, hello in hellos.items()}
+
+
+def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
+    """Build; a holder that is lost in its search for a self-test is followed by another one, as in `serve`."""
+    search = SelfTestSearch(selftest)
+    while True:
+        children.send_order(HOLDER, search.build_message(pids))
+        try:
+            return children.wait_for(
+                HOLDER, Built, "build with a list of pids" if pids else "build", search.on_announce_selftest
+            )[0]
+        except ChildError as error:
+            from_outside = isinstance(error, ChildExited) and error.exit_cause.is_external
+            tried = describe_cases(search.current_cases)
+            if not search.on_holder_lost(has_timed_out=isinstance(error, ChildTimedOut), is_external=from_outside):
+                if tried:
+                    raise type(error)(f"{error}; it ran the self-test, {tried}") from None
+                raise
+            _log.info("%s; it ran %s", error, tried)
+        children.kill(HOLDER)
+        _start_children(children, HOLDER)
+
+
+def _attach_worker(children: SelfTestProcesses, name: str, built: Built) -> Attached:
+    children.send_order(name, Attach(built.handle, built.selftest_cases))
+    return children.wait_for(name, Attached, "build with the handle")[0]
+
+
+def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, handle: str) -> Attached:
+    _start_children(children, name)
+    try:
+        children.send_order(name, Attach(handle, built.selftest_cases))
+        return children.wait_for(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
+    finally:
+        # Its place and memory are given back before the next step takes some.
+        children.kill(name)
+
+
+def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
+    """Run the self-test, whose answer counts as the same within the tolerance; or ask what can be made up here."""
+    if built.selftest_digest:
+        children.send_order(WORKER, Ping(run_selftest=True))
+        return (children.wait_for(WORKER, Pong, "run the self-test")[0].selftest_digest.encode(),)
+    specs, frames = make_inputs(built)
+    children.send_order(WORKER, Predict(0, RequestDescription("selftest", specs)), frames)
+    return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, PredictResult, "predict")[1])
+
+
+# --- An input without numpy -------------------------------------------------------------------------------------
+
+# Values that differ, so that weights matter; for integers 0 and 1, indices that every embedding has.
+_FLOAT_VALUES = (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875)
+_FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
+
+
+def make_inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
+    """Return an input of the model, of a shape that it is known to run with."""
+    case = built.selftest_cases[0] if built.selftest_cases else {}
+    specs = tuple(_tensor_spec(each, case) for each in built.inputs)
+    return specs, [_tensor_frame(each.datatype, math.prod(each.shape)) for each in specs]
+
+
+def _tensor_spec(tensor: TensorSignature, case: SelfTestCase) -> TensorSpec:
+    shape = case.get(tensor.name, tuple(1 if dim < 0 else dim for dim in tensor.shape or ()))
+    return TensorSpec(tensor.name, tensor.datatype, shape)
+
+
+def _tensor_frame(datatype: str, count: int) -> bytes:
+    period = _byte_pattern(datatype)
+    size = count * ITEM_BYTES[datatype]
+    return (period * (size // len(period) + 1))[:size]
+
+
+def _byte_pattern(datatype: str) -> bytes:
+    if datatype in _FLOAT_CODES:
+        return struct.pack(f"<{len(_FLOAT_VALUES)}{_FLOAT_CODES[datatype]}", *_FLOAT_VALUES)
+    ones: Sequence[int] = (0, 1, 1)
+    return b"".join(value.to_bytes(ITEM_BYTES[datatype], "little") for value in ones)

@@ -1,0 +1,159 @@
+"""The service that runs weightd: its environment, its user and the devices that it opens, as systemd has them."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import shlex
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_COMMAND_TIMEOUT_S = 20.0
+
+_PROPERTIES = (
+    "LoadState",
+    "Environment",
+    "EnvironmentFiles",
+    "User",
+    "Group",
+    "SupplementaryGroups",
+    "PrivateDevices",
+    "DevicePolicy",
+    "DeviceAllow",
+)
+
+# What a service has before its unit says anything; see systemd.exec(5).
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
+
+_IGNORE_ERRORS_PATTERN = re.compile(r" \(ignore_errors=(yes|no)\)$")
+
+RunCommand = Callable[[list[str]], str]
+"""Runs a command and returns what it prints; raises OSError with the reason if that cannot be had."""
+
+
+@dataclass(frozen=True)
+class SystemdUnit:
+    """A service as `systemctl show` has it.
+
+    Attributes:
+        name: of the unit.
+        environment: of its processes, with that of its files.
+        unreadable_files: files of its environment that could not be read.
+        user: whose its processes are; "" for root.
+        groups: names of groups that it gives them beside the user's own.
+        hides_devices: PrivateDevices=yes.
+        allowed_devices: device nodes that it opens, where it opens no others; None where it opens all.
+    """
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    unreadable_files: tuple[str, ...] = ()
+    user: str = ""
+    groups: tuple[str, ...] = ()
+    hides_devices: bool = False
+    allowed_devices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ServiceUser:
+    """Whose rights count: a user's name, uid and groups."""
+
+    name: str
+    uid: int
+    gids: frozenset[int]
+
+
+def read_unit(name: str, root: Path, run_command: RunCommand) -> SystemdUnit:
+    """Return what systemd says of a unit.
+
+    Raises:
+        OSError: there is no such unit, or no systemd; the text says which.
+    """
+    if not name:
+        raise OSError("no unit was named")
+    text = run_command(["systemctl", "show", f"--property={','.join(_PROPERTIES)}", "--", name])
+    properties: defaultdict[str, list[str]] = defaultdict(list)
+    for line in text.splitlines():
+        key, _, value = line.partition("=")
+        if value:
+            properties[key].append(value)
+    if properties["LoadState"] != ["loaded"]:
+        raise OSError(f"systemd has no unit {name}")
+    assignments = (each.partition("=") for each in shlex.split(" ".join(properties["Environment"])))
+    environment = {"PATH": _DEFAULT_PATH, **{key: value for key, sign, value in assignments if sign}}
+    unreadable_files: list[str] = []
+    for file in (_IGNORE_ERRORS_PATTERN.sub("", each) for each in properties["EnvironmentFiles"]):
+        try:
+            environment.update(_parse_environment_file((root / file.lstrip("/")).read_text("utf-8", "replace")))
+        except OSError:
+            unreadable_files.append(file)
+    restricts_devices = properties["DevicePolicy"] not in ([], ["auto"]) or bool(properties["DeviceAllow"])
+    return SystemdUnit(
+        name,
+        environment,
+        tuple(unreadable_files),
+        "".join(properties["User"]),
+        tuple(" ".join(properties["Group"] + properties["SupplementaryGroups"]).split()),
+        properties["PrivateDevices"] == ["yes"],
+        tuple(each.split()[0] for each in properties["DeviceAllow"]) if restricts_devices else None,
+    )
+
+
+def user_of(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
+    """Return whose rights the unit's processes have, without a unit those of this process.
+
+    An error says which user or group of the unit does not exist here.
+    """
+    if isinstance(unit, OSError):
+        uid = os.geteuid()
+        try:
+            name = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            name = f"uid {uid}"
+        return ServiceUser(name, uid, frozenset([os.getegid(), *os.getgroups()]))
+    try:
+        entry = pwd.getpwnam(unit.user or "root")
+        groups = [int(name) if name.isdigit() else grp.getgrnam(name).gr_gid for name in unit.groups]
+    except KeyError as error:
+        return OSError(f"{unit.name}: {error.args[0]}")
+    return ServiceUser(entry.pw_name, entry.pw_uid, frozenset([*os.getgrouplist(entry.pw_name, entry.pw_gid), *groups]))
+
+
+def _parse_environment_file(text: str) -> Iterator[tuple[str, str]]:
+    """The assignments of an environment file, as far as they are on a line each."""
+    for line in text.splitlines():
+        key, sign, value = line.strip().partition("=")
+        if sign and not key.startswith(("#", ";")):
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            yield key.strip(), value[1:-1] if quoted else value
+
+
+def run_for_output(argv: list[str]) -> str:
+    """Run a command for what it prints.
+
+    Raises:
+        OSError: it cannot be run, fails, or takes too long.
+    """
+    try:
+        result = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise OSError(f"{argv[0]} is not on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{' '.join(argv)} did not end within {_COMMAND_TIMEOUT_S:g} s") from None
+    text = result.stdout.decode("utf-8", "replace")
+    if result.returncode != 0:
+        excerpt = " ".join(text.split())[:200]
+        raise OSError(f"{' '.join(argv)} exited with status {result.returncode}: {excerpt}")
+    return text
