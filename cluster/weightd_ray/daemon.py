@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from weightd_protocol.errors import FailedPrecondition
 from weightd_ray import daemon_supervisor
-from weightd_ray.daemon_config import Table
+from weightd_ray.daemon_supervisor import Table
 
 # An interpreter starts, and what killed replicas have left is removed.
 _START_TIMEOUT_S = 60.0

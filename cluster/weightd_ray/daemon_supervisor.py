@@ -3,6 +3,7 @@
 A replica may be killed at any moment, alone or with the raylet above it, and Ray kills the children of whoever exits.
 So this process is nobody's child, and knows by the end of a pipe that the replica is no more; the daemon is its child,
 and the kernel ends it with this one. What both leave then, the next replica on this host removes (`work_dirs`).
+The daemon has all that it needs in one directory: its configuration, which is written here, its sockets and its cache.
 
 On stdin comes one line, the order in JSON, and then nothing until the end of file: that is the replica's. On stdout go
 lines of JSON, the reports. stderr is the log of both.
@@ -20,14 +21,72 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from weightd_common import process_start
+from weightd_common import endpoints, process_start
 from weightd_common.process_start import die_with_parent
 from weightd_daemon.platform import exit_watch
+from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, WeightdError
-from weightd_ray import daemon_config
 from weightd_ray.work_dirs import WorkDir, work_dir
+
+Table = Mapping[str, Any]
+
+# Of the names that the daemon puts into the directory: "/", the key, ".sock.channel". The longest path of its sockets.
+_MAX_NAME_BYTES = 27
+
+MAX_DIRECTORY_BYTES = limits.MAX_IPC_PATH_BYTES - _MAX_NAME_BYTES
+
+# Who would read an answer has gone when the daemon is told to end: there is nothing to wait for but workers.
+_DRAIN_TIMEOUT_S = 2.0
+
+
+def client_address(directory: Path) -> str:
+    """Return where clients reach the daemon that has this directory."""
+    return f"unix://{endpoints.unix_path(_socket_address(directory))}"
+
+
+def config_text(directory: Path, models: Mapping[str, Table]) -> str:
+    """Return the file of a daemon that has all that it needs in one directory.
+
+    Raises:
+        InvalidArgument: paths of sockets would be too long there.
+    """
+    size = len(str(directory).encode("utf-8", "surrogateescape"))
+    if size > MAX_DIRECTORY_BYTES:
+        raise InvalidArgument(
+            f"directory: sockets in {directory} would have paths that are too long: expected at most "
+            f"{MAX_DIRECTORY_BYTES} bytes, got {size}"
+        )
+    daemon = {
+        "socket": _socket_address(directory),
+        "runtime_dir": str(directory),
+        "cache_dir": str(directory / "cache"),
+        "drain_timeout": _DRAIN_TIMEOUT_S,
+    }
+    return (
+        "\n".join(f"{key} = {_toml_value(value)}" for key, value in {"daemon": daemon, "models": models}.items()) + "\n"
+    )
+
+
+def _socket_address(directory: Path) -> str:
+    return f"ipc://{directory}/d"
+
+
+def _toml_value(value: Any) -> str:
+    """Return a value of TOML as TOML has it: text, numbers, booleans and lists are JSON's, tables are inline ones."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, Any]", value)
+        return f"{{ {', '.join(f'{_toml_string(key)} = {_toml_value(each)}' for key, each in table.items())} }}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml_value(each) for each in cast('list[Any]', value))}]"
+    return _toml_string(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _toml_string(text: str) -> str:
+    # The one character that JSON leaves as it is and TOML does not.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
 
 _ORDER_FD = 0
 _REPORT_FD = 1
@@ -54,7 +113,7 @@ def supervisor_command(base: Path) -> list[str]:
     return [sys.executable, "-m", __name__, str(base)]
 
 
-def encode_order(models: Mapping[str, daemon_config.Table]) -> bytes:
+def encode_order(models: Mapping[str, Table]) -> bytes:
     """Return what a guard is told: the tables of the models."""
     return json.dumps({"models": models}).encode() + b"\n"
 
@@ -139,8 +198,8 @@ def main() -> int:
             models = json.loads(line)["models"]
             with work_dir(Path(sys.argv[1])) as directory:
                 path = directory.path
-                (path / "weightd.toml").write_text(daemon_config.config_text(path, models), "utf-8")
-                _send_report({"address": daemon_config.client_address(path), "pid": os.getpid()})
+                (path / "weightd.toml").write_text(config_text(path, models), "utf-8")
+                _send_report({"address": client_address(path), "pid": os.getpid()})
                 DaemonSupervisor(lambda: _start_daemon(directory), [_ORDER_FD, stop_fd], _send_report).run()
         except WeightdError as error:
             _send_report({"failed": str(error)})

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Dict, List, Optional
 
-from weightctl import events, exit_codes, health, keygen, logs, metadata, metrics, models, reload, update
+from weightctl import exit_codes, journal, keygen, metrics, models, operations
 from weightctl.advise import command as advise
 from weightctl.bench import command as bench
 from weightctl.command import Command, CommandError, DaemonUnreachable
@@ -31,17 +31,17 @@ COMMANDS: Dict[str, Command] = {
     "status": status.COMMAND,
     "top": top.COMMAND,
     "metrics": metrics.COMMAND,
-    "models": models.COMMAND,
-    "metadata": metadata.COMMAND,
-    "health": health.COMMAND,
+    "models": models.MODELS_COMMAND,
+    "metadata": models.METADATA_COMMAND,
+    "health": models.HEALTH_COMMAND,
     "predict": predict.COMMAND,
-    "events": events.COMMAND,
-    "logs": logs.COMMAND,
+    "events": journal.EVENTS_COMMAND,
+    "logs": journal.LOGS_COMMAND,
     "bench": bench.COMMAND,
     "advise": advise.COMMAND,
-    "update": update.COMMAND,
-    "update-weights": update.WEIGHTS_COMMAND,
-    "reload": reload.COMMAND,
+    "update": operations.UPDATE_COMMAND,
+    "update-weights": operations.WEIGHTS_COMMAND,
+    "reload": operations.RELOAD_COMMAND,
     "keygen": keygen.COMMAND,
     "install-units": install.COMMAND,
 }

@@ -8,7 +8,16 @@ from typing import Callable, Generator, NamedTuple
 
 from weightctl import exit_codes
 from weightd.client import Client
-from weightd_protocol.errors import Internal, InvalidArgument, NotFound, PermissionDenied, RequestError, WeightdError
+from weightd_protocol.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    RequestError,
+    Unavailable,
+    WeightdError,
+)
 from weightd_protocol.messages.status import StatusResponse
 
 # Connects, with the address and the timeout of the command line.
@@ -63,6 +72,15 @@ class DaemonUnreachable(CommandError):
         super().__init__(str(reason))
         self.code = reason.code
         self.status = _STATUS_BY_CODE.get(reason.code, exit_codes.UNAVAILABLE)
+
+
+@contextlib.contextmanager
+def must_answer() -> Generator[None, None, None]:
+    """Let a daemon that does not answer be an error of its own, with an exit status of its own."""
+    try:
+        yield
+    except (Unavailable, DeadlineExceeded) as error:
+        raise DaemonUnreachable(error) from None
 
 
 @contextlib.contextmanager

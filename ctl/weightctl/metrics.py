@@ -7,10 +7,9 @@ import json
 from typing import Tuple
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, DaemonUnreachable
+from weightctl.command import Command, Connect, must_answer
 from weightd_common import endpoints
 from weightd_common.exposition import exposition
-from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.schema import plain
 
 _DESCRIPTION = """\
@@ -67,11 +66,8 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         host, port = options.listen
         asyncio.run(exporter.serve(host, port, connect))
         return exit_codes.OK
-    with connect() as client:
-        try:
-            response = client.metrics()
-        except (Unavailable, DeadlineExceeded) as error:
-            raise DaemonUnreachable(error) from None
+    with connect() as client, must_answer():
+        response = client.metrics()
     print(json.dumps(plain(response)) if options.json else exposition(response), end="\n" if options.json else "")
     return exit_codes.OK
 

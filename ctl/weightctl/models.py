@@ -1,20 +1,27 @@
-"""`weightctl models`: what can be asked, and what it takes, in a table."""
+"""`weightctl models`, `metadata` and `health`: what can be asked, how it is asked, and whether it would answer."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, Dict, List, Optional
+import os
+import shlex
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import numpy as np
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, DaemonUnreachable
-from weightctl.text import clean, signature_summary, signatures_json, table
+from weightctl.command import Command, Connect, must_answer
+from weightctl.request_inputs import make_example, specify
+from weightctl.text import clean, signature_lines, signature_summary, signatures_json, table
 from weightd.client import Client
-from weightd_protocol.errors import DeadlineExceeded, RequestError, Unavailable
+from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.status import ModelStatus
+from weightd_protocol.tensors import NUMPY_DTYPE
 
-_DESCRIPTION = """\
+_LIST_DESCRIPTION = """\
 Lists the models: state, engine, and inputs, of those that serve: what others take is not known yet.
 A dimension of -1 is free: each request chooses it.
 
@@ -25,28 +32,23 @@ and outputs as the Open Inference Protocol has them, null where they are not kno
 
 Exit status: 0 good, 69 the daemon cannot be reached."""
 
-_HEADING = ("MODEL", "STATE", "ENGINE", "INPUTS")
+_LIST_HEADING = ("MODEL", "STATE", "ENGINE", "INPUTS")
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """There are none."""
 
 
-def _run(options: argparse.Namespace, connect: Connect) -> int:
+def _list_models(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client:
-        try:
+        with must_answer():
             models = client.status().models
-        except (Unavailable, DeadlineExceeded) as error:
-            raise DaemonUnreachable(error) from None
         metadata_by_name = {each.name: _fetch_metadata(client, each) for each in models}
     if options.json:
-        print(json.dumps({"models": [_as_json(each, metadata_by_name[each.name]) for each in models]}))
+        print(json.dumps({"models": [_model_json(each, metadata_by_name[each.name]) for each in models]}))
     elif models:
-        print(
-            "\n".join(
-                table([_HEADING, *(_row(each, metadata_by_name[each.name]) for each in models)], len(_HEADING), "")
-            )
-        )
+        rows = [_model_row(each, metadata_by_name[each.name]) for each in models]
+        print("\n".join(table([_LIST_HEADING, *rows], len(_LIST_HEADING), "")))
     else:
         print("there is no model")
     return exit_codes.OK
@@ -62,16 +64,156 @@ def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadat
         return None  # it has left since
 
 
-def _row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:
+def _model_row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:
     inputs = "-" if metadata is None else signature_summary(metadata.inputs)
     return [clean(model.name), clean(model.state), clean(model.engine), inputs]
 
 
-def _as_json(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> Dict[str, Any]:
+def _model_json(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> Dict[str, Any]:
     fields = {"name": model.name, "state": model.state, "platform": model.engine}
     if metadata is None:
         return {**fields, "inputs": None, "outputs": None}
     return {**fields, "inputs": signatures_json(metadata.inputs), "outputs": signatures_json(metadata.outputs)}
 
 
-COMMAND = Command("list the models, and what they take", _DESCRIPTION, _add_arguments, _run)
+MODELS_COMMAND = Command("list the models, and what they take", _LIST_DESCRIPTION, _add_nothing, _list_models)
+
+
+_METADATA_DESCRIPTION = """\
+Shows what MODEL takes and gives: names, datatypes, shapes; and how it is asked, in a shell and in
+Python, in lines to copy that run as they are. A dimension of -1 is free: each request chooses it.
+
+This waits while the model loads, for --timeout seconds.
+
+--json prints one object as the Open Inference Protocol has it, {"name", "platform", "inputs",
+"outputs"}, a shape null where any rank will do; "example_shapes" are such that the model is known
+to run on, by input.
+
+Exit status: 0 good, 1 there is no such model, or it does not serve."""
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+
+
+def _show_metadata(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client:
+        metadata = client.metadata(options.model)
+    if options.json:
+        print(json.dumps(_metadata_json(metadata)))
+    else:
+        print("\n".join(_metadata_lines(metadata, options)))
+    return exit_codes.OK
+
+
+def _metadata_lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iterator[str]:
+    yield f"{clean(metadata.name)}: {clean(metadata.platform)}"
+    for what, tensors in (("inputs", metadata.inputs), ("outputs", metadata.outputs)):
+        yield f"  {what}"
+        yield from signature_lines(tensors, "    ")
+    specs = example_inputs(metadata)
+    yield ""
+    yield shell_command(metadata, specs, options)
+    yield ""
+    yield from python_program(metadata.name, specs, options)
+
+
+def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
+    """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
+    known_shapes = make_example(metadata)
+    default_shapes = [
+        (each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes
+    ]
+    return specify(metadata.inputs, default_shapes, example=known_shapes)
+
+
+def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
+    """Return the command that asks the model, wherever it is run: the daemon may be another one's default."""
+    words = ["weightctl", *_connection_options(options), "predict", metadata.name, "--random"]
+    for each, signature in zip(specs, metadata.inputs):
+        if signature.shape is None and not metadata.example:
+            words += ["--shape", f"{each.name}={','.join(map(str, each.shape))}"]
+    return " ".join(map(_quote, words))
+
+
+def _quote(text: str) -> str:
+    """Return a word for a shell; as bash and zsh know it, where it has what could play tricks on a terminal."""
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
+
+
+def _escape(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    return character if character.isprintable() else "".join(f"\\x{byte:02x}" for byte in character.encode())
+
+
+def _connection_options(options: argparse.Namespace) -> List[str]:
+    """The arguments that said which daemon this is, and for whom it is asked."""
+    values = {"--socket": _daemon_address(options), "--key": options.key, "--server-key": options.server_key}
+    values["--tenant"] = options.tenant
+    return [word for option, value in values.items() if value for word in (option, value)]
+
+
+def _daemon_address(options: argparse.Namespace) -> str:
+    """Where the daemon is, "" where it is found there without a word: the variable is not set everywhere."""
+    return options.socket or os.environ.get("WEIGHTD_SOCKET", "")
+
+
+def python_program(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a program that does the same."""
+    arguments = [repr(_daemon_address(options))] if _daemon_address(options) else []
+    named = (("key", options.key), ("server_key", options.server_key), ("tenant", options.tenant))
+    arguments += [f"{name}={value!r}" for name, value in named if value]
+    inputs = ", ".join(f"{each.name!r}: numpy.zeros({each.shape!r}, {_dtype(each)!r})" for each in specs)
+    yield "import numpy"
+    yield "from weightd import Client"
+    yield ""
+    yield f"with Client({', '.join(arguments)}) as client:"
+    yield f"    print(client.infer({model!r}, {{{inputs}}}))"
+
+
+def _dtype(spec: TensorSpec) -> str:
+    return str(np.dtype(NUMPY_DTYPE[spec.datatype]).name)
+
+
+def _metadata_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
+    fields = {"name": metadata.name, "platform": metadata.platform}
+    tensors = {"inputs": signatures_json(metadata.inputs), "outputs": signatures_json(metadata.outputs)}
+    shapes = {each.name: list(shape) for each, shape in zip(metadata.inputs, metadata.example or ())}
+    return {**fields, **tensors, "example_shapes": shapes or None}
+
+
+METADATA_COMMAND = Command(
+    "show what a model takes and gives, and how to ask it", _METADATA_DESCRIPTION, _add_model, _show_metadata
+)
+
+
+_HEALTH_DESCRIPTION = """\
+Tells whether MODEL, or without it every model, is ready: a worker of it has answered a request
+or a ping within the watchdog's period. That its processes exist is not enough.
+
+  weightctl health && echo good
+  weightctl health resnet50
+
+Exit status: 0 ready, 75 not ready, 69 the daemon cannot be reached or does not answer."""
+
+
+def _add_optional_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default="", help="the model's name; without it, all of them"
+    )
+
+
+def _check_health(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client, must_answer():
+        answer = client.ready(options.model)
+    if options.json:
+        print(json.dumps({"model_name": options.model, "ready": answer.ready, "reason": answer.reason}))
+    else:
+        print("ready" if answer.ready else f"not ready: {clean(answer.reason)}")
+    return exit_codes.OK if answer.ready else exit_codes.NOT_YET
+
+
+HEALTH_COMMAND = Command(
+    "tell whether a model, or every one, would answer", _HEALTH_DESCRIPTION, _add_optional_model, _check_health
+)

@@ -9,7 +9,7 @@ import pytest
 
 from weightd_common import toml_schema
 from weightd_protocol.schema import label
-from weightd_ray import daemon_config, model_cache
+from weightd_ray import daemon_supervisor, model_cache
 from weightd_ray.options import Arguments, parse_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def test_each_argument_is_there_and_no_other() -> None:
 
 def test_bounds_are_those_of_the_code() -> None:
     own_bytes = len("/work/") + 8
-    assert f"has at most {daemon_config.MAX_DIRECTORY_BYTES - own_bytes} bytes" in PAGE
+    assert f"has at most {daemon_supervisor.MAX_DIRECTORY_BYTES - own_bytes} bytes" in PAGE
     assert model_cache.MAX_UNUSED == 4
     assert "the last four are kept" in PAGE
 

@@ -14,8 +14,8 @@ import pytest
 
 from weightctl import exit_codes
 from weightctl.cli import main
-from weightctl.install import files, plan
-from weightctl.install.files import FileState
+from weightctl.install import plan
+from weightctl.install.plan import FileState
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTD = Path("/opt/weightd/bin/weightd")
@@ -196,16 +196,16 @@ def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "x.service"
     old_mask = os.umask(0o077)
     try:
-        assert files.compare(path, OURS) is FileState.NEW
-        assert files.install(path, OURS) is FileState.NEW
+        assert plan.compare(path, OURS) is FileState.NEW
+        assert plan.install(path, OURS) is FileState.NEW
     finally:
         os.umask(old_mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
     before = path.stat().st_ino
-    assert files.install(path, OURS) is FileState.UNCHANGED
+    assert plan.install(path, OURS) is FileState.UNCHANGED
     assert path.stat().st_ino == before
-    assert files.install(path, OURS + b"more\n") is FileState.CHANGED
+    assert plan.install(path, OURS + b"more\n") is FileState.CHANGED
     assert path.read_bytes() == OURS + b"more\n"
     assert tree(tmp_path) == ["a/b/x.service"]
 
@@ -220,23 +220,23 @@ def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
     ):
         made()
         before = (path.is_symlink(), path.read_bytes())
-        assert files.install(path, OURS + b"more\n") is FileState.FOREIGN
+        assert plan.install(path, OURS + b"more\n") is FileState.FOREIGN
         assert (path.is_symlink(), path.read_bytes()) == before
         path.unlink()
     path.mkdir()
-    assert files.install(path, OURS) is FileState.FOREIGN
+    assert plan.install(path, OURS) is FileState.FOREIGN
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.service"
-    files.install(path, OURS)
+    plan.install(path, OURS)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(files.InstallError, match=f"^{path}: No space left on device$") as caught:
-        files.install(path, OURS + b"more\n")
+    with pytest.raises(plan.InstallError, match=f"^{path}: No space left on device$") as caught:
+        plan.install(path, OURS + b"more\n")
     assert caught.value.status == exit_codes.CANNOT_WRITE
     assert path.read_bytes() == OURS
     assert tree(tmp_path) == ["x.service"]

@@ -71,7 +71,7 @@ def test_events_are_followed_over_a_restart(
         if len(pauses) > 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("weightctl.events.time.sleep", sleep)
+    monkeypatch.setattr("weightctl.journal.time.sleep", sleep)
     daemon.handle = happened(((OLD,), 0, 0))
     ran = ctl("events", "--follow", "--json")
     assert ran.status == exit_codes.INTERRUPTED

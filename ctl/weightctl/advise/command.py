@@ -8,7 +8,7 @@ import os
 from typing import List, Sequence, Union
 
 from weightctl import exit_codes, request_inputs, target
-from weightctl.advise import recommend, render
+from weightctl.advise import recommend
 from weightctl.advise.measure import (
     AdvisePlan,
     BatchTest,
@@ -144,8 +144,10 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
                 if test_result.note
                 else recommendation._replace(sample=sample_path)
             )
-        show = render.as_json(name, results, recommendation)
-        print(json.dumps(show) if options.json else render.render(name, results, recommendation, source.distinct_rows))
+        show = recommend.as_json(name, results, recommendation)
+        print(
+            json.dumps(show) if options.json else recommend.render(name, results, recommendation, source.distinct_rows)
+        )
     return status
 
 

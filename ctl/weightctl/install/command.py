@@ -11,8 +11,15 @@ from typing import Iterator, List, NamedTuple, Sequence, Tuple
 from weightctl import exit_codes
 from weightctl.command import Command, Connect
 from weightctl.install import plan
-from weightctl.install.files import FileState, InstallError, install_planned, remove_planned
-from weightctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, PlannedFile
+from weightctl.install.plan import (
+    CONFIGURATION,
+    GATEWAY_CONFIGURATION,
+    FileState,
+    InstallError,
+    PlannedFile,
+    install_planned,
+    remove_planned,
+)
 from weightctl.text import clean
 
 _DESCRIPTION = """\

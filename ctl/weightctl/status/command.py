@@ -7,9 +7,8 @@ import dataclasses
 import json
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, DaemonUnreachable, check_model
+from weightctl.command import Command, Connect, check_model, must_answer
 from weightctl.status import render
-from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.status import StatusResponse
 
 _DESCRIPTION = """\
@@ -57,11 +56,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    with connect() as client:
-        try:
-            response = client.status()
-        except (Unavailable, DeadlineExceeded) as error:
-            raise DaemonUnreachable(error) from None
+    with connect() as client, must_answer():
+        response = client.status()
     total = pss_total(response)
     if options.model is not None:
         response = filter_model(response, options.model)

@@ -10,12 +10,11 @@ import time
 from typing import Optional
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, DaemonUnreachable
+from weightctl.command import Command, Connect, must_answer
 from weightctl.top.poller import Poller
 from weightctl.top.screen import HELP, render_text
 from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S
 from weightd_common.dashboard.rows import Overview, to_json_values
-from weightd_protocol.errors import DeadlineExceeded, Unavailable
 
 # Where there is no terminal, nothing is left out for want of room.
 _WIDTH = 200
@@ -75,10 +74,8 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _poll(poller: Poller) -> Overview:
-    try:
+    with must_answer():
         return poller.poll()
-    except (Unavailable, DeadlineExceeded) as error:
-        raise DaemonUnreachable(error) from None
 
 
 def _has_screen() -> bool:

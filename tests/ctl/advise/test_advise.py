@@ -15,8 +15,15 @@ import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
 from weightctl import exit_codes
-from weightctl.advise.recommend import BatchSizeResult, Comparison, Difference, Recommendation, Verdict
-from weightctl.advise.render import config_text, render
+from weightctl.advise.recommend import (
+    BatchSizeResult,
+    Comparison,
+    Difference,
+    Recommendation,
+    Verdict,
+    config_text,
+    render,
+)
 from weightd_protocol.codec import encode
 from weightd_protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
 from weightd_protocol.messages.inference import (

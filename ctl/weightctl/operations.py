@@ -1,4 +1,4 @@
-"""`weightctl update` and `weightctl update-weights`: another model, or other weights, without an interruption."""
+"""`weightctl update`, `update-weights` and `reload`: another model, weights or configuration, uninterrupted."""
 
 from __future__ import annotations
 
@@ -149,7 +149,49 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
     return exit_codes.OK
 
 
-COMMAND = Command("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
+UPDATE_COMMAND = Command("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
 WEIGHTS_COMMAND = Command(
     "load other weights into a model that serves", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
 )
+
+
+_RELOAD = """\
+Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
+load; one that has changed is loaded beside the one that serves and takes over once it serves; one
+that is removed finishes what it has accepted, and leaves; one that has failed is loaded again. A
+file that is wrong changes nothing, and the error says why.
+
+This returns once the file is in force. weightctl status shows how the loading goes: a change that
+fails leaves the model as it was, with the cause beside it.
+
+Only the daemon's own user, root, and tenants that may "operate" every model may do this, over
+the daemon's unix socket: not over ipc:// or tcp://.
+
+Exit status: 0 the file is in force, 1 nothing has changed."""
+
+
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def _reload(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client, explain_denied(client):
+        answer = client.reload()
+    changes = {
+        "added": answer.added,
+        "changed": answer.changed,
+        "removed": answer.removed,
+        "retried": answer.retried,
+    }
+    if options.json:
+        print(json.dumps({what: list(names) for what, names in changes.items()}))
+        return exit_codes.OK
+    for what, names in changes.items():
+        if names:
+            print(f"{what}: {', '.join(map(clean, names))}")
+    if not any(changes.values()):
+        print("no model changes")
+    return exit_codes.OK
+
+
+RELOAD_COMMAND = Command("have the configuration file read again", _RELOAD, _add_nothing, _reload)

@@ -1,4 +1,4 @@
-"""`weightctl events`: what has happened, as the daemon remembers it, and what happens."""
+"""`weightctl events` and `logs`: what has happened, as the daemon remembers it, and what processes have written."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from collections import deque
 from typing import Deque, Iterator, NamedTuple, Optional
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, DaemonUnreachable, check_model
+from weightctl.command import Command, Connect, check_model, explain_denied, must_answer
 from weightctl.text import clean, count, local_time
 from weightd.client import Client
-from weightd_protocol.errors import DeadlineExceeded, Unavailable
-from weightd_protocol.messages.events import Event
+from weightd_protocol import limits
+from weightd_protocol.errors import DeadlineExceeded, NotFound, Unavailable
+from weightd_protocol.messages.events import Event, LogsResponse, LogTail
 
-_DESCRIPTION = """\
+_EVENTS_DESCRIPTION = """\
 Shows what has happened: starts, loads, losses, updates, reloads, refusals; all of it, or what is
 about MODEL. The daemon remembers the last 2,000 events, and 1 MB of them, since it began;
 the journal of systemd has all (journalctl -u weightd).
@@ -44,7 +45,7 @@ _UNITS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _SINCE = re.compile(r"([0-9]{1,9}) ?(s|min|h|d|)")
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_event_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="only what is about this model")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens from now on")
     parser.add_argument(
@@ -85,15 +86,13 @@ class EventBatch(NamedTuple):
     has_events: bool
 
 
-def _run(options: argparse.Namespace, connect: Connect) -> int:
+def _show_events(options: argparse.Namespace, connect: Connect) -> int:
     since = 0.0 if options.since is None else time.time() - options.since
     with connect() as client:
-        try:
+        with must_answer():
             batch = _fetch(client, options.model, 0, since, options.lines)
             if options.model and not batch.has_events:
                 check_model(client.status(), options.model)
-        except (Unavailable, DeadlineExceeded) as error:
-            raise DaemonUnreachable(error) from None
         if options.json and not options.follow:
             print(json.dumps({"events": [dataclasses.asdict(each) for each in batch.events], "missed": batch.missed}))
         else:
@@ -150,4 +149,88 @@ def _event_line(event: Event) -> str:
     return f"{local_time(event.time)} {event.severity:<7} {clean(event.text)}"
 
 
-COMMAND = Command("show what has happened, and what happens", _DESCRIPTION, _add_arguments, _run)
+EVENTS_COMMAND = Command(
+    "show what has happened, and what happens", _EVENTS_DESCRIPTION, _add_event_arguments, _show_events
+)
+
+
+_LOGS_DESCRIPTION = f"""\
+Shows the ends of what the processes of MODEL have written: what the engine says, and tracebacks.
+Those that have ended are among them, as long as their generation is there. Who has written last
+comes last; of more than {limits.MAX_LOGS} the others are counted, and --process names one of them.
+
+  weightctl logs resnet50
+  weightctl logs resnet50 --process resnet50.1.w2 -n 1000
+
+What the daemon says of them is in its own log: weightctl events MODEL.
+
+Logs may tell of inputs. Only the daemon's own user and root, and tenants that may "operate", are
+shown them, over its unix socket: not over ipc:// or tcp://.
+
+--json prints one object, {{"logs": [{{"process", "generation", "size", "changed", "text"}}],
+"omitted"}}.
+
+Exit status: 0 good, 1 there is no such model or process, 77 this user may not connect."""
+
+
+def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+    parser.add_argument("--process", default="", metavar="NAME", help="only this one, see weightctl status")
+    parser.add_argument(
+        "-n",
+        "--lines",
+        type=_parse_log_lines,
+        default=20,
+        metavar="N",
+        help="the most of each process (default: %(default)s)",
+    )
+
+
+def _parse_log_lines(argument: str) -> int:
+    try:
+        lines = int(argument)
+    except ValueError:
+        lines = 0
+    if not 1 <= lines <= limits.MAX_LOG_LINES:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {limits.MAX_LOG_LINES:,}, got {argument!r}")
+    return lines
+
+
+def _show_logs(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client, explain_denied(client):
+        answer = client.logs(options.model, options.process, lines=options.lines)
+        if options.process and not answer.logs:
+            raise _no_log(options.process, client.logs(options.model, lines=1))
+    if options.json:
+        print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "omitted": answer.omitted}))
+    else:
+        print("\n".join(_format_logs(answer)))
+    return exit_codes.OK
+
+
+def _no_log(process: str, answer: LogsResponse) -> NotFound:
+    """Return the error for a process that has no log, with those that have one."""
+    available = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
+    more = f" and {answer.omitted:,} more" if answer.omitted else ""
+    return NotFound(f"no process {process!r} with a log; there are: {available}{more}")
+
+
+def _format_logs(answer: LogsResponse) -> Iterator[str]:
+    if not answer.logs:
+        yield "no process has a log"
+    if answer.omitted:
+        yield f"{count(answer.omitted, 'process')} more that wrote before: --process shows one"
+    for each in answer.logs:
+        yield _log_heading(each)
+        for line in each.text.splitlines():
+            yield f"  {clean(line)}"
+
+
+def _log_heading(log: LogTail) -> str:
+    extent = f"{log.size:,} bytes, the last at {local_time(log.changed_at)}" if log.size else "nothing"
+    return f"{clean(log.process)}: {extent}"
+
+
+LOGS_COMMAND = Command(
+    "show what the processes of a model have written", _LOGS_DESCRIPTION, _add_log_arguments, _show_logs
+)
