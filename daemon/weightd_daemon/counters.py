@@ -82,7 +82,7 @@ class ModelCounters:
 
     Attributes:
         requests: seconds from the arrival of each to its answer, of those that were answered.
-        queue: seconds from the arrival of each to when a slot was given it, or the first of it.
+        queue: likewise to when a slot was given it, or the first of it; counted once it has ended.
         compute: seconds for which batches ran.
         rows: of batches, as far as those of the model are known.
         unexpected_exits: processes that ended without being asked to.

@@ -13,7 +13,7 @@ from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.rollout import UpdateSink
 from weightd_daemon.processes.events import ProcessEventHandler, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
-from weightd_daemon.scheduling.replies import ResponseSink
+from weightd_daemon.scheduling.results import ResponseSink
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.messages.worker import ChildOrder
 

@@ -2,8 +2,8 @@
 
     enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or puts it into the queue
     dispatch  `Dispatcher.dispatch` has everything run that can; `Scheduler` decides what that is
-    execute   `BatchSender` sends a batch to its slot, `BatchResults` takes the reports of the slot's processes
-    reply     `Replies` ends each request with its result or an error
+    execute   `BatchSender` sends a batch to the processes of its slot
+    reply     `BatchResults` takes what these report, and `Replies` ends each request with its result or an error
 
 The special cases are behind these: batches of several requests and requests in parts in `batching`, ranks in
 `lockstep`, several models in one process in `shared_process`, several tenants in `tenancy`, and requests that crash or
@@ -12,26 +12,31 @@ hang slots in `fault_isolation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.client_log import ClientLog
-from weightd_daemon.scheduling.execution import BatchResults, BatchSender, SendOrder
+from weightd_daemon.scheduling.batch import Batch, BatchItem, OutputBufferLeases
+from weightd_daemon.scheduling.batching.policy import RecentNames
 from weightd_daemon.scheduling.fair_share import FairClocks, Users
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
+from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.measurements import ExecutionCounters, LatencyWindow
-from weightd_daemon.scheduling.replies import Replies, ResponseSink
 from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.results import BatchResults, Replies, ResponseSink
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
 from weightd_daemon.scheduling.signature import MetadataReplies, RowLimits, Signature
-from weightd_daemon.scheduling.slot_processes import SlotProcesses
+from weightd_daemon.scheduling.slot_processes import SendOrder, SlotProcesses
+from weightd_daemon.scheduling.slots import Slot
+from weightd_daemon.scheduling.tensor_location import TensorLocations
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable
-from weightd_protocol.messages.worker import Built
+from weightd_protocol.messages.inference import RequestDescription
+from weightd_protocol.messages.worker import BeginBatch, Built, CancelPredict, Predict
 
 # At what comes, before something runs that waits.
 _MAX_GATHER_ROUNDS = 64
@@ -351,6 +356,84 @@ class Dispatcher:
     def _schedule_dispatch(self) -> None:
         self._has_new = self._is_gathering = True
         self._schedule_by(AT_ONCE)
+
+
+class BatchSender:
+    """Sends batches to the processes of their slots.
+
+    Args:
+        send_order: sends an order, with the frames that follow it and the memory that it names, to a process.
+
+    Attributes:
+        output_leases: who may write to the memory of clients.
+        principal_names: of tenants and users whose requests have shared a batch.
+    """
+
+    def __init__(self, send_order: SendOrder) -> None:
+        self._send_order = send_order
+        self.output_leases = OutputBufferLeases()
+        self.principal_names = RecentNames()
+
+    def start(self, slot: Slot, batch: Batch) -> None:
+        """Send a batch to its slot."""
+        if batch.batch_key is not None:
+            self._announce(slot, batch)
+        for item in batch.items.values():
+            request, split = item.request, item.split
+            if split is None:
+                frames, locations, description = request.frames, request.locations, request.description
+            else:
+                frames, locations = split.tensors_of(item.first_row, item.rows)
+                description = split.description_of(item.rows)
+            if slot.lockstep is not None:
+                self._predict_in_step(slot, slot.lockstep, item, description, frames, locations)
+            else:
+                if locations.outputs and not self.output_leases.acquire(slot.processes, item):
+                    locations = locations.without_outputs()
+                predict = Predict(item.number, description, locations.mapped_regions, 0, slot.model_index)
+                for process in slot.processes:
+                    self._send_order(process, predict, frames, locations.regions)
+
+    def cancel(self, recalled: Iterable[tuple[Slot, int]]) -> None:
+        """Tell slots what they need not run."""
+        for slot, number in recalled:
+            for process in slot.processes:
+                self._send_order(process, CancelPredict(number), (), ())
+
+    def _announce(self, slot: Slot, batch: Batch) -> None:
+        """Tell the processes of a slot that the next requests share a batch, or that it has to be filled up."""
+        rows = slot.policy.padded_rows(batch.rows)
+        if batch.item_count == 1 and not rows:
+            return
+        principal_ids: tuple[int, ...] = ()
+        if batch.item_count > 1 and slot.policy.is_exact and slot.lockstep is None:
+            principal_ids = tuple(
+                [self.principal_names.number_of(item.request.origin.principal) for item in batch.items.values()]
+            )
+        for process in slot.processes:
+            self._send_order(process, BeginBatch(batch.item_count, rows, principal_ids), (), ())
+
+    def _predict_in_step(
+        self,
+        slot: Slot,
+        lockstep: LockstepTracker,
+        item: BatchItem,
+        description: RequestDescription,
+        frames: Sequence[Any],
+        locations: TensorLocations,
+    ) -> None:
+        """All processes get the same; one of them alone may write outputs where the client has room for them."""
+        step, reply_process = lockstep.start(item.number), lockstep.reply_process
+        read_only = locations.without_outputs() if locations.outputs else locations
+        # Where there is an input, too, another one may still have to read that.
+        if locations.outputs and (
+            reply_process is None or locations.has_overlap or not self.output_leases.acquire((reply_process,), item)
+        ):
+            locations = read_only
+        for process in slot.processes:
+            own_locations = locations if process == reply_process else read_only
+            predict = Predict(item.number, description, own_locations.mapped_regions, step)
+            self._send_order(process, predict, frames, own_locations.regions)
 
 
 def _row_limits(config: ModelConfig) -> RowLimits:

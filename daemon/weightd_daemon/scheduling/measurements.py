@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates
-from weightd_daemon.scheduling.slots import Slot
 
 # Of so many of the last answers the mean duration is taken.
 _MEAN_WINDOW = 16
@@ -103,13 +102,12 @@ class BatchTimes:
         estimate_s = self.estimates.expected_s(device, batch.batch_key.kind, batch.rows)
         return estimate_s or batch.item_count * self.mean_item_s
 
-    def retry_after_s(self, queued: int, slots: Iterable[Slot], slot_count: int, now: float) -> float | None:
+    def retry_after_s(self, queued: int, slot_count: int, busy_s: float) -> float | None:
         """Return in how many seconds there may be room in a queue that is full.
 
-        It has moved on by one place for each slot after the time that a request takes. Before anything was answered
-        nobody knows how long that is.
+        It has moved on by one place for each slot after the time that a request takes, and that is not less than the
+        `busy_s` for which a slot has computed by now. Before anything was answered nobody knows how long that is.
         """
         if not self._recent_s or not slot_count:
             return None
-        busy_s = max((now - slot.busy_since for slot in slots if slot.batches), default=0.0)
         return max(max(self.mean_item_s, busy_s) * queued / slot_count, _MIN_RETRY_S)

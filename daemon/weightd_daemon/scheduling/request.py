@@ -56,6 +56,7 @@ class Request:
         isolation: what else may run while it does.
         deaths: slots that died of it, or so it seems.
         has_started: a slot was given it, or some of it.
+        waited_s: seconds from its arrival until then.
         lost_slots: slots that ended while they ran it, for whatever reason; those that ran it at once count once.
         lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
@@ -82,6 +83,7 @@ class Request:
     isolation: Isolation = Isolation.BATCHABLE
     deaths: int = 0
     has_started: bool = False
+    waited_s: float = 0.0
     lost_slots: int = 0
     lost_at: float = -float("inf")
     digest: bytes = b""

@@ -19,8 +19,7 @@ from weightd_daemon.scheduling.measurements import BatchTimes
 from weightd_daemon.scheduling.queues import AnyQueue
 from weightd_daemon.scheduling.request import Isolation, Request, isolate
 from weightd_daemon.scheduling.request_queue import QueueLimits, RequestQueue, Turns
-from weightd_daemon.scheduling.running import RunningBatches
-from weightd_daemon.scheduling.slots import Slot, SlotPool
+from weightd_daemon.scheduling.slots import RunningBatches, Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
@@ -76,10 +75,9 @@ class Scheduler:
         self._schedule_by = schedule_by
         self.deadlines = Deadlines()
         self._times = BatchTimes()
-        self.slots = SlotPool(schedule_by)
+        self.slots = SlotPool()
         self.queue = RequestQueue(levels)
         self.clocks = clocks or FairClocks()
-        self._turns = Turns(self.queue, self.slots.is_confined_running)
         self._limits = QueueLimits(self.queue, max_queue, max_queue_bytes)
         self.tenancy = Tenancy(
             self.queue,
@@ -90,6 +88,7 @@ class Scheduler:
             concurrency=concurrency,
             schedule_by=schedule_by,
         )
+        self._turns = Turns(self.queue, self.tenancy.is_confined_running)
         self.running = RunningBatches(
             self.slots, self._times, predict_timeout, schedule_by, counters or ModelCounters(), self.tenancy.on_ran
         )
@@ -105,9 +104,9 @@ class Scheduler:
         """A request has come. While one tenant alone asks anything of any model, there is nothing to do."""
         if self.tenancy.on_request(request, now):
             # Whoever comes waits for what runs, and no longer.
-            items = self.running.recall_of_others(request.tenant)
-            if items:
-                self.queue.put_back(sorted(items, key=lambda item: item.number))
+            tenants = {request.tenant}
+            items = self.running.recall(lambda batch: [*batch.items] if batch.tenants - tenants else [])
+            self.queue.put_back(sorted(items, key=lambda item: item.number))
 
     def try_start(self, request: Request, now: float) -> tuple[Slot, Batch] | None:
         """Have a request run that has just come, if it is its turn and a slot is free; return None if it has to wait.
@@ -120,7 +119,7 @@ class Scheduler:
             return None
         if queue.confined.count and self._turns.next_unsplit_queue() is not None:
             return None
-        if request.isolation is Isolation.CONFINED and self.slots.is_confined_running():
+        if request.isolation is Isolation.CONFINED and self.tenancy.is_confined_running():
             return None
         idle = next((each for each in self.slots.accepting.values() if not each.batches), None)
         slot = idle or self._former.choose_slot(request, None, now)
@@ -148,7 +147,8 @@ class Scheduler:
         count = queue.count
         full_reason = self._limits.full_reason(request, count) if count else ""
         if full_reason:
-            retry_after = self._times.retry_after_s(count, self.slots, self.slots.count, now)
+            busy_s = max((now - slot.busy_since for slot in self.slots if slot.batches), default=0.0)
+            retry_after = self._times.retry_after_s(count, len(self.slots.active), busy_s)
             error = ResourceExhausted(full_reason, retry_after=retry_after)
             given_way = self._limits.evict_for(request) if can_evict and queue.is_multi_tenant else None
             if given_way is None:
@@ -173,7 +173,7 @@ class Scheduler:
         if request_queue.splits:
             self._restart_splits()
         self.tenancy.next_long_at = math.inf
-        self.slots.update_unreplaced(now)
+        self.tenancy.update_unreplaced(now)
         expired = 0
         while expired < MAX_ENDED_PER_TURN and (candidate := self._next_candidate(now)) is not None:
             queue, request, slot = candidate
@@ -229,10 +229,9 @@ class Scheduler:
         What they had beside it waits again; what waits behind a batch that only runs long is taken back, too.
         """
         hung_slots: list[tuple[Slot, Batch]] = []
-        for each in self.running.take_overdue(now):
-            self.queue.put_back(each.requeued)
-            if each.hung_batch is not None:
-                hung_slots.append((each.slot, each.hung_batch))
+        for slot, batch, requeued in self.running.take_overdue(now):
+            self.queue.put_back(requeued)
+            hung_slots += [] if batch is None else [(slot, batch)]
         return hung_slots
 
     def require_check(self, matches: Callable[[Request], bool]) -> list[Request]:
@@ -251,7 +250,7 @@ class Scheduler:
         """A request has ended: if it runs in parts, nothing more of it runs, and what runs nobody waits for."""
         split = self.queue.remove_split(request)
         if split is not None:
-            self.running.recall_split(split)
+            self.running.recall(lambda batch: [each.number for each in batch.items.values() if each.split is split])
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
         """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed.
@@ -388,7 +387,8 @@ class Scheduler:
             queue.on_batch_formed(request.tenant, is_split=is_split)
             batch.is_long = is_long and batch.single_request is request
             self.tenancy.charge(slot, batch)
-        self.running.assign(slot, batch, now)
+        for each in self.running.assign(slot, batch, now):
+            each.usage.start(each.tenant.quota, each.nbytes, each.waited_s)
         return batch
 
     def _restart_splits(self) -> None:

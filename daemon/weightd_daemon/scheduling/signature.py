@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.scheduling.batching.policy import next_size
-from weightd_daemon.scheduling.replies import ResponseSink
 from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.results import ResponseSink
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
-from weightd_daemon.scheduling.execution import BatchResults, SendOrder
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.measurements import LatencyWindow
+from weightd_daemon.scheduling.results import BatchResults
 from weightd_daemon.scheduling.scheduler import Scheduler
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler, SharedSlot
 from weightd_daemon.scheduling.slots import Slot
+from weightd_daemon.scheduling.tensor_location import SharedRegion
+from weightd_protocol.messages.worker import ChildOrder
+
+SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[SharedRegion]], object]
+"""Sends an order, with the frames that follow it and the memory that it names, to a process."""
 
 
 class SlotProcesses:
@@ -21,7 +27,7 @@ class SlotProcesses:
         scheduler: of the model.
         isolator: has the watchdog.
         results: takes the reports of the processes.
-        send_order: see `BatchSender`.
+        send_order: sends a ping.
         dispatch: called with the clock when a slot may take a batch.
     """
 
@@ -48,7 +54,7 @@ class SlotProcesses:
     ) -> None:
         """The process is a slot that takes batches from now on: see `Slot`."""
         self._latencies[process] = LatencyWindow()
-        self._slots.add_new(process, (process,), device=device, policy=policy, concurrency=concurrency)
+        self._slots.add(Slot(process, (process,), device, policy, concurrency))
 
     def add_ranks(
         self,
@@ -116,7 +122,7 @@ class SlotProcesses:
     def remove(self, process: str) -> None:
         """The slot of the process gets nothing new, and nobody asks whether it still answers."""
         self._slots.retire(process)
-        for each in self._slots.processes_with(process):
+        for each in self.of_slot(process):
             self._watchdog.remove(each)
 
     def release(self, process: str) -> None:
@@ -125,7 +131,8 @@ class SlotProcesses:
 
     def of_slot(self, process: str) -> tuple[str, ...]:
         """Return all processes of the slot of a process: who loses one of them has lost all."""
-        return self._slots.processes_with(process)
+        slot = self._slots.slot_of(process)
+        return (process,) if slot is None else slot.all_processes
 
     def is_running(self, process: str, slot: Slot | None) -> bool:
         """Return whether this is the slot of a process."""

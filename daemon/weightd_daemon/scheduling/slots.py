@@ -1,22 +1,24 @@
-"""The slots of one model: where batches run.
+"""The slots of one model: where batches run, and which batches each has.
 
-Callers name a slot by its own name or by that of any of its processes. A slot whose processes compute together has
-credit for one batch, and none is ever recalled from it.
+Callers name a slot by its own name or by that of any of its processes. A slot that is quick has credit for two batches:
+one runs and one is ready, so it never waits for the daemon between two. A slot that computes for long has nothing
+ready, and what waits behind its batch is recalled: no request waits for one slot while another is free. A slot whose
+processes compute together has credit for one batch, and none is ever recalled from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from weightd_daemon.counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch, BatchItem
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_daemon.scheduling.request import Isolation
+from weightd_daemon.scheduling.measurements import BatchTimes, ExecutionCounters
+from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
-
-# A slot that was lost is replaced by then, or there are to be fewer.
-REPLACEMENT_TIMEOUT_S = 10.0
 
 # A slot that has computed for longer than this gets nothing ahead: handing it the next batch then costs it less than a
 # hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
@@ -79,7 +81,7 @@ class Slot:
     @property
     def tenants(self) -> set[Tenant]:
         """Whose batches it has."""
-        return {request.tenant for batch in self.batches.values() for request in batch.requests}
+        return set().union(*(batch.tenants for batch in self.batches.values()))
 
     @property
     def busy_since(self) -> float:
@@ -115,9 +117,6 @@ class Slot:
 
     def batch_of(self, number: int) -> Batch | None:
         """Return the batch that has the part of this number, which has not been answered."""
-        batch = self.batches.get(number)
-        if batch is not None and number in batch.items:
-            return batch
         return next((each for each in self.batches.values() if number in each.items), None)
 
     def finish_batch(self, batch: Batch, now: float) -> float:
@@ -142,9 +141,6 @@ class Slot:
 class SlotPool:
     """The slots of one model, by their names and those of their processes.
 
-    Args:
-        schedule_by: called with the time when a slot that was lost to a tenant is not waited for any more.
-
     Attributes:
         accepting: those that take batches, by name. One that is not among them gets nothing new but may still answer.
         merging: of these those where requests may share batches. If there is one, what has come is taken in before any
@@ -154,8 +150,7 @@ class SlotPool:
         slot_by_process: each slot by its name, and by that of each of its processes; only this object changes it.
     """
 
-    def __init__(self, schedule_by: Callable[[float], object]) -> None:
-        self._schedule_by = schedule_by
+    def __init__(self) -> None:
         self.seen_devices: set[str] = set()
         self.has_lockstep = False
         self._slots: dict[str, Slot] = {}
@@ -164,22 +159,8 @@ class SlotPool:
         # Those that would take batches if it were the turn of this model at their process.
         self._paused: dict[str, Slot] = {}
         self.slot_by_process: dict[str, Slot] = {}
-        # How many slots there were when one was lost to a tenant, and for how long they are waited for.
-        self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
 
     # --- who is there -------------------------------------------------------------------------------------------
-
-    def add_new(
-        self,
-        name: str,
-        processes: tuple[str, ...],
-        *,
-        device: str = "",
-        policy: BatchingPolicy = NO_BATCHING,
-        concurrency: int = 1,
-    ) -> None:
-        """The slot takes batches from now on; it consists of these processes. See `Slot` for the rest."""
-        self.add(Slot(name, processes, device, policy, concurrency))
 
     def add(self, slot: Slot) -> None:
         """The slot takes batches from now on; if there is one of its name already, that one does."""
@@ -232,23 +213,13 @@ class SlotPool:
             batch.record_time(0.0)
         return [item for batch in slot.batches.values() for item in batch.awaited_items]
 
-    def lockstep_of(self, process: str) -> LockstepTracker | None:
-        """Return that of its slot; None if it has none, or computes alone."""
-        slot = self.slot_by_process.get(process)
-        return None if slot is None else slot.lockstep
-
-    def processes_with(self, process: str) -> tuple[str, ...]:
-        """Return all processes of its slot: who loses one of them has lost all."""
-        slot = self.slot_by_process.get(process)
-        return (process,) if slot is None else slot.all_processes
-
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
 
     @property
-    def count(self) -> int:
-        """How many take batches, or would if it were their turn."""
-        return len(self.accepting) + len(self._paused)
+    def active(self) -> Sequence[Slot]:
+        """Those that take batches, or would if it were their turn."""
+        return (*self.accepting.values(), *self._paused.values())
 
     @property
     def awaited_items(self) -> Iterator[BatchItem]:
@@ -282,37 +253,197 @@ class SlotPool:
         """Return where those are that take batches on these terms."""
         return [slot.device for slot in self.accepting.values() if slot.policy == policy]
 
-    def count_spare(self, now: float, long_s: float) -> int:
-        """Return how many batches the slots could run beside those that are long, or have run for `long_s` seconds."""
-        slots = (*self.accepting.values(), *self._paused.values())
-        return sum(max(0, slot.concurrency - slot.count_long(now, long_s)) for slot in slots)
-
-    # --- tenants that have lost slots ---------------------------------------------------------------------------
-
-    def is_confined_running(self, tenant: Tenant | None = None) -> bool:
-        """Return whether a slot has a batch that is confined, or was lost to one; of this tenant where one is given."""
-        if self._unreplaced_by_tenant and (tenant is None or tenant in self._unreplaced_by_tenant):
-            return True
-        return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots.values())
-
-    def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
-        """A slot is about to be lost to what a tenant has asked: that was its slot until another one is there."""
-        deadline = now + REPLACEMENT_TIMEOUT_S
-        self._unreplaced_by_tenant[tenant] = self.count, deadline
-        self._schedule_by(deadline)
-
-    def update_unreplaced(self, now: float) -> None:
-        """See which slots that were lost to tenants have been replaced."""
-        if not self._unreplaced_by_tenant:
-            return
-        slot_count = self.count
-        self._unreplaced_by_tenant = {
-            tenant: (count, deadline)
-            for tenant, (count, deadline) in self._unreplaced_by_tenant.items()
-            if slot_count < count and now < deadline
-        }
-
     # --- within -------------------------------------------------------------------------------------------------
 
     def _update_merging(self) -> None:
         self.merging = {name: slot for name, slot in self.accepting.items() if slot.policy.can_merge}
+
+
+class Execution(NamedTuple):
+    """A batch that a slot has run.
+
+    Attributes:
+        last: its part that was answered as the last.
+        seconds: for which it ran.
+        ended_at: when it was answered.
+    """
+
+    slot: Slot
+    batch: Batch
+    last: BatchItem
+    seconds: float
+    ended_at: float
+
+
+class RunningBatches:
+    """The batches that the slots of one model have: those that run, and those that are ready behind them.
+
+    Args:
+        slots: where they run.
+        times: takes their durations.
+        predict_timeout: seconds after which a slot that computes is considered to hang.
+        schedule_by: called with a time that is sooner than `next_check_at` was.
+        counters: of the model.
+        on_ran: called with the request of a batch, the seconds that the batch took and the clock, while there are
+            several tenants; not for batches of several requests, nor for parts of one.
+
+    Attributes:
+        next_check_at: no slot has computed for too long before this.
+        execution_counters: of what has run.
+    """
+
+    def __init__(
+        self,
+        slots: SlotPool,
+        times: BatchTimes,
+        predict_timeout: float,
+        schedule_by: Callable[[float], object],
+        counters: ModelCounters,
+        on_ran: Callable[[Request, float, float], object],
+    ) -> None:
+        self._slots = slots
+        self._times = times
+        self._predict_timeout = predict_timeout
+        self._schedule_by = schedule_by
+        self._counters = counters
+        self._on_ran = on_ran
+        self.next_check_at = float("inf")
+        self.execution_counters = ExecutionCounters()
+        self._recalled: list[tuple[Slot, int]] = []
+
+    def assign(self, slot: Slot, batch: Batch, now: float) -> list[Request]:
+        """Have the slot run a batch, as soon as it has nothing before it; return the requests that begin with it."""
+        starting = [item.request for item in batch.items.values() if not item.request.has_started]
+        for request in starting:
+            request.has_started = True
+            request.waited_s = now - request.arrived_at
+        next_check_at = now + self._predict_timeout if slot.add_batch(batch, now) else slot.busy_since + MAX_QUICK_S
+        if next_check_at < self.next_check_at:
+            self.next_check_at = next_check_at
+            self._schedule_by(next_check_at)
+        return starting
+
+    def finish(self, process: str, number: int, now: float) -> BatchItem | None:
+        """A process has answered a part for its slot; return it, or None if nobody waits for this answer any more."""
+        item, execution = self.take_answered(process, number, now)
+        if execution is not None:
+            self.record(execution)
+        return item
+
+    def take_answered(self, process: str, number: int, now: float) -> tuple[BatchItem | None, Execution | None]:
+        """Do what `finish` does; return with the part the batch of which it was the last, which has to be recorded."""
+        slot = self._slots.slot_by_process.get(process)
+        batch = slot.batch_of(number) if slot is not None else None
+        if slot is None or batch is None:
+            return None, None
+        item, execution = batch.items.pop(number), None
+        if batch.items:
+            batch.answered_items += (item,)
+        else:
+            execution = Execution(slot, batch, item, slot.finish_batch(batch, now), now)
+        is_awaited = not item.request.is_ended and (item.split is None or item.is_awaited)
+        return item if is_awaited else None, execution
+
+    def record(self, execution: Execution) -> None:
+        """Count a batch that a slot has run, on the accounts of who has asked for it and on those of the model."""
+        slot, batch, last, seconds, ended_at = execution
+        if batch.charge is None and batch.item_count == 1 and not batch.is_time_recorded:
+            batch.is_time_recorded = True
+            last.request.usage.add_run(seconds, last.rows)
+        else:
+            batch.record_time(seconds, last)
+            self._report_ran(batch, last, seconds, ended_at)
+        self._times.add(slot.device, batch, seconds)
+        self.execution_counters.executions += 1
+        self._counters.compute.add(seconds)
+        if batch.batch_key is not None:
+            self.execution_counters.count_rows(batch.rows, slot.policy.padded_rows(batch.rows))
+            self._counters.rows.add(batch.rows)
+
+    def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
+        """End what slots have that is `should_end`; return each request once, with whether a slot is running any of it.
+
+        What a slot runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
+        """
+        return list(
+            self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items()
+        )
+
+    def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
+        """End what slots have of these requests, without a look at others; return them as `end_matching` does."""
+
+        def items_to_end(batch: Batch) -> list[BatchItem]:
+            return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
+
+        return self._end_items(items_to_end)
+
+    def take_overdue(self, now: float) -> Iterator[tuple[Slot, Batch | None, list[BatchItem]]]:
+        """Take out the slots that have computed for too long, and take back what waits behind one that runs long.
+
+        Yields each with what it has run for too long, if it is taken out, and with what it had beside that.
+        """
+        if now < self.next_check_at:
+            return
+        for slot in list(self._slots):
+            if not slot.batches:
+                continue
+            if now >= slot.busy_since + self._predict_timeout:
+                longest = min(slot.batches.values(), key=lambda batch: batch.started_at)
+                del slot.batches[longest.number]
+                longest.record_time(now - longest.started_at)
+                for item in longest.items.values():
+                    self._report_ran(longest, item, now - longest.started_at, now)
+                yield slot, longest, self._slots.remove(slot)
+            elif now >= slot.busy_since + MAX_QUICK_S:
+                requeued = [
+                    item for batch in slot.queued_batches for item in self._recall_items(slot, batch, list(batch.items))
+                ]
+                yield slot, None, requeued
+        self.next_check_at = min(
+            (slot.busy_since + (MAX_QUICK_S if slot.queued_batches else self._predict_timeout) for slot in self._slots),
+            default=float("inf"),
+        )
+
+    def recall(self, select: Callable[[Batch], list[int]]) -> list[BatchItem]:
+        """Take the parts that are chosen of each batch back from the slots that have not begun with it.
+
+        Returns:
+            Those of them that are awaited.
+        """
+        recalled: list[BatchItem] = []
+        for slot in self._slots:
+            for batch in slot.queued_batches:
+                recalled += self._recall_items(slot, batch, select(batch))
+        return recalled
+
+    def take_recalled(self) -> Sequence[tuple[Slot, int]]:
+        """Return what slots have in vain, by the part's number, so that they need not begin with it; and forget it."""
+        recalled, self._recalled = self._recalled, []
+        return recalled
+
+    def _report_ran(self, batch: Batch, item: BatchItem, seconds: float, now: float) -> None:
+        if batch.charge is not None and batch.item_count == 1 and item.split is None:
+            self._on_ran(item.request, seconds, now)
+
+    def _end_items(self, select: Callable[[Batch], list[BatchItem]]) -> dict[Request, bool]:
+        """End the requests of the parts that are chosen of each batch; return whether a slot is running any of each."""
+        ended: dict[Request, bool] = {}
+        for slot in self._slots:
+            for batch in list(slot.batches.values()):
+                chosen_items = select(batch)
+                for item in chosen_items:
+                    ended[item.request] = ended.get(item.request, False) or batch.has_started
+                if chosen_items and not batch.has_started:
+                    self._recall_items(slot, batch, [item.number for item in chosen_items])
+        for request in ended:
+            request.is_ended = True
+        return ended
+
+    def _recall_items(self, slot: Slot, batch: Batch, numbers: Sequence[int]) -> list[BatchItem]:
+        """Take these parts of a batch back from a slot that has not begun with it; return those that are awaited."""
+        items = [batch.items.pop(number) for number in numbers]
+        self._recalled += [(slot, number) for number in numbers]
+        if items and not batch.items:
+            batch.record_time(0.0)
+            del slot.batches[batch.number]
+        return [item for item in items if item.is_awaited]

@@ -15,6 +15,9 @@ from weightd_daemon.scheduling.request_queue import RequestQueue
 from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.tenants.tenant import Tenant
 
+# A slot that was lost is replaced by then, or there are to be fewer.
+REPLACEMENT_TIMEOUT_S = 10.0
+
 # So long after another tenant has asked a model, a slot gets nothing ahead: it may ask again.
 _RECENT_REQUEST_S = 1.0
 
@@ -61,6 +64,8 @@ class Tenancy:
         self._last_request_at = self._other_request_at = -math.inf
         self.next_long_at = math.inf
         self._device_count = 0
+        # How many slots there were when one was lost to a tenant, and for how long they are waited for.
+        self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
 
     def on_request(self, request: Request, now: float) -> bool:
         """A request has come; return whether several tenants send requests, be it to any model."""
@@ -139,7 +144,9 @@ class Tenancy:
         if not self.is_head_long(queue, request, now):
             return True
         if self._concurrency > 1:
-            allowed_at = now if self._slots.count_spare(now, self.clocks.max_batch_s) > 1 else math.inf
+            max_batch_s = self.clocks.max_batch_s
+            spare = sum(max(0, each.concurrency - each.count_long(now, max_batch_s)) for each in self._slots.active)
+            allowed_at = now if spare > 1 else math.inf
         else:
             allowed_at = self._users.long_allowed_at(request.tenant, now)
         if allowed_at <= now:
@@ -164,6 +171,33 @@ class Tenancy:
             share = item.rows / rows if rows else 1.0 / len(batch.items)
             shares[item.request.tenant] = shares.get(item.request.tenant, 0.0) + share
         batch.charge = self.clocks.clock_of(slot.device).start_batch(shares, self._times.expected_s(slot.device, batch))
+
+    # --- tenants that have lost slots ---------------------------------------------------------------------------
+
+    def is_confined_running(self, tenant: Tenant | None = None) -> bool:
+        """Return whether a slot has a batch that is confined, or was lost to one; of this tenant where one is given."""
+        if self._unreplaced_by_tenant and (tenant is None or tenant in self._unreplaced_by_tenant):
+            return True
+        return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots)
+
+    def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
+        """A slot is about to be lost to what a tenant has asked: that was its slot until another one is there."""
+        deadline = now + REPLACEMENT_TIMEOUT_S
+        self._unreplaced_by_tenant[tenant] = len(self._slots.active), deadline
+        self._schedule_by(deadline)
+
+    def update_unreplaced(self, now: float) -> None:
+        """See which slots that were lost to tenants have been replaced."""
+        if not self._unreplaced_by_tenant:
+            return
+        slot_count = len(self._slots.active)
+        self._unreplaced_by_tenant = {
+            tenant: (count, deadline)
+            for tenant, (count, deadline) in self._unreplaced_by_tenant.items()
+            if slot_count < count and now < deadline
+        }
+
+    # --- within -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """What runs has not been charged yet."""

@@ -26,9 +26,10 @@ from weightd_daemon.scheduling.batching.former import (
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy, BatchKey, RecentNames, principal_id
 from weightd_daemon.scheduling.batching.split import PartialResult, SplitRequest, join_results
 from weightd_daemon.scheduling.dispatcher import Dispatcher
-from weightd_daemon.scheduling.replies import ResponseSink
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request, isolate
+from weightd_daemon.scheduling.results import ResponseSink
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
+from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd_protocol.errors import Internal, RequestError, ResourceExhausted
@@ -98,7 +99,7 @@ def group(
 def scheduler(terms: BatchingPolicy, *requests: Request, seats: int = 1) -> Scheduler:
     made = Scheduler(1000, 10**9, levels=2)
     for number in range(seats):
-        made.slots.add_new(f"w{number}", (f"w{number}",), device=FAST, policy=terms)
+        made.slots.add(Slot(f"w{number}", (f"w{number}",), device=FAST, policy=terms))
     for each in requests:
         made.submit(each, 0.0)
     return made
@@ -327,7 +328,7 @@ def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> 
 def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_more() -> None:
     made, large = scheduler(CUT, seats=0), request(12)
     for name, source in (("old", 1), ("new", 2)):
-        made.slots.add_new(name, (name,), policy=replace(CUT, source_number=source))
+        made.slots.add(Slot(name, (name,), policy=replace(CUT, source_number=source)))
     made.submit(large, 0.0)
     first = [(seat.name, next(iter(job.items.values()))) for seat, job in made.assign(0.0)]
     assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
@@ -554,7 +555,7 @@ def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None
 def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_begun(count: int, whose: str) -> None:
     a, b, c = (Tenant(name, TenantConfig(weight=weight)) for name, weight in (("a", 0.001), ("b", 1.0), ("c", 1.0)))
     made = Scheduler(6, 10**9)
-    made.slots.add_new("w", ("w",), device=FAST, policy=CUT)
+    made.slots.add(Slot("w", ("w",), device=FAST, policy=CUT))
     evicted: list[tuple[Request, RequestError]] = []
 
     def ask(tenant: Tenant, rows: int) -> Request:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
-from weightd_daemon.scheduling.slots import MAX_QUICK_S
+from weightd_daemon.scheduling.slots import MAX_QUICK_S, Slot
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription
 
@@ -30,7 +30,7 @@ def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
 def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
     made = Scheduler(max_queue, max_bytes)
     for worker in workers:
-        made.slots.add_new(worker, (worker,))
+        made.slots.add(Slot(worker, (worker,)))
     for _ in range(waiting):
         made.submit(request(), 0.0)
     return made
@@ -66,7 +66,7 @@ def test_what_a_dead_worker_had_waits_again_at_the_head_unless_that_has_ended() 
     assigned(made)
     made.release_slot("a")
     assert numbers(made.queue) == waiting
-    made.slots.add_new("a", ("a",))
+    made.slots.add(Slot("a", ("a",)))
     assigned(made)
     made.end_matching(lambda each: each.number == waiting[0])
     made.release_slot("a")
@@ -88,7 +88,7 @@ def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> No
 
 def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
     made = Scheduler(100, 10_000, 4.0)
-    made.slots.add_new("a", ("a",))
+    made.slots.add(Slot("a", ("a",)))
     made.submit(request(), 0.0)
     [(_, number)] = assigned(made)
     assert made.take_overdue(3.99) == []
@@ -165,7 +165,7 @@ def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
     """The clock has stood still for 5 s. What runs may have been answered: that is read first."""
     due: list[float] = []
     made = Scheduler(100, 10_000, predict_timeout=2.0, schedule_by=due.append)
-    made.slots.add_new("a", ("a",))
+    made.slots.add(Slot("a", ("a",)))
     running, ready, waiting, patient, late = (request(deadline=each) for each in (4.0, 20.0, 4.0, 20.0, 0.9))
     for each in (running, ready, waiting, patient):
         made.submit(each, 0.0)
@@ -198,8 +198,8 @@ def retry_after(made: Scheduler, now: float) -> float | None:
 def test_a_refusal_says_when_there_may_be_room() -> None:
     made = scheduler(max_queue=6, waiting=6)
     assert retry_after(made, 0.0) is None  # nothing is known
-    made.slots.add_new("a", ("a",))
-    made.slots.add_new("b", ("b",))
+    made.slots.add(Slot("a", ("a",)))
+    made.slots.add(Slot("b", ("b",)))
     assert retry_after(made, 0.0) is None
     [(worker, number), *_] = assigned(made)
     made.running.finish(worker, number, 5.0)
@@ -390,7 +390,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def enlist(self, worker: str) -> None:
-        self.real.slots.add_new(worker, (worker,))
+        self.real.slots.add(Slot(worker, (worker,)))
         self.enlisted.add(worker)
         self.running.setdefault(worker, [])
 

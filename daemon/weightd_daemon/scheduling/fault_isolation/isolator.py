@@ -273,7 +273,7 @@ class FaultIsolator:
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
-            self._slots.record_tenant_loss(tenant, now)
+            self._scheduler.tenancy.record_tenant_loss(tenant, now)
 
     def _find_errors(
         self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool

@@ -19,7 +19,8 @@ from weightd_daemon.scheduling.fault_isolation.contents import MAX_HANGS, SLICE_
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_DEATHS, MAX_LOST_SLOTS, FaultIsolator
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.scheduler import Scheduler
-from weightd_daemon.scheduling.slots import REPLACEMENT_TIMEOUT_S
+from weightd_daemon.scheduling.slots import Slot
+from weightd_daemon.scheduling.tenancy import REPLACEMENT_TIMEOUT_S
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import Internal, RequestError
@@ -57,7 +58,7 @@ class Bench:
         """Another slot, of two processes, that has these batches; return the name of its second process."""
         self.seats += 1
         first, second = f"s{self.seats}.0", f"s{self.seats}.1"
-        self.scheduler.slots.add_new(f"s{self.seats}", (first, second))
+        self.scheduler.slots.add(Slot(f"s{self.seats}", (first, second)))
         seat = self.scheduler.slots.slot_of(second)
         assert seat is not None
         for job in jobs:
@@ -298,20 +299,20 @@ def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced()
     poison, more, innocent = bench.requests(eve, eve, ben)
     poison.tenant = more.tenant = Tenant("eve", TenantConfig())
     innocent.tenant = Tenant("ben", TenantConfig())
-    seats = bench.scheduler.slots
+    tenancy = bench.scheduler.tenancy
     bench.guard.on_exit(bench.seat(batch(poison)), CRASH, bench.now)
     assert bench.guard._offenses.confined_names(bench.now) == ["tenant eve"]
     assert (bench.refused, poison.deaths) == ({}, 1)
-    assert (seats.is_confined_running(poison.tenant), seats.is_confined_running(innocent.tenant)) == (True, False)
+    assert (tenancy.is_confined_running(poison.tenant), tenancy.is_confined_running(innocent.tenant)) == (True, False)
     bench.seat()
-    seats.update_unreplaced(bench.now)
-    assert not seats.is_confined_running(poison.tenant)
+    tenancy.update_unreplaced(bench.now)
+    assert not tenancy.is_confined_running(poison.tenant)
     # The second one ends the request; where nothing replaces the slot, that is waited for so long and no longer.
     bench.guard.on_exit(bench.seat(batch(more)), CRASH, bench.now)
     assert bench.refused == {1: "INTERNAL"}
     for now, waits in ((REPLACEMENT_TIMEOUT_S - 0.1, True), (REPLACEMENT_TIMEOUT_S, False)):
-        seats.update_unreplaced(now)
-        assert seats.is_confined_running(more.tenant) is waits
+        tenancy.update_unreplaced(now)
+        assert tenancy.is_confined_running(more.tenant) is waits
 
 
 def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
@@ -319,7 +320,7 @@ def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
     [request] = bench.requests(ClientOrigin("process", "tenant eve", is_tenant=True))
     request.tenant = Tenant("eve", TenantConfig())
     bench.guard.on_exit(bench.seat(batch(request)), KILL, bench.now)
-    assert not bench.scheduler.slots.is_confined_running(request.tenant)
+    assert not bench.scheduler.tenancy.is_confined_running(request.tenant)
     assert bench.guard._offenses.confined_names(bench.now) == []
 
 
@@ -374,7 +375,7 @@ def test_a_request_in_shared_memory_ends_once_where_seats_hang_in_two_parts_of_i
     bench, shared = Bench(), Shared()
     terms = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, max_split_rows=SLICE_BYTES + 1)
     for name in ("w0", "w1"):
-        bench.scheduler.slots.add_new(name, (name,), policy=terms)
+        bench.scheduler.slots.add(Slot(name, (name,), policy=terms))
     request = shared.request()
     bench.scheduler.submit(request, bench.now)
     ran = [part.request for _, job in bench.scheduler.assign(bench.now) for part in job.items.values()]

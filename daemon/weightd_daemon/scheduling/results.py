@@ -1,152 +1,53 @@
-"""Execution of batches: what is sent to the processes of a slot, and what becomes of their reports.
+"""What comes of batches: the reports of the slots' processes, and the ends of the requests.
 
-`BatchSender` sends a batch to its slot; `BatchResults` takes what the slot's processes report, ends the requests of the
-batch, and says when a slot is free for the next one.
+`BatchResults` takes what processes report on their batches; `Replies` ends each accepted request with one reply, its
+result or an error.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.scheduling.batch import Batch, BatchItem
-from weightd_daemon.scheduling.batching.policy import RecentNames
+from weightd_daemon.scheduling.batch import BatchItem, OutputBufferLeases
 from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd_daemon.scheduling.measurements import LatencyWindow
-from weightd_daemon.scheduling.replies import Replies
 from weightd_daemon.scheduling.request import Request
-from weightd_daemon.scheduling.scheduler import Scheduler
-from weightd_daemon.scheduling.slots import Slot
-from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocations
+from weightd_daemon.scheduling.scheduler import AT_ONCE, MAX_ENDED_PER_TURN, Scheduler
 from weightd_protocol.errors import RequestError, request_error
-from weightd_protocol.messages.inference import RequestDescription
-from weightd_protocol.messages.worker import (
-    BeginBatch,
-    CancelPredict,
-    ChildOrder,
-    Predict,
-    PredictFailed,
-    PredictResult,
-)
-
-SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[SharedRegion]], None]
+from weightd_protocol.messages.control import ModelMetadataResponse
+from weightd_protocol.messages.worker import PredictFailed, PredictResult
 
 
-class OutputBufferLeases:
-    """The processes of a model that may still write to the memory of clients.
+class ResponseSink(Protocol):
+    """Sends replies to clients."""
 
-    A worker that has begun with a request cannot be stopped: it writes the outputs where there was room for them even
-    if the request has ended long before. Nor can be seen from here whether one has begun with what is recalled from it.
-    Only its answer, or its death, tells that it writes no more. Two never write to the same place: what runs again
-    while the one that had it first may still write is answered in frames. Parts of a request write to places of their
-    own. What is known of a request goes with it: it may end with another model than the one on which it has begun.
+    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
+        """Send the model's answer to the client."""
 
-    Attributes:
-        leases: what they have been given, by process and number; while there is none nothing has to be asked.
-    """
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
+        """Send an error to the client."""
 
-    def __init__(self) -> None:
-        self.leases: dict[tuple[str, int], BatchItem] = {}
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
+        """Keep so much more of a request until it has ended.
 
-    def acquire(self, processes: Iterable[str], item: BatchItem) -> bool:
-        """The processes of a slot are given a part that has room for outputs; return whether they may use it."""
-        rows, request = item.row_range, item.request
-        if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):
-            return False
-        for process in processes:
-            self.leases[process, item.number] = item
-            request.pending_writes += (rows,)
-        return True
+        Raises:
+            ResourceExhausted: there is no room for it.
+        """
 
-    def release(self, process: str, number: int) -> list[Request]:
-        """The process has done with a part; return its request if that has ended, and nobody writes for it any more."""
-        item = self.leases.pop((process, number), None)
-        if item is None:
-            return []
-        request = item.request
-        index = request.pending_writes.index(item.row_range)
-        request.pending_writes = request.pending_writes[:index] + request.pending_writes[index + 1 :]
-        return [request] if request.may_still_write and not request.pending_writes else []
+    def notify_released(self, request: Request) -> None:
+        """Tell the client of a request that was still running at its end that nobody writes for it any more."""
 
-    def release_process(self, process: str) -> list[Request]:
-        """The process has ended; return the requests whose clients have to be told."""
-        return [request for key in list(self.leases) if key[0] == process for request in self.release(*key)]
+    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
+        """Send a model's metadata to the client."""
 
-
-class BatchSender:
-    """Sends batches to the processes of their slots.
-
-    Args:
-        send_order: sends an order, with the frames that follow it and the memory that it names, to a process.
-
-    Attributes:
-        output_leases: who may write to the memory of clients.
-        principal_names: of tenants and users whose requests have shared a batch.
-    """
-
-    def __init__(self, send_order: SendOrder) -> None:
-        self._send_order = send_order
-        self.output_leases = OutputBufferLeases()
-        self.principal_names = RecentNames()
-
-    def start(self, slot: Slot, batch: Batch) -> None:
-        """Send a batch to its slot."""
-        if batch.batch_key is not None:
-            rows = slot.policy.padded_rows(batch.rows)
-            if batch.item_count > 1 or rows:
-                principal_ids: tuple[int, ...] = ()
-                if batch.item_count > 1 and slot.policy.is_exact and slot.lockstep is None:
-                    principal_ids = tuple(
-                        [self.principal_names.number_of(item.request.origin.principal) for item in batch.items.values()]
-                    )
-                for process in slot.processes:
-                    self._send_order(process, BeginBatch(batch.item_count, rows, principal_ids), (), ())
-        for item in batch.items.values():
-            request, split = item.request, item.split
-            if split is None:
-                frames, locations, description = request.frames, request.locations, request.description
-            else:
-                frames, locations = split.tensors_of(item.first_row, item.rows)
-                description = split.description_of(item.rows)
-            if slot.lockstep is not None:
-                self._predict_in_step(slot, slot.lockstep, item, description, frames, locations)
-                continue
-            if locations.outputs and not self.output_leases.acquire(slot.processes, item):
-                locations = locations.without_outputs()
-            predict = Predict(item.number, description, locations.mapped_regions, 0, slot.model_index)
-            for process in slot.processes:
-                self._send_order(process, predict, frames, locations.regions)
-
-    def cancel(self, recalled: Iterable[tuple[Slot, int]]) -> None:
-        """Tell slots what they need not run."""
-        for slot, number in recalled:
-            for process in slot.processes:
-                self._send_order(process, CancelPredict(number), (), ())
-
-    def _predict_in_step(
-        self,
-        slot: Slot,
-        lockstep: LockstepTracker,
-        item: BatchItem,
-        description: RequestDescription,
-        frames: Sequence[Any],
-        locations: TensorLocations,
-    ) -> None:
-        """All processes get the same; one of them alone may write outputs where the client has room for them."""
-        step, reply_process = lockstep.start(item.number), lockstep.reply_process
-        read_only = locations.without_outputs() if locations.outputs else locations
-        # Where there is an input, too, another one may still have to read that.
-        if locations.outputs and (
-            reply_process is None or locations.has_overlap or not self.output_leases.acquire((reply_process,), item)
-        ):
-            locations = read_only
-        for process in slot.processes:
-            own_locations = locations if process == reply_process else read_only
-            predict = Predict(item.number, description, own_locations.mapped_regions, step)
-            self._send_order(process, predict, frames, own_locations.regions)
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Send an error to the client."""
 
 
 class BatchResults:
@@ -189,22 +90,25 @@ class BatchResults:
 
     def on_result(self, process: str, result: PredictResult, frames: Sequence[Any], now: float) -> str:
         """A part of a batch has been answered."""
-        if self._slots.has_lockstep and (lockstep := self._slots.lockstep_of(process)) is not None:
+        if self._slots.has_lockstep and (lockstep := self._lockstep_of(process)) is not None:
             return self._on_outcome(process, result.request, lockstep.on_result(process, result, frames), now)
         if self._output_leases.leases:
             self._replies.notify_released(self._output_leases.release(process, result.request))
-        item = self._running.finish(process, result.request, now)
+        # The client waits for its answer: what is only counted is counted after that.
+        item, execution = self._running.take_answered(process, result.request, now)
         if item is not None and item.split is not None:
             self._add_partial_result(item, item.split, process, result, frames, now)
         elif item is not None:
             self._complete(item.request, process, result, frames, now)
+        if execution is not None:
+            self._running.record(execution)
         self._watchdog.on_message(process, now)
         self._on_slot_free(now)
         return ""
 
     def on_done(self, process: str, number: int, now: float) -> str:
         """A rank has run a part, and another one has the outputs."""
-        lockstep = self._slots.lockstep_of(process)
+        lockstep = self._lockstep_of(process)
         if lockstep is None:
             # It was of a slot that is lost.
             return ""
@@ -215,7 +119,7 @@ class BatchResults:
 
         A process that is exiting has lost what it had.
         """
-        if (lockstep := self._slots.lockstep_of(process)) is not None:
+        if (lockstep := self._lockstep_of(process)) is not None:
             outcome = (
                 OutOfStep(f"{process}: {failed.error}") if failed.is_exiting else lockstep.on_failed(process, failed)
             )
@@ -242,7 +146,7 @@ class BatchResults:
 
     def on_cancelled(self, process: str, number: int, now: float) -> str:
         """A part of a batch was recalled before the process had begun with it."""
-        if self._slots.lockstep_of(process) is not None:
+        if self._lockstep_of(process) is not None:
             return self._on_outcome(process, number, OutOfStep(f"{process}: has cancelled {number}"), now)
         self._replies.notify_released(self._output_leases.release(process, number))
         return ""
@@ -264,6 +168,11 @@ class BatchResults:
         return latencies is not None and latencies.count > 0
 
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _lockstep_of(self, process: str) -> LockstepTracker | None:
+        """Return that of the slot of a process; None if it has none, or computes alone."""
+        slot = self._slots.slot_of(process)
+        return None if slot is None else slot.lockstep
 
     def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
         """A process has told of a part that all of its slot were given, and this comes of it; None: nothing yet."""
@@ -319,3 +228,97 @@ class BatchResults:
         self.latencies_by_process[process].add(latency)
         if request.origin.is_tenant or self._suspected:
             self._isolator.on_answered(request, now)
+
+
+class Replies:
+    """Ends the requests of one model, and measures how long they took.
+
+    Args:
+        scheduler: of the model.
+        response_sink: sends the replies.
+        counters: of the model.
+        schedule_by: called with the time when `fail_some` has something to do.
+
+    Attributes:
+        latencies: from a request's arrival to its answer, in the daemon.
+        failed_count: requests that ended in an error after they were accepted.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        response_sink: ResponseSink,
+        counters: ModelCounters,
+        schedule_by: Callable[[float], object],
+    ) -> None:
+        self._scheduler = scheduler
+        self._watched_requests = scheduler.deadlines.requests
+        self._response_sink = response_sink
+        self._counters = counters
+        self._schedule_by = schedule_by
+        self.latencies = LatencyWindow()
+        self.failed_count = 0
+        # Requests that have been taken from the queue and from the slots, and still have to be refused.
+        self._pending_failures: deque[tuple[Request, RequestError]] = deque()
+
+    def complete(self, request: Request, result: PredictResult, frames: Sequence[Any], now: float) -> float:
+        """End a request with its answer; return its latency in seconds."""
+        self._watched_requests.pop(request.number, None)
+        request.may_still_write = bool(request.pending_writes)
+        self._response_sink.reply_result(request, result, frames)
+        latency = now - request.arrived_at
+        self.latencies.add(latency)
+        self._counters.queue.add(request.waited_s)
+        self._counters.requests.add(latency)
+        return latency
+
+    def fail(self, request: Request, error: RequestError) -> None:
+        """End a request in an error."""
+        self.failed_count += 1
+        if request.has_started:
+            self._counters.queue.add(request.waited_s)
+        self._scheduler.end_split(request)
+        self._watched_requests.pop(request.number, None)
+        request.may_still_write = bool(request.pending_writes)
+        self._response_sink.reply_request_error(request, error)
+
+    def fail_all(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
+        """End requests that neither wait nor run any more: some at once, and the rest in the next turns."""
+        was_pending = bool(self._pending_failures)
+        self._pending_failures += requests
+        if not was_pending:
+            self.fail_some()
+
+    def fail_some(self) -> None:
+        """Go on with that."""
+        for _ in range(min(MAX_ENDED_PER_TURN, len(self._pending_failures))):
+            self.fail(*self._pending_failures.popleft())
+        if self._pending_failures:
+            self._schedule_by(AT_ONCE)
+
+    def fail_pending(self, should_fail: Callable[[Request], bool] = lambda _: True) -> None:
+        """End at once those of these requests that are `should_fail`."""
+        pending, self._pending_failures = self._pending_failures, deque()
+        for request, error in pending:
+            if should_fail(request):
+                self.fail(request, error)
+            else:
+                self._pending_failures.append((request, error))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether clients have still to be told of requests that neither wait nor run any more."""
+        return bool(self._pending_failures)
+
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
+        """Keep so many bytes of an answer to a part of a request.
+
+        Raises:
+            ResourceExhausted: there is no room for it.
+        """
+        self._response_sink.reserve_partial_result(request, nbytes)
+
+    def notify_released(self, requests: Iterable[Request]) -> None:
+        """Tell the clients of requests that have ended that nobody writes to their memory any more."""
+        for request in requests:
+            self._response_sink.notify_released(request)
