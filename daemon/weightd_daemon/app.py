@@ -249,7 +249,15 @@ def build(options: Options, host: Host) -> Daemon:
     books = Books(UsageTable(), CounterRegistry(), DaemonCounters(lambda: router.dropped_responses))
     client_log = ClientLog()
     shutdown = Shutdown(lambda now: daemon.finish_drain(now))
-    supervisor = ProcessSupervisor(host.context, config.daemon, loop, devices, host.shim, lambda: daemon.on_change())
+    supervisor = ProcessSupervisor(
+        host.context,
+        config.daemon,
+        loop,
+        devices,
+        host.shim,
+        on_change=lambda: daemon.on_change(),
+        on_message_burst=lambda: router.cork(),
+    )
     load_monitor = LoadMonitor(supervisor.snapshots.copy_progress)
     model_builder = ModelBuilder(devices, supervisor, loop, books.counters, client_log)
     registry = ModelRegistry(lambda name, model, ids: model_builder.make(name, model, ids, router))
@@ -265,8 +273,6 @@ def build(options: Options, host: Host) -> Daemon:
         authorizer=authorizer,
         log=client_log,
     )
-    channels = supervisor.messenger.channels
-    channels.on_message_burst = router.cork
     for listener in host.sockets.unix_listeners:
         router.listen(listener)
     proxies = ZmqProxies(

@@ -209,10 +209,14 @@ class EventLoop:
 
     Args:
         clock: of the timers.
+
+    Attributes:
+        now: when the last wait ended: the time of whatever is handled in this turn.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or process_clock()
+        self.now = self._clock.now()
         # How much of it had been stopped when that was last looked at.
         self._stopped_s = self._clock.stopped_s
         self._on_suspended: Callable[[float], object] = lambda _: None
@@ -222,7 +226,7 @@ class EventLoop:
         self._timer_heap = self._timers.heap
         self._max_wait_timer = Timer(self._reset_max_wait)
         self._timers.add(self._max_wait_timer)
-        self._reset_max_wait(self._clock.now())
+        self._reset_max_wait(self.now)
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
         # What is waited for, by descriptor.
@@ -331,7 +335,8 @@ class EventLoop:
         while True:
             # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
             ready = epoll.poll(clock.clamp_wait(seconds))
-            seconds = deadline - clock.now()
+            self.now = clock.now()
+            seconds = deadline - self.now
             if ready:
                 return ready
             if seconds <= 0.0 or clock.stopped_s != self._stopped_s:

@@ -1,23 +1,32 @@
 """Orders to child processes and messages from them.
 
-Each child connects a channel, a stream of its own, for everything that has to stay in the order of its requests. Until
-then, and for everything else, it uses the daemon's ZeroMQ socket.
+Each child connects a channel, a stream of its own without libzmq, for everything that has to stay in the order of its
+requests. Until then, and for everything else, it uses the daemon's ZeroMQ socket.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import select
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
 
+from weightd_common.peer_credentials import peer_credentials
+from weightd_common.stream import Stream, enlarge_send_buffer
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.platform import event_loop
+from weightd_daemon.platform.acceptor import Acceptor
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.listen import bind_unix
 from weightd_daemon.platform.resource_limits import with_limit_hint
 from weightd_daemon.platform.zmq_sockets import (
+    PRIVATE_UMASK,
     RECEIVE_BATCH_SIZE,
     ReceivedMessage,
     bind_router,
@@ -26,14 +35,15 @@ from weightd_daemon.platform.zmq_sockets import (
     send,
     watch_socket,
 )
-from weightd_daemon.processes.channels import WorkerChannels
 from weightd_daemon.processes.events import ProcessEventHandler
 from weightd_daemon.processes.fork_coordinator import PendingForks
 from weightd_daemon.processes.process_table import ProcessTable
-from weightd_daemon.scheduling.tensor_location import SharedRegion
+from weightd_daemon.scheduling.tensor_location import SharedRegion, WorkerRegions
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, clip, encode
 from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.framing import FrameReader
+from weightd_protocol.messages.ranks import PredictDone
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     BeginBatch,
@@ -43,10 +53,15 @@ from weightd_protocol.messages.worker import (
     Fork,
     Forked,
     Hello,
+    MapRegion,
     Predict,
+    PredictCancelled,
+    PredictFailed,
+    PredictResult,
     ProcessFailed,
     Reconnected,
     Stop,
+    UnmapRegion,
 )
 
 # Of the frames of a message.
@@ -54,6 +69,12 @@ _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 # A child receives these in the order in which they are sent, and answers in that order.
 _CHANNEL_ORDERS = frozenset((Fork, BeginBatch, Predict, CancelPredict))
+
+# What comes of requests.
+_OUTCOMES = frozenset((PredictResult, PredictDone, PredictFailed, PredictCancelled))
+
+# What a child has said at once is heard at once, but for this bound: others have their turn.
+_MAX_READS = 8
 
 _log = logging.getLogger("weightd")
 
@@ -69,6 +90,7 @@ class ChildMessenger:
         pending_forks: which processes have been asked to fork.
         on_forked: called with the name of a process and its reply to Fork; raises RemoteProtocolError if that is
             invalid.
+        on_message_burst: called before several messages are handled that a child has sent at once.
 
     Attributes:
         address: where children connect.
@@ -76,7 +98,7 @@ class ChildMessenger:
         channels: the channels of the children.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: DaemonConfig,
@@ -84,6 +106,8 @@ class ChildMessenger:
         process_table: ProcessTable,
         pending_forks: PendingForks,
         on_forked: Callable[[str, Forked], None],
+        *,
+        on_message_burst: Callable[[], object],
     ) -> None:
         self.address = config.children_address
         self.handlers: dict[str, ProcessEventHandler] = {}
@@ -98,7 +122,13 @@ class ChildMessenger:
         self._held_orders: dict[str, list[ChildOrder]] = {}
         # A child that finds the socket finds the channel, too: the channel is bound first.
         self.channels = WorkerChannels(
-            config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error
+            config.channel_socket,
+            loop,
+            self._name_of,
+            self.handlers,
+            self._on_channel_message,
+            self._on_channel_error,
+            on_message_burst=on_message_burst,
         )
         self._socket = bind_router(context, self.address)
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
@@ -122,19 +152,18 @@ class ChildMessenger:
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
         """Send an order to a child. A child that cannot be reached is dying; its pidfd will report that."""
-        encoded = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
         kind = order.__class__
         if kind in _CHANNEL_ORDERS or name in self._channel_only:
             if kind is BeginBatch:
                 self.channels.cork(name)
-            self.channels.send(name, encoded, regions)
+            self.channels.send(name, order, frames, regions)
         elif name in self._held_orders:
             self._held_orders[name].append(order)
         elif kind is Stop and self.channels.is_open_or_pending(name):
             # The child stops after it has done what it was asked before.
-            self.channels.send(name, encoded)
+            self.channels.send(name, order, frames)
         else:
-            send(self._socket, name.encode(), encoded)
+            send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
             self._schedule_receive()
 
     def unmap(self, numbers: Iterable[int]) -> None:
@@ -196,19 +225,13 @@ class ChildMessenger:
             self.channels.read_all(parent)
         return self._process_table.find(pid)
 
-    def _on_channel_message(self, name: str, frames: Sequence[Any]) -> None:
-        try:
-            message: ChildMessage = self._decoder.decode(frames)
-            if isinstance(message, Forked):
-                self._on_forked(name, message)
-                return
-        except RemoteProtocolError as error:
-            self._on_channel_error(name, error)
-            return
-        if name in self.handlers:
+    def _on_channel_message(self, name: str, message: ChildMessage) -> None:
+        if isinstance(message, Forked):
+            self._on_forked(name, message)
+        elif name in self.handlers:
             if isinstance(message, ProcessFailed):
                 message = _with_limit_hint(message)
-            self.handlers[name].on_message(name, message, frames[_TENSOR_FRAMES], event_loop.now())
+            self.handlers[name].on_message(name, message, (), event_loop.now())
 
     def _on_channel_error(self, name: str, error: RemoteProtocolError) -> None:
         if name in self.handlers:
@@ -216,6 +239,188 @@ class ChildMessenger:
         else:
             _log.warning("%s: it broke the protocol: %s", name, error)
             self._process_table.kill(name)
+
+
+class WorkerChannels:
+    """Accepts the children's connections and reads from them; nothing here ever waits for a child.
+
+    Args:
+        path: where they connect: nobody else's user may.
+        loop: calls when something can be read or written.
+        name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
+        handlers: the event handlers of children by name: each is given what comes of the requests of its child.
+        on_message: called with the name of a child and any other message.
+        on_protocol_error: called with the name of a child and how it has broken the protocol: then its channel is
+            closed.
+        on_message_burst: called before more than one message is heard that have come at once.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        path: Path,
+        loop: EventLoop,
+        name_of: Callable[[int], str | None],
+        handlers: Mapping[str, ProcessEventHandler],
+        on_message: Callable[[str, ChildMessage], object],
+        on_protocol_error: Callable[[str, RemoteProtocolError], object],
+        *,
+        on_message_burst: Callable[[], object],
+    ) -> None:
+        self._loop = loop
+        self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+        self._name_of = name_of
+        self._handlers = handlers
+        self._on_message = on_message
+        self._on_protocol_error = on_protocol_error
+        self._on_message_burst = on_message_burst
+        # None: it had one, which is closed. That it has ended, its pidfd will tell.
+        self._channels: dict[str, Stream | None] = {}
+        # What children are to have once they have connected.
+        self._held_orders: dict[str, list[tuple[ChildOrder, Sequence[Any], Sequence[SharedRegion]]]] = {}
+        # What each has been given of the memory of clients.
+        self._worker_regions: dict[str, WorkerRegions] = {}
+        self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
+        self._listener.listen(socket.SOMAXCONN)
+        self._listener.setblocking(False)
+        # Whoever is heard by another way has connected before: all are let in.
+        self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
+
+    def is_open(self, name: str) -> bool:
+        """Whether the child has connected its channel, and that is not closed."""
+        return self._channels.get(name) is not None
+
+    def is_open_or_pending(self, name: str) -> bool:
+        """Whether the child has a channel, or will have one for what waits: what comes after that has to go there."""
+        return self.is_open(name) or name in self._held_orders
+
+    def send(
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
+    ) -> None:
+        """Send an order to a child, now or when it reads, after the memory that it names; frames are not copied."""
+        channel = self._channels.get(name)
+        if channel is not None:
+            try:
+                if regions:
+                    worker_regions = self._worker_regions[name]
+                    if len(regions) > 1 or regions[0].number != worker_regions.latest_number:
+                        self._map_regions(channel, worker_regions, regions)
+                if not channel.send([*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]):
+                    self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
+            except ConnectionError:
+                # What it has said before is still read.
+                return
+        elif name not in self._channels:
+            self._held_orders.setdefault(name, []).append((order, frames, regions))
+
+    def cork(self, name: str) -> None:
+        """Keep small messages to a child back until the end of this turn: what comes belongs together."""
+        channel = self._channels.get(name)
+        if channel is not None:
+            channel.cork()
+            self._loop.call_soon(functools.partial(self._uncork, channel))
+
+    def unmap(self, number: int) -> None:
+        """Take memory away from whoever was given it: nothing will name it again."""
+        for name, mapped in self._worker_regions.items():
+            channel = self._channels[name]
+            if mapped.remove(number) and channel is not None:
+                self.send(name, UnmapRegion(number))
+
+    def accept(self) -> None:
+        """Take whoever has connected. A child that does so again has done with what came before."""
+        self._acceptor.accept()
+
+    def _on_connection(self, connection: socket.socket) -> None:
+        name = self._name_of(peer_credentials(connection).pid)
+        if name is None:
+            connection.close()
+            return
+        self.read_all(name)
+        self._close(name)
+        enlarge_send_buffer(connection)
+        channel = self._channels[name] = Stream(connection, FrameReader(limits.MAX_CHILD_HEADER_BYTES))
+        self._worker_regions[name] = WorkerRegions()
+        self._loop.add(channel.fileno(), functools.partial(self._read, name, channel))
+        for order, frames, memories in self._held_orders.pop(name, ()):
+            self.send(name, order, frames, memories)
+
+    def read_all(self, name: str) -> None:
+        """Read all that the child has said until now."""
+        channel = self._channels.get(name)
+        if channel is not None:
+            poller = select.poll()
+            poller.register(channel, select.POLLIN)
+            while self._channels.get(name) is channel and poller.poll(0):
+                self._read(name, channel)
+
+    def remove(self, name: str) -> None:
+        """The child has exited."""
+        self._close(name)
+        for known in (self._channels, self._held_orders, self._worker_regions):
+            known.pop(name, None)
+
+    def close(self) -> None:
+        """Close them all; the path stays."""
+        for name in self._channels:
+            self._close(name)
+        self._listener.close()
+
+    def _map_regions(self, channel: Stream, worker_regions: WorkerRegions, regions: Sequence[SharedRegion]) -> None:
+        surplus, missing = worker_regions.mark_used(regions)
+        for number in surplus:
+            channel.send(encode(UnmapRegion(number)))
+        for memory in missing:
+            try:
+                channel.send(encode(MapRegion(memory.number)), (memory.fileno(),))
+            except OSError:
+                # No descriptor is left: the worker says that it has none, and the next request tries again.
+                worker_regions.remove(memory.number)
+
+    def _close(self, name: str) -> None:
+        channel = self._channels.get(name)
+        if channel is not None:
+            self._channels[name] = None
+            self._loop.remove(channel.fileno())
+            channel.close()
+
+    def _read(self, name: str, channel: Stream) -> None:
+        try:
+            for _ in range(_MAX_READS):
+                messages = channel.receive()
+                if len(messages) > 1:
+                    self._on_message_burst()
+                for frames, lengths in messages:
+                    if len(frames) < len(lengths):
+                        raise RemoteProtocolError(f"header: longer than {limits.MAX_CHILD_HEADER_BYTES} bytes")
+                    message: ChildMessage = self._decoder.decode(frames)
+                    handler = self._handlers.get(name)
+                    if handler is not None and message.__class__ in _OUTCOMES:
+                        handler.on_message(name, message, frames[_TENSOR_FRAMES], self._loop.now)
+                    else:
+                        self._on_message(name, message)
+                if not channel.has_more or self._channels.get(name) is not channel:
+                    break
+        except ConnectionError:
+            self._close(name)
+        except RemoteProtocolError as error:
+            self._close(name)
+            self._on_protocol_error(name, error)
+
+    def _uncork(self, channel: Stream) -> None:
+        try:
+            if channel in self._channels.values() and not channel.uncork():
+                self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
+        except ConnectionError:
+            # As for one message.
+            return
+
+    def _flush(self, channel: Stream) -> None:
+        try:
+            is_done = channel.flush()
+        except ConnectionError:
+            is_done = True
+        if is_done:
+            self._loop.unwatch_writes(channel.fileno())
 
 
 def _with_limit_hint(message: ProcessFailed) -> ProcessFailed:

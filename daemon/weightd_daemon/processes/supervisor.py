@@ -55,6 +55,7 @@ class ProcessSupervisor:
         devices: by name; their memory is asked for before the first model is loaded there.
         launcher: starts holders, workers and fork servers. Other helpers are always children of this process.
         on_change: called when something has changed that the next daemon has to know.
+        on_message_burst: called before several messages are handled that a child has sent at once.
 
     Attributes:
         storage: the files of the generations.
@@ -63,14 +64,16 @@ class ProcessSupervisor:
         fork_servers: the processes that children are forked from.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: DaemonConfig,
         loop: EventLoop,
         devices: Mapping[str, DeviceMemoryInfo],
         launcher: Launcher | None = None,
+        *,
         on_change: Callable[[], object] = lambda: None,
+        on_message_burst: Callable[[], object] = lambda: None,
     ) -> None:
         self._directory = config.private_dir
         self._loop = loop
@@ -86,7 +89,13 @@ class ProcessSupervisor:
             self._directory, self._process_table, DeviceProbe(self._process_table, devices), self._defer
         )
         self.messenger = ChildMessenger(
-            context, config, loop, self._process_table, self._pending_forks, self._on_forked
+            context,
+            config,
+            loop,
+            self._process_table,
+            self._pending_forks,
+            self._on_forked,
+            on_message_burst=on_message_burst,
         )
         self.fork_servers = ForkServers(
             self._directory, self.messenger.address, self._start_fork_server, self._process_table.kill

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
-from weightd_daemon.processes.channels import WorkerRegions
-from weightd_daemon.scheduling.tensor_location import SharedRegion
+from weightd_daemon.scheduling.tensor_location import SharedRegion, WorkerRegions
 
 MEMORIES = [SharedRegion(number, os.dup(0), 1, os.close) for number in range(8)]
 
