@@ -54,15 +54,18 @@ class ClientResponses:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        """Send the model's answer."""
+        """Send the model's answer. The client waits for it: the accounts are closed after that."""
+        response = InferResponse(
+            request.id, result.description, result.shared_outputs, bool(request.pending_writes) or None
+        )
+        self.reply(request.client, response, frames, released_bytes=request.buffered_bytes)
         self._settle(request, sum(map(len, frames)))
-        response = InferResponse(request.id, result.description, result.shared_outputs, request.may_still_write or None)
-        self.reply(request.client, response, frames)
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
+        self._memory_budget.release(request.client, request.buffered_bytes)
         self._settle(request, error)
-        self.reply_error(request.client, request.id, error, may_still_write=request.may_still_write)
+        self.reply_error(request.client, request.id, error, may_still_write=bool(request.pending_writes))
 
     def notify_released(self, request: Request) -> None:
         """Tell a client that nobody writes any more where the outputs of its request were to be."""
@@ -75,13 +78,17 @@ class ClientResponses:
         retry_after_us = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
         self.reply(client, Error(request_id, error.code, clip(str(error)), retry_after_us, may_still_write or None))
 
-    def reply(self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = ()) -> None:
-        """Send a message."""
+    def reply(
+        self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = (), *, released_bytes: int = 0
+    ) -> None:
+        """Send a message, in the place of so many bytes that are kept for the client."""
         try:
             header = encode(message, max_bytes=_MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))
         except LocalProtocolError as error:
             # What an engine or a path says may not fit into a header: that is an answer too.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the response cannot be sent: {error}"))), ()
+        if released_bytes:
+            self._memory_budget.release(client, released_bytes)
         if not self._connections.send(client, [*header, *frames]):
             dropped_error = ResourceExhausted("the response is dropped: the client has not read earlier ones")
             self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
@@ -131,9 +138,8 @@ class ClientResponses:
         return True
 
     def _settle(self, request: Request, outcome: RequestError | int) -> None:
-        """Give back what a request took: it has ended, see `Usage.end`."""
+        """Close the accounts of a request that has ended, see `Usage.end`."""
         request.usage.end(request.tenant.quota, request.nbytes, outcome, has_started=request.has_started)
-        self._memory_budget.release(request.client, request.buffered_bytes)
         connection = self._connections.get(request.client)
         if connection is not None:
             connection.pending_requests -= 1

@@ -159,7 +159,9 @@ class Dispatcher:
         """
         if self.metadata.make_unavailable is not None:
             raise self.metadata.make_unavailable()
-        request.description = self.signature.check_request(request.description)
+        # The decoder returns the same object for equal bytes, so most descriptions were checked before.
+        checked = self.signature.checked.get(id(request.description))
+        request.description = self.signature.check_request(request.description) if checked is None else checked[1]
         scheduler, tenant = self._scheduler, request.tenant
         tenancy, clocks = scheduler.tenancy, scheduler.clocks
         if tenant is not tenancy.last_tenant or tenant is not clocks.last_tenant or now < clocks.multi_tenant_until:

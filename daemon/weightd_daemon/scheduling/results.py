@@ -83,6 +83,7 @@ class BatchResults:
         self._watchdog = isolator.watchdog
         self._suspected = isolator.suspected
         self._replies = replies
+        self._response_sink = replies.response_sink
         self._output_leases = output_leases
         self._on_slot_free = on_slot_free
         self._dispatch = dispatch
@@ -93,13 +94,14 @@ class BatchResults:
         if self._slots.has_lockstep and (lockstep := self._lockstep_of(process)) is not None:
             return self._on_outcome(process, result.request, lockstep.on_result(process, result, frames), now)
         if self._output_leases.leases:
-            self._replies.notify_released(self._output_leases.release(process, result.request))
+            self._notify_released(self._output_leases.release(process, result.request))
         # The client waits for its answer: what is only counted is counted after that.
         item, execution = self._running.take_answered(process, result.request, now)
         if item is not None and item.split is not None:
             self._add_partial_result(item, item.split, process, result, frames, now)
         elif item is not None:
-            self._complete(item.request, process, result, frames, now)
+            self._response_sink.reply_result(item.request, result, frames)
+            self._on_answered(item.request, process, now)
         if execution is not None:
             self._running.record(execution)
         self._watchdog.on_message(process, now)
@@ -125,7 +127,7 @@ class BatchResults:
             )
             return self._on_outcome(process, failed.request, outcome, now)
         self._watchdog.on_message(process, now)
-        self._replies.notify_released(self._output_leases.release(process, failed.request))
+        self._notify_released(self._output_leases.release(process, failed.request))
         slot = self._slots.slot_of(process)
         if failed.is_exiting:
             self._isolator.on_leaving(process, failed.request, now)
@@ -148,7 +150,7 @@ class BatchResults:
         """A part of a batch was recalled before the process had begun with it."""
         if self._lockstep_of(process) is not None:
             return self._on_outcome(process, number, OutOfStep(f"{process}: has cancelled {number}"), now)
-        self._replies.notify_released(self._output_leases.release(process, number))
+        self._notify_released(self._output_leases.release(process, number))
         return ""
 
     def on_process_failed(self, process: str, reason: str, now: float) -> None:
@@ -157,7 +159,7 @@ class BatchResults:
 
     def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
         """A process has ended, and with it its slot."""
-        self._replies.notify_released(self._output_leases.release_process(process))
+        self._notify_released(self._output_leases.release_process(process))
         self._isolator.on_exit(process, exit_cause, now)
         self._watchdog.remove(process)
         self.latencies_by_process.pop(process, None)
@@ -181,7 +183,7 @@ class BatchResults:
             # Nor is it believed that it does not write any more.
             self._isolator.on_process_failed(process, outcome.reason, now)
             return outcome.reason
-        self._replies.notify_released(self._output_leases.release(process, number))
+        self._notify_released(self._output_leases.release(process, number))
         if outcome is None:
             return ""
         slot = self._slots.slot_of(process)
@@ -196,7 +198,8 @@ class BatchResults:
             if item.split is not None:
                 self._add_partial_result(item, item.split, process, outcome.result, outcome.frames, now)
             else:
-                self._complete(item.request, process, outcome.result, outcome.frames, now)
+                self._response_sink.reply_result(item.request, outcome.result, outcome.frames)
+                self._on_answered(item.request, process, now)
         self._dispatch(now)
         return ""
 
@@ -213,21 +216,25 @@ class BatchResults:
         try:
             complete = split.add_result(item.first_row, item.rows, result, frames)
             if complete is None:
-                self._replies.reserve_partial_result(item.request, sum(map(len, frames)))
+                self._response_sink.reserve_partial_result(item.request, sum(map(len, frames)))
         except RequestError as error:
             self._replies.fail(item.request, error)
             return
         if complete is not None:
             self._scheduler.end_split(item.request)
-            self._complete(item.request, process, *complete, now)
+            self._response_sink.reply_result(item.request, *complete)
+            self._on_answered(item.request, process, now)
 
-    def _complete(
-        self, request: Request, process: str, result: PredictResult, frames: Sequence[Any], now: float
-    ) -> None:
-        latency = self._replies.complete(request, result, frames, now)
-        self.latencies_by_process[process].add(latency)
+    def _on_answered(self, request: Request, process: str, now: float) -> None:
+        """The client has the answer to a request: count it."""
+        self.latencies_by_process[process].add(self._replies.on_answered(request, now))
         if request.origin.is_tenant or self._suspected:
             self._isolator.on_answered(request, now)
+
+    def _notify_released(self, requests: Iterable[Request]) -> None:
+        """Tell the clients of requests that have ended that nobody writes to their memory any more."""
+        for request in requests:
+            self._response_sink.notify_released(request)
 
 
 class Replies:
@@ -240,6 +247,7 @@ class Replies:
         schedule_by: called with the time when `fail_some` has something to do.
 
     Attributes:
+        response_sink: as above.
         latencies: from a request's arrival to its answer, in the daemon.
         failed_count: requests that ended in an error after they were accepted.
     """
@@ -253,7 +261,7 @@ class Replies:
     ) -> None:
         self._scheduler = scheduler
         self._watched_requests = scheduler.deadlines.requests
-        self._response_sink = response_sink
+        self.response_sink = response_sink
         self._counters = counters
         self._schedule_by = schedule_by
         self.latencies = LatencyWindow()
@@ -261,11 +269,10 @@ class Replies:
         # Requests that have been taken from the queue and from the slots, and still have to be refused.
         self._pending_failures: deque[tuple[Request, RequestError]] = deque()
 
-    def complete(self, request: Request, result: PredictResult, frames: Sequence[Any], now: float) -> float:
-        """End a request with its answer; return its latency in seconds."""
+    def on_answered(self, request: Request, now: float) -> float:
+        """A request has ended with its answer; return its latency in seconds."""
         self._watched_requests.pop(request.number, None)
         request.may_still_write = bool(request.pending_writes)
-        self._response_sink.reply_result(request, result, frames)
         latency = now - request.arrived_at
         self.latencies.add(latency)
         self._counters.queue.add(request.waited_s)
@@ -280,7 +287,7 @@ class Replies:
         self._scheduler.end_split(request)
         self._watched_requests.pop(request.number, None)
         request.may_still_write = bool(request.pending_writes)
-        self._response_sink.reply_request_error(request, error)
+        self.response_sink.reply_request_error(request, error)
 
     def fail_all(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
         """End requests that neither wait nor run any more: some at once, and the rest in the next turns."""
@@ -309,16 +316,3 @@ class Replies:
     def is_pending(self) -> bool:
         """Whether clients have still to be told of requests that neither wait nor run any more."""
         return bool(self._pending_failures)
-
-    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        """Keep so many bytes of an answer to a part of a request.
-
-        Raises:
-            ResourceExhausted: there is no room for it.
-        """
-        self._response_sink.reserve_partial_result(request, nbytes)
-
-    def notify_released(self, requests: Iterable[Request]) -> None:
-        """Tell the clients of requests that have ended that nobody writes to their memory any more."""
-        for request in requests:
-            self._response_sink.notify_released(request)

@@ -70,6 +70,8 @@ class Signature:
 
     Attributes:
         built: what a holder has told of it; None while the first one loads.
+        checked: the descriptions that were checked, by their identity. Each is kept, so that no other object takes its
+            identity, with the one that `check_request` returns for it.
     """
 
     def __init__(self, row_limits: RowLimits = NO_ROW_LIMITS) -> None:
@@ -77,21 +79,19 @@ class Signature:
         self.built: Built | None = None
         self._inputs: dict[str, TensorSignature] = {}
         self._outputs: Sequence[str] = ()
-        # The descriptions that were checked, by their identity. Each is kept, so that no other object takes its
-        # identity, with the one that `check` returns for it.
-        self._checked: dict[int, tuple[RequestDescription, RequestDescription]] = {}
+        self.checked: dict[int, tuple[RequestDescription, RequestDescription]] = {}
 
     def set_row_limits(self, row_limits: RowLimits) -> None:
         """So many rows a request may have from now on."""
         self._row_limits = row_limits
-        self._checked.clear()
+        self.checked.clear()
 
     def on_built(self, built: Built) -> None:
         """A holder has built the model."""
         self.built = built
         self._inputs = {each.name: each for each in built.inputs}
         self._outputs = [each.name for each in built.outputs]
-        self._checked.clear()
+        self.checked.clear()
 
     def difference(self, built: Built) -> str:
         """Return how what another holder has built differs so that a client would notice, or ""."""
@@ -106,8 +106,7 @@ class Signature:
         Raises:
             InvalidArgument: the model does not have such inputs or outputs.
         """
-        # The decoder returns the same object for equal bytes, so most requests were checked before.
-        cached = self._checked.get(id(description))
+        cached = self.checked.get(id(description))
         if cached is not None:
             return cached[1]
         if self.built is None:
@@ -118,9 +117,9 @@ class Signature:
         check_gears(self.built, self._row_limits, declared.inputs)
         if description.outputs is not None:
             check_outputs(self._outputs, description.outputs)
-        if len(self._checked) >= _MAX_CHECKED:
-            self._checked.clear()
-        self._checked[id(description)] = description, declared
+        if len(self.checked) >= _MAX_CHECKED:
+            self.checked.clear()
+        self.checked[id(description)] = description, declared
         return declared
 
     def check_waiting(self, requests: Sequence[Request]) -> dict[int, InvalidArgument]:

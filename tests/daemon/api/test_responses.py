@@ -158,7 +158,7 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
     [request] = world.waiting
     found = [(each.offset, each.nbytes) for each in (request.locations.inputs[0], request.locations.outputs[0])]
     assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
-    request.may_still_write = True
+    request.pending_writes = (range(1),)
     described = ResponseDescription("m", (X,))
     world.frontend.responses.reply_result(request, PredictResult(1, described, (0,)), ())
     assert world.hear(client) == InferResponse("1", described, (0,), may_still_write=True)
@@ -172,7 +172,7 @@ def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
     world.until(lambda: world.waiting)
     [request] = world.waiting
     for running in (True, None):
-        request.may_still_write = bool(running)
+        request.pending_writes = (range(1),) if running else ()
         world.frontend.responses.reply_request_error(request, InvalidArgument("x"))
         assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", may_still_write=running)
 

@@ -42,10 +42,10 @@ class Bench:
         self.desk.infer(self.request, 0.0)
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        self.told.append(("answer", request.may_still_write))
+        self.told.append(("answer", bool(request.pending_writes)))
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
-        self.told.append((error.code, request.may_still_write))
+        self.told.append((error.code, bool(request.pending_writes)))
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         pass

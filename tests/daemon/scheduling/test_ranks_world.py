@@ -122,14 +122,14 @@ class World(RuleBasedStateMachine):
         assert y.shape == request.description.inputs[0].shape
         placed = request.locations.outputs[0][: y.nbytes] if result.shared_outputs else None
         self.answers[request.number] = bytes(frames[0]) if placed is None else placed
-        self.written |= {request.number} if request.may_still_write else set()
+        self.written |= {request.number} if request.pending_writes else set()
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         if "rank groups failed" in str(error):
             assert max(request.deaths, request.lost_slots) >= 2
         self.answers[request.number] = error.code
-        self.written |= {request.number} if request.may_still_write else set()
+        self.written |= {request.number} if request.pending_writes else set()
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         assert request.number not in self.answers

@@ -117,14 +117,14 @@ class World(RuleBasedStateMachine):
         # As the client reads it: the first bytes of where there was room, if it is said to be there.
         placed = 0 in (result.shared_outputs or ())
         self.answers[request.number] = request.locations.outputs[0][: y.nbytes] if placed else bytes(frames[0])
-        self.written |= {request.number} if request.may_still_write else set()
+        self.written |= {request.number} if request.pending_writes else set()
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         """An error."""
         assert request.number not in self.answers
         assert "part" not in str(error), "the parts are not of one model"
         self.answers[request.number] = error.code
-        self.written |= {request.number} if request.may_still_write else set()
+        self.written |= {request.number} if request.pending_writes else set()
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """More is kept of a request, now and then too much."""

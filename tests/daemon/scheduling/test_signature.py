@@ -135,7 +135,7 @@ def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.Mon
     # However many there are, no more than a bound are remembered.
     for number in range(3000):
         known.check_request(RequestDescription(f"m{number}", (IMAGE,)))
-    assert len(known._checked) <= 1024  # pyright: ignore[reportPrivateUsage]
+    assert len(known.checked) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
 # --- what the model was converted for, and what may follow it -------------------------------------------------------
