@@ -81,7 +81,7 @@ class Slot:
     @property
     def tenants(self) -> set[Tenant]:
         """Whose batches it has."""
-        return set().union(*(batch.tenants for batch in self.batches.values()))
+        return {tenant for batch in self.batches.values() for tenant in batch.tenants}
 
     @property
     def busy_since(self) -> float:
