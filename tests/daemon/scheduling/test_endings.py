@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit.desks import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Deadlines, Scheduler
 from weightd_protocol.errors import RequestError, Unavailable
-from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker import Built, ChildOrder, PredictResult
+from weightd_protocol.messages.worker import Built, ChildOrder
 
 COUNT = 5 * MAX_ENDED_PER_TURN + 3
 WRONG = RequestDescription("m", (TensorSpec("no_input", "FP32", (1,)),))
@@ -95,11 +95,10 @@ def test_a_deadline_passes_without_a_look_at_the_other_requests() -> None:
     assert scheduler.next_event_at == 1001
 
 
-# --- the dispatcher
-# -------------------------------------------------------------------------------------------------------
+# --- the dispatcher -------------------------------------------------------------------------------------------------
 
 
-class Clients:
+class Clients(IgnoringSink):
     """A dispatcher without a worker, whose queue has requests of a client and two of another one; counts the errors."""
 
     def __init__(self) -> None:
@@ -122,24 +121,9 @@ class Clients:
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[object], memories: object) -> None:
         raise AssertionError(order)
 
-    def reply_result(self, request: Request, result: PredictResult, frames: Sequence[object]) -> None:
-        raise AssertionError(request)
-
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.errors
         self.errors[request.number] = f"{error.code} {error}"
-
-    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        raise AssertionError(request)
-
-    def notify_released(self, request: Request) -> None:
-        raise AssertionError(request)
-
-    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        pass
-
-    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        raise AssertionError(error)
 
     def turn(self, now: float) -> None:
         self.due = math.inf

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from testkit.desks import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.dispatcher import Dispatcher
@@ -15,7 +16,6 @@ from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.worker import ChildOrder, Predict, PredictFailed, PredictResult
 
@@ -27,7 +27,7 @@ def memory(gone: Callable[[int], object] = os.close) -> SharedRegion:
     return SharedRegion(1, os.memfd_create("test"), 100, gone)
 
 
-class Bench:
+class Bench(IgnoringSink):
     """A dispatcher with one request, whose inputs are the first 8 bytes of its client's memory."""
 
     def __init__(self, room: int = 8) -> None:
@@ -47,17 +47,8 @@ class Bench:
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.told.append((error.code, bool(request.pending_writes)))
 
-    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        pass
-
     def notify_released(self, request: Request) -> None:
         self.told.append(("released", bool(request.pending_writes)))
-
-    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        pass
-
-    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        pass
 
     def send_order(
         self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[SharedRegion]

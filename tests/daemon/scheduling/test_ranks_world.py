@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit import desks
+from testkit.desks import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -31,7 +32,6 @@ from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.ranks import PredictDone
 from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, PredictFailed, PredictResult
@@ -82,7 +82,7 @@ def rooms(order: Predict) -> list[tuple[int, int]]:
     return [] if order.regions is None else [(each.offset, each.nbytes) for each in order.regions.outputs]
 
 
-class World(RuleBasedStateMachine):
+class World(RuleBasedStateMachine, IgnoringSink):
     """A dispatcher, its clients, and its groups."""
 
     def __init__(self) -> None:
@@ -143,12 +143,6 @@ class World(RuleBasedStateMachine):
 
     def notify_released(self, request: Request) -> None:
         self.written.remove(request.number)
-
-    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        """Nobody asks."""
-
-    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Nobody asks."""
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A rank is given something: nothing is ever taken back, and there is one batch at a time."""

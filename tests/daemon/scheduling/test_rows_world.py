@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from testkit import desks
+from testkit.desks import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause
@@ -31,7 +32,6 @@ from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.scheduling.tensor_location import NO_LOCATIONS, SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError, ResourceExhausted
-from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.regions import MappedOutput
 from weightd_protocol.messages.worker import (
@@ -75,7 +75,7 @@ def description(rows: int, width: int) -> RequestDescription:
     return RequestDescription("m", (TensorSpec("x", "INT64", (rows, width)), TensorSpec("t", "INT64", (1,))))
 
 
-class World(RuleBasedStateMachine):
+class World(RuleBasedStateMachine, IgnoringSink):
     """A dispatcher, its clients, and its workers."""
 
     def __init__(self) -> None:
@@ -136,12 +136,6 @@ class World(RuleBasedStateMachine):
     def notify_released(self, request: Request) -> None:
         """Nobody writes any more."""
         self.written.remove(request.number)
-
-    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        """Nobody asks."""
-
-    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Nobody asks."""
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A worker is given something: what goes together agrees in everything but its rows."""

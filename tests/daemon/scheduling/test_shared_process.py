@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from testkit import desks
+from testkit.desks import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -24,7 +25,6 @@ from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Ping, Predict, PredictFailed, PredictResult
 
@@ -44,7 +44,7 @@ class Process:
     missing: int = 0
 
 
-class Member:
+class Member(IgnoringSink):
     """One model: its dispatcher, and who has been answered."""
 
     def __init__(self, index: int, house: House, terms: BatchingPolicy) -> None:
@@ -63,18 +63,6 @@ class Member:
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = error.code
-
-    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        pass
-
-    def notify_released(self, request: Request) -> None:
-        pass
-
-    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        pass
-
-    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        pass
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         there = self.house.processes[process]

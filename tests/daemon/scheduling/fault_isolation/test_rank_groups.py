@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from testkit.desks import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy
@@ -18,7 +19,6 @@ from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE
 from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.messages.worker import ChildOrder, Ping, Predict, PredictFailed, PredictResult
 
@@ -29,7 +29,7 @@ LOST = "request id1: 2 rank groups failed because of it, the last one because"
 ANN = ClientOrigin("ann 1", "ann")
 
 
-class Bench:
+class Bench(IgnoringSink):
     """A dispatcher, and a group of two ranks and a broker at a time."""
 
     def __init__(self, terms: BatchingPolicy | None = None) -> None:
@@ -48,18 +48,6 @@ class Bench:
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = f"{error.code}: {error}"
-
-    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        pass
-
-    def notify_released(self, request: Request) -> None:
-        pass
-
-    def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        pass
-
-    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        pass
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         self.orders.append((process, order))
