@@ -59,7 +59,7 @@ def kill_one(service: Service) -> None:
     assert_in_place(workers, SETS)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
     mlp: Path, questions: list[SampleRequest], threads: int
 ) -> None:

@@ -38,13 +38,13 @@ CASES = {
 
 
 @pytest.mark.engines("onnxruntime")
-@pytest.mark.parametrize("size", ["10 KB", "200 MB"])
+@pytest.mark.parametrize("size", ["10 KB", pytest.param("200 MB", marks=pytest.mark.long)])
 def test_onnx_runtime_takes_no_more_memory_than_as_many_plain_processes(size: str, engine: str, tmp_path: Path) -> None:
     compare(size, engine, tmp_path)
 
 
 @pytest.mark.engines("mindspore_lite")
-@pytest.mark.parametrize("size", ["10 KB", "10 MB"])
+@pytest.mark.parametrize("size", [pytest.param("10 KB", marks=pytest.mark.long), "10 MB"])
 def test_mindspore_lite_takes_no_more_memory_than_as_many_plain_processes(
     size: str, engine: str, tmp_path: Path
 ) -> None:

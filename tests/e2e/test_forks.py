@@ -84,6 +84,7 @@ def test_what_was_forked_outlives_its_fork_server_which_is_followed_by_another(
     assert {each.origin_note for each in everybody(service)} == {""}
 
 
+@pytest.mark.long
 @pytest.mark.engines("mindspore_lite")
 def test_a_fork_server_that_hangs_is_ended_and_what_it_was_asked_for_is_spawned(
     service: Service, questions: list[SampleRequest]
@@ -98,7 +99,9 @@ def test_a_fork_server_that_hangs_is_ended_and_what_it_was_asked_for_is_spawned(
 
 
 @ONE_ENGINE
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["dies", "hangs"]
+)
 def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_another(
     service: Service, questions: list[SampleRequest], number: signal.Signals
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,11 @@ def keys_of(table: ast.ClassDef) -> list[ast.AnnAssign]:
 
 def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str]]:
     """Who misses a key: (table, key). In the file of the table only what the table itself does counts as reading."""
-    command = [sys.executable, "-m", "mypy", "--no-incremental", "--cache-dir=/dev/null", "--no-error-summary"]
+    # What `make check` has found out is taken from a copy of its cache, for the renamed keys must not get into it.
+    cache = directory / "cache"
+    if (ROOT / ".mypy_cache").exists():
+        shutil.copytree(ROOT / ".mypy_cache", cache, ignore_dangling_symlinks=True)
+    command = [sys.executable, "-m", "mypy", f"--cache-dir={cache}", "--no-error-summary"]
     for path, copy in copies.items():
         shadow = directory / str(path).replace("/", "-")
         shadow.write_text(copy.source, "utf-8")
@@ -91,7 +96,7 @@ def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str
             yield match["table"], match["key"]
 
 
-@pytest.mark.timeout(600)  # mypy without a cache
+@pytest.mark.timeout(600)  # mypy where there is no cache
 @pytest.mark.parametrize(("tables_of", "least"), [(TABLES, 30), (INNER, 6)], ids=["tables", "inner"])
 def test_every_key_is_read(tables_of: dict[Path, tuple[str, ...]], least: int, tmp_path: Path) -> None:
     copies = {path: hide(path) for path in tables_of}

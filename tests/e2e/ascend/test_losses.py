@@ -141,6 +141,7 @@ def test_a_snapshot_that_was_tampered_with_is_not_loaded(
         load.wait_for(50)
 
 
+@pytest.mark.long
 def test_where_the_driver_counts_references_workers_go_on_until_the_next_generation_serves(tmp_path: Path) -> None:
     cards = a_host(tmp_path)
     with cards.ready(holder_loss="frozen", workers=1, spares=0) as service:

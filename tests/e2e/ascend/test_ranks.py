@@ -125,6 +125,7 @@ def test_whatever_goes_wrong_in_one_rank_each_answer_is_right(cut: Cut) -> None:
         assert status(service).failed == 0
 
 
+@pytest.mark.long
 def test_who_waits_in_vain_for_a_rank_ends_by_the_librarys_time_out_before_weightds(cut: Cut) -> None:
     with cut.service() as service, service.client() as client:
         service.ready()
@@ -135,6 +136,7 @@ def test_who_waits_in_vain_for_a_rank_ends_by_the_librarys_time_out_before_weigh
         assert "EI0002" in service.log
 
 
+@pytest.mark.long
 def test_a_group_that_has_not_met_in_time_is_followed_by_another_one(cut: Cut) -> None:
     cut.host.switch(hccl_second=0.005)
     cut.host.fault("predict", "hang", rank=1, times=1)
@@ -154,6 +156,7 @@ def test_a_rank_that_computes_something_else_never_serves(cut: Cut, operation: s
         assert cause in status(service).generations[-1].reason
 
 
+@pytest.mark.long
 def test_a_port_that_comes_free_late_is_waited_for(cut: Cut, service: Service) -> None:
     cut.host.switch(port_linger=1.0)
     with service.client() as client:
@@ -162,6 +165,7 @@ def test_a_port_that_comes_free_late_is_waited_for(cut: Cut, service: Service) -
     assert "EI0019" in service.log
 
 
+@pytest.mark.long
 def test_four_ranks_on_four_cards(cut: Cut, tmp_path: Path) -> None:
     four = Cut(tmp_path / "four", cut.host, ranks.mlp(tmp_path / "four" / "slices", 4))
     cards = [f"ascend:{card}" for card in range(4)]
@@ -199,6 +203,7 @@ def test_an_update_takes_the_place_of_the_group_and_can_be_gone_back_from(
         load.wait_for(20)
 
 
+@pytest.mark.long
 def test_two_groups_serve_side_by_side(cut: Cut) -> None:
     cards = [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]
     with cut.service(ranks={"devices": cards}) as service, service.client() as client:
