@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Generic, TypeVar
 
-from weightd_common.round_robin import RoundRobinQueue
+from weightd_common.rate_limits import RoundRobinQueue
 from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import TooLarge
 from weightd_protocol.errors import ResourceExhausted

@@ -15,8 +15,7 @@ from functools import partial
 from typing import cast
 
 from weightd_common.peers import Peer
-from weightd_common.rate_limits import RateLimitedLog
-from weightd_common.round_robin import RoundRobinQueue
+from weightd_common.rate_limits import RateLimitedLog, RoundRobinQueue
 from weightd_gateway.fairness import FairLimit, FairShareQueue
 
 _log = logging.getLogger("weightd.gateway")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightd_common import memfd
-from weightd_common.round_robin import RoundRobinQueue
+from weightd_common.rate_limits import RoundRobinQueue
 from weightd_daemon.config.tenants import MIN_WEIGHT, TenantConfig
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop

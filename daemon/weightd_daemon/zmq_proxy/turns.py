@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from weightd_common.round_robin import RoundRobinQueue
+from weightd_common.rate_limits import RoundRobinQueue
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.zmq_proxy.client import ClientSocket
