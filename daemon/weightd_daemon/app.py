@@ -20,7 +20,6 @@ from weightd_common.terminal import Terminal, ends_on_hangup
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.load import Config
-from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config_file import ConfigReader
 from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
 from weightd_daemon.handover.counter_store import CounterEntry, CounterStore
@@ -28,14 +27,12 @@ from weightd_daemon.handover.instance_lock import lock_instance
 from weightd_daemon.handover.shim_launcher import SHIM, ShimLauncher
 from weightd_daemon.handover.systemd import ListenSockets, ManagedService, listen
 from weightd_daemon.main_loop import Daemon, Options, Parts
+from weightd_daemon.models.factory import ModelFactory
 from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.load_progress import LoadSpeedRecord
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
-from weightd_daemon.models.shared_process import ModelFactory
-from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.observability.service import StatusService
@@ -153,52 +150,6 @@ def _zmq_context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
         context.destroy()
 
 
-class ModelBuilder:
-    """Makes models from their configuration, with what all models of the daemon have in common.
-
-    Args:
-        devices: the devices that models use, by name.
-        supervisor: starts their processes.
-        loop: calls their timers.
-        counters: of each model.
-        client_log: for what requests do to processes.
-
-    Attributes:
-        fair_clocks: divide the slots of all models among tenants.
-    """
-
-    def __init__(
-        self,
-        devices: Mapping[str, DeviceBudget],
-        supervisor: ProcessSupervisor,
-        loop: EventLoop,
-        counters: CounterRegistry,
-        client_log: ClientLog,
-    ) -> None:
-        self._devices = devices
-        self._supervisor = supervisor
-        self._loop = loop
-        self._factory = ModelFactory()
-        self._load_limiter = LoadLimiter()
-        self._shared_scheduling = SharedScheduling(client_log=client_log, counters_of=counters.counters_of)
-        self.fair_clocks = self._shared_scheduling.clocks
-
-    def make(self, name: str, config: ModelConfig, ids: IdSequence, router: RequestRouter) -> ServedModel:
-        """Return a model that has not started; `router` is told what becomes of its requests."""
-        model = self._factory.make(
-            name,
-            config,
-            self._devices,
-            self._supervisor,
-            ClientNotifier(router.responses, router.admin),
-            ids,
-            shared_scheduling=self._shared_scheduling,
-        )
-        model.load_limiter = self._load_limiter
-        self._loop.add_timer(model.timer)
-        return model
-
-
 class Control:
     """What clients may ask of the daemon as a whole.
 
@@ -259,8 +210,16 @@ def build(options: Options, host: Host) -> Daemon:
         on_message_burst=lambda: router.cork(),
     )
     load_monitor = LoadMonitor(supervisor.snapshots.copy_progress)
-    model_builder = ModelBuilder(devices, supervisor, loop, books.counters, client_log)
-    registry = ModelRegistry(lambda name, model, ids: model_builder.make(name, model, ids, router))
+    scheduling = SharedScheduling(client_log=client_log, counters_of=books.counters.counters_of)
+    factory = ModelFactory(
+        devices,
+        supervisor,
+        lambda: ClientNotifier(router.responses, router.admin),
+        loop.add_timer,
+        scheduling,
+        LoadLimiter(),
+    )
+    registry = ModelRegistry(factory.make)
     authorizer = Authorizer(tenants, books.usage_table, admitted_tenants(config))
     max_memory_bytes = config.daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
     router = RequestRouter(
@@ -307,7 +266,7 @@ def build(options: Options, host: Host) -> Daemon:
         devices,
         registry,
         supervisor,
-        TenantServices(tenants, authorizer, usage_reporter, model_builder.fair_clocks, on_tenants_changed),
+        TenantServices(tenants, authorizer, usage_reporter, scheduling.clocks, on_tenants_changed),
         counters=books.counters,
         on_applied=lambda: daemon.schedule_reconcile(),
     )

@@ -201,9 +201,13 @@ class Daemon:
     def _reconcile_one_shot(self, now: float) -> None:
         """There is one model, for a first look at it."""
         models = self._registry.models.values()
-        if any(model.has_failed for model in models):
+        if any(model.readiness.has_failed for model in models):
             self.stop(now)
-        if not self._shutdown.has_begun and not self._has_logged_ready and all(each.is_complete for each in models):
+        if (
+            not self._shutdown.has_begun
+            and not self._has_logged_ready
+            and all(each.readiness.is_complete for each in models)
+        ):
             self._has_logged_ready = True
             _log.info("ready; try: %s", self._options.one_shot)
 

@@ -90,7 +90,7 @@ class StatusApi:
         reasons = (
             ["weightd is stopping"]
             if self._registry.is_closed
-            else [reason for each in models if (reason := each.unready_reason(now))]
+            else [reason for each in models if (reason := each.readiness.unready_reason(now))]
         )
         self._responses.reply(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 

@@ -130,6 +130,11 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
     def progress(self) -> str:
         """What it is doing now, for people."""
 
+    def built_model(self, index: int) -> Built | None:
+        """Return what has been loaded of a model, once that is known; its processes may have others, too."""
+        del index  # of one model
+        return self.built
+
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
         """Return `extra` of an event of this generation, or of one of its children."""
         return self._log.log_extra(child)

@@ -85,6 +85,10 @@ class RankGroup(GenerationBase):
             case _:
                 return self.state.display_name
 
+    def built_model(self, index: int) -> Built | None:
+        """Return what has been loaded of one of its models, once that is known."""
+        return self.models[index] if index < len(self.models) else None
+
     # --- while it comes up --------------------------------------------------------------------------------------
 
     def on_resumed(self) -> None:

@@ -98,9 +98,9 @@ class SystemdNotifier:
         assignments: list[str] = []
         required = [model for model in models if model.config.required]
         self._served_models &= {model.name for model in required}
-        self._served_models |= {model.name for model in required if model.is_serving}
+        self._served_models |= {model.name for model in required if model.readiness.is_serving}
         stuck = {model.name for model in required if not self._is_progressing(model, now)}
-        if not self.is_ready and all(model.is_serving or self._is_optional(model) for model in required):
+        if not self.is_ready and all(model.readiness.is_serving or self._is_optional(model) for model in required):
             self.is_ready = True
             assignments.append("READY=1")
         if not self.is_ready and not stuck:
@@ -125,11 +125,11 @@ class SystemdNotifier:
     def has_failed(self, models: Iterable[ServedModel]) -> bool:
         """Return whether weightd will never be ready."""
         return not self.is_ready and any(
-            model.config.required and model.has_failed and not self._is_optional(model) for model in models
+            model.config.required and model.readiness.has_failed and not self._is_optional(model) for model in models
         )
 
     def _is_optional(self, model: ServedModel) -> bool:
-        return model.has_failed and bool(self._resumed_models) and model.name not in self._resumed_models
+        return model.readiness.has_failed and bool(self._resumed_models) and model.name not in self._resumed_models
 
     def _is_alive(self, model: ServedModel, stuck: Collection[str], now: float) -> bool:
         """Whether a worker answers. A daemon whose loop runs while those that are there do not is of no use to anybody.
@@ -138,14 +138,14 @@ class SystemdNotifier:
         pauses between two tries are part of it. What a reload has added and what cannot be loaded says nothing of the
         daemon.
         """
-        if model.name not in self._served_models or not model.unready_reason(now):
+        if model.name not in self._served_models or not model.readiness.unready_reason(now):
             return True
-        return not _has_workers(model) and not model.has_failed and model.name not in stuck
+        return not _has_workers(model) and not model.readiness.has_failed and model.name not in stuck
 
     def _is_progressing(self, model: ServedModel, now: float) -> bool:
         """Whether a model serves or makes progress, as far as its load_timeout allows to tell."""
         previous = self._progress.get(model.name)
-        progress = model.main_generation.progress
+        progress = model.readiness.main_generation.progress
         if previous is None or previous[0] != progress:
             self._progress[model.name] = progress, now
             return True
@@ -153,7 +153,7 @@ class SystemdNotifier:
 
 
 def _has_workers(model: ServedModel) -> bool:
-    return model.is_serving and any(
+    return model.readiness.is_serving and any(
         each.serving is not None and each.serving.processes.serving for each in model.deployments
     )
 
@@ -168,7 +168,7 @@ def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[G
             where = "" if main.device == CPU else f" on {main.device}"
             if main.progress != "serving":
                 counts[", ".join(filter(None, [main.progress + where, load_progress(main)]))] += 1
-        serving += model.is_serving
+        serving += model.readiness.is_serving
         workers += sum(len(each.serving.processes.serving) for each in model.deployments if each.serving is not None)
     for doing, count in counts.items():
         yield f"{count} {'model is' if count == 1 else 'models are'} {doing}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.spec import GenerationSpec
-from weightd_daemon.models.deployment_state import ReplacedDeployment, RolloutPolicy
+from weightd_daemon.models.deployment_state import ReplacedDeployments, RolloutPolicy
 from weightd_daemon.models.placement import Placement, ResourceRequest
 from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.messages.worker_common import DeviceMemory
@@ -22,14 +22,20 @@ class Admission:
         placement: where it is.
         rollout_policy: what is configured of the memory that processes take.
         wake: called when something has been released that a generation waits for.
+        predecessor: whose place it may take where there is no room for both; None: nobody's.
 
     Attributes:
-        predecessor: whose place it may take where there is no room for both; None: nobody's.
         is_released: something has been released since a generation had to wait.
     """
 
-    def __init__(self, placement: Placement, rollout_policy: RolloutPolicy, wake: Callable[[], object]) -> None:
-        self.predecessor: ReplacedDeployment | None = None
+    def __init__(
+        self,
+        placement: Placement,
+        rollout_policy: RolloutPolicy,
+        wake: Callable[[], object],
+        predecessor: ReplacedDeployments | None = None,
+    ) -> None:
+        self._predecessor = predecessor
         self.is_released = False
         self._placement = placement
         self._rollout_policy = rollout_policy
@@ -57,11 +63,11 @@ class Admission:
     def rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
         """Return why there is no room for a generation, or ""; whose place it may take has made way for it."""
         reason = self._placement.rejection_reason(label, request)
-        if not reason or self.predecessor is None:
+        if not reason or self._predecessor is None:
             return reason
-        leaving_labels = [*self._placement.leaving, *self.predecessor.generation_labels()]
+        leaving_labels = [*self._placement.leaving, *(each.label for each in self._predecessor.generations)]
         if not self._placement.rejection_reason(label, request, excluding=leaving_labels):
-            self.predecessor.vacate(now)
+            self._predecessor.vacate(now)
         return self._placement.rejection_reason(label, request)
 
     def will_suffice(self, generation: GenerationBase, request: ResourceRequest) -> bool:

@@ -23,6 +23,7 @@ from weightd_daemon.models.deployment_state import (
     DeploymentEvent,
     DeploymentState,
     DeploymentView,
+    ReplacedDeployments,
     RolloutPolicy,
 )
 from weightd_daemon.models.placement import Placement
@@ -40,6 +41,7 @@ class Deployment(DeploymentView):
         rollout_policy: how one follows another.
         make_generation: makes a generation of a source, with a new number.
         wake: called when there may be room by now for what waits for it: `tick` is due.
+        predecessor: see `Admission`.
 
     Attributes:
         admission: of its generations, where they are placed.
@@ -52,10 +54,11 @@ class Deployment(DeploymentView):
         rollout_policy: RolloutPolicy,
         make_generation: Callable[[Placement, ModelSource, GenerationSpec], GenerationBase],
         wake: Callable[[], object],
+        predecessor: ReplacedDeployments | None = None,
     ) -> None:
         super().__init__(placement, spec)
         self._rollout_policy = rollout_policy
-        self.admission = Admission(placement, rollout_policy, wake)
+        self.admission = Admission(placement, rollout_policy, wake, predecessor)
         self._make_generation = make_generation
         self._backoff = RestartBackoff()
         self._serving_since = 0.0

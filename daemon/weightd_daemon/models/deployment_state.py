@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 from weightd_common.devices import CPU
-from weightd_daemon.config.model import ModelConfig, ReplacementPolicy
+from weightd_daemon.config.model import Membership, ModelConfig, ReplacementPolicy
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import RetryHint
@@ -64,16 +64,16 @@ DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], Deploym
 }
 
 
-class ReplacedDeployment(NamedTuple):
-    """The deployment of another model of the name, in whose place this one may come.
+class ReplacedDeployments(Protocol):
+    """The deployments of another model of the name, in whose place others may come."""
 
-    Attributes:
-        generation_labels: returns those of its generations.
-        vacate: has it leave, so that its room is free.
-    """
+    @property
+    def generations(self) -> Sequence[GenerationBase]:
+        """Every generation of theirs of which something is left."""
+        raise NotImplementedError
 
-    generation_labels: Callable[[], list[str]]
-    vacate: Callable[[float], object]
+    def vacate(self, now: float) -> None:
+        """Have them leave, so that their room is free."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,9 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
 
 def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:
-    """Return where the model has a copy of the weights each, and what is configured of it."""
+    """Return where the model, or its group of models, has a copy of the weights each, and what is configured of it."""
+    if config.group is not None:
+        return [(devices[each], _shared_process_spec(config, config.group, each)) for each in config.devices]
     if config.ranks is None:
         return [
             (devices[device], GenerationSpec.from_config(config, together))
@@ -254,4 +256,12 @@ def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, 
     )
     return dataclasses.replace(
         GenerationSpec.from_config(config, ()), is_sharing=False, can_fork_from_holder=False, rank_group=group_spec
+    )
+
+
+def _shared_process_spec(config: ModelConfig, group: Membership, device: str) -> GenerationSpec:
+    """One process of several models is a rank group of size 1."""
+    ranks = RankGroupSpec(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=len(group.models))
+    return GenerationSpec(
+        1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks
     )

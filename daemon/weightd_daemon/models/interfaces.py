@@ -1,4 +1,4 @@
-"""What a model wants of the outside: its children, and its clients. The server has the real ones, tests their own."""
+"""What a model wants of the outside, its children and its clients, and what its deployments want of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.rollout import UpdateSink
+from weightd_daemon.models.versions import ModelVersions
 from weightd_daemon.processes.events import ProcessEventHandler, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
+from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.results import ResponseSink
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.messages.worker import ChildOrder
@@ -129,3 +131,23 @@ class ClientNotifier(NamedTuple):
 
     response_sink: ResponseSink
     update_sink: UpdateSink
+
+
+class DeployedModel(Protocol):
+    """A model, as its deployments know it; several may share deployments."""
+
+    name: str
+    config: ModelConfig
+    dispatcher: Dispatcher
+    versions: ModelVersions
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it winds down."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """A device has room again that one of the deployments waits for."""
+
+    def on_reconciled(self, now: float) -> None:
+        """Its deployments have changed: serve what they now allow."""

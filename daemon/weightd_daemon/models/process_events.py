@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.actions import (
     Action,
     AddSlot,
@@ -24,11 +23,10 @@ from weightd_daemon.generations.actions import (
     TakeSnapshot,
 )
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.persisted import GenerationRecord, resume_generation
+from weightd_daemon.generations.persisted import GenerationRecord
 from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.shared_weights import Generation
-from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import AttachState
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.interfaces import ProcessManager
@@ -82,21 +80,17 @@ class ProcessEvents:
     def __bool__(self) -> bool:
         return bool(self._by_process)
 
-    def resume(
-        self, label: str, deployment: Deployment, source: ModelSource, record: GenerationRecord, now: float
-    ) -> GenerationBase | None:
-        """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
-        spec = deployment.spec if record.is_sharing else deployment.spec.without_sharing()
-        counters = ProcessCounters(*(each.counters for each in self._use.dispatchers))
-        generation = resume_generation(label, spec, source, record, now, counters)
+    def resume(self, deployment: Deployment, generation: GenerationBase, record: GenerationRecord) -> bool:
+        """Take over the children of a generation; return False if its page store was changed: it has to be loaded."""
         if not self._process_manager.resume(self, generation, record.store_fingerprint):
             text = "%s: loaded anew: the page store was changed while no daemon was there"
-            _log.error(text, label, extra=generation.log_extra())
-            return None
+            _log.error(text, generation.label, extra=generation.log_extra())
+            return False
         self._by_process.update((child, (deployment, generation)) for child in generation.children)
         if record.built.selftest_cases:
-            self._use.on_selftest_found(source, dataclasses.replace(spec.selftest, cases=record.built.selftest_cases))
-        return generation
+            selftest = dataclasses.replace(generation.spec.selftest, cases=record.built.selftest_cases)
+            self._use.on_selftest_found(generation.source, selftest)
+        return True
 
     # --- from children ------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
@@ -12,8 +12,9 @@ from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.spec import CONCAT, ModelSource, RankGroupSpec, SelfTestSpec
 from weightd_daemon.models import batching
 from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.interfaces import DeployedModel
 from weightd_daemon.models.placement import CardGroup, Placement
-from weightd_daemon.models.versions import Snapshots
+from weightd_daemon.models.versions import ReadySnapshot
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.rendezvous import Rendezvous, free_port, generate_rank_table, rank_program
 from weightd_daemon.processes.spec import WorkerProgram, worker_program
@@ -25,15 +26,44 @@ class ProcessUse(abc.ABC):
     """What processes are there for: what they load, and whose batches they run.
 
     Attributes:
+        model_count: how many models they serve.
         only_dispatcher: where the requests are that they answer, if they serve one model; None otherwise.
     """
 
+    model_count: int
     only_dispatcher: Dispatcher | None = None
+
+    @property
+    @abc.abstractmethod
+    def models(self) -> Sequence[DeployedModel]:
+        """The models whose requests they answer, as far as those have been made."""
 
     @property
     @abc.abstractmethod
     def dispatchers(self) -> Sequence[Dispatcher]:
         """Where the requests are that they answer, of each model of theirs."""
+
+    @property
+    @abc.abstractmethod
+    def source(self) -> ModelSource:
+        """What is loaded, or to be, if no update is under way."""
+
+    @property
+    def build_factor(self) -> float:
+        """How many times the size of the model's files a build takes."""
+        return self.models[0].config.engine_spec.build_factor
+
+    @abc.abstractmethod
+    def renew_source(self) -> None:
+        """Read the files again: `source` is another one."""
+
+    @abc.abstractmethod
+    def loaded_source(self, source: ModelSource) -> ModelSource:
+        """Return the source of generations that a source of a model is loaded with."""
+
+    @abc.abstractmethod
+    def ready_snapshots(self) -> Sequence[ReadySnapshot]:
+        """Return every source that generations can load."""
 
     @abc.abstractmethod
     def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
@@ -77,25 +107,44 @@ class ProcessUse(abc.ABC):
 
 
 class OneModelUse(ProcessUse):
-    """The use of processes that serve one model: each worker is a slot, or all ranks together are one.
+    """The use of processes that serve one model: each worker is a slot, or all ranks together are one."""
 
-    Args:
-        config: of the model.
-        dispatcher: where its requests are.
-        snapshots: of its sources.
-    """
+    model_count = 1
 
-    def __init__(self, config: ModelConfig, dispatcher: Dispatcher, snapshots: Snapshots) -> None:
-        self._config = config
-        self._dispatcher = self.only_dispatcher = dispatcher
-        self._dispatchers = (dispatcher,)
-        self._snapshots = snapshots
+    def __init__(self, model: DeployedModel) -> None:
+        self._models = (model,)
+        self.only_dispatcher = self._dispatcher = model.dispatcher
+        self._model = model
+        self._dispatchers = (model.dispatcher,)
+        self._versions = model.versions
         self._rendezvous = RendezvousTable()
+
+    @property
+    def models(self) -> Sequence[DeployedModel]:
+        """The only one."""
+        return self._models
 
     @property
     def dispatchers(self) -> Sequence[Dispatcher]:
         """The one of the model."""
         return self._dispatchers
+
+    @property
+    def source(self) -> ModelSource:
+        """What the model loads."""
+        return self._versions.current
+
+    def renew_source(self) -> None:
+        """Read the files of the model again."""
+        self._versions.renew_current()
+
+    def loaded_source(self, source: ModelSource) -> ModelSource:
+        """Return this source."""
+        return source
+
+    def ready_snapshots(self) -> Sequence[ReadySnapshot]:
+        """Return every source of the model that has a snapshot."""
+        return self._versions.snapshots.ready()
 
     def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
         """Return the one of the model."""
@@ -103,20 +152,20 @@ class OneModelUse(ProcessUse):
 
     def request_snapshots(self, source: ModelSource, now: float) -> None:
         """Have the snapshot taken, unless it is there."""
-        self._snapshots.request(source, now + self._config.load_timeout)
+        self._versions.snapshots.request(source, now + self._model.config.load_timeout)
 
     def on_snapshot_lost(self, source: ModelSource) -> None:
         """Have it taken anew by who wants it next."""
-        self._snapshots.on_lost(source)
+        self._versions.snapshots.on_lost(source)
 
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
         """Return what a worker or a rank runs."""
-        snapshot = self._snapshots[generation.source]
-        return self._rendezvous.program(self._config, generation, snapshot, name, deployment.placement)
+        snapshot = self._versions.snapshots[generation.source]
+        return self._rendezvous.program(self._model.config, generation, snapshot, name, deployment.placement)
 
     def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
         """Let a worker, or all ranks together, take requests."""
-        policy = batching.batching_policy(self._config, generation)
+        policy = batching.batching_policy(self._model.config, generation)
         if isinstance(generation, RankGroup):
             ranks, reply_rank = generation.processes.slots[name], generation.group_spec.reply_rank
             reply_process = None if reply_rank == CONCAT else ranks[reply_rank]
@@ -151,19 +200,13 @@ class OneModelUse(ProcessUse):
 
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
         """Remember it for the next generation of that source."""
-        self._snapshots.set_selftest(source, selftest)
+        self._versions.snapshots.set_selftest(source, selftest)
 
     def update_batching(self, generation: GenerationBase) -> None:
         """Have slots do with rows of requests what is configured, as far as it is known to be right by now."""
-        policy = batching.batching_policy(self._config, generation)
+        policy = batching.batching_policy(self._model.config, generation)
         for each in generation.processes.slots:
             self._dispatcher.processes.set_policy(each, policy)
-
-    def reconfigure(self, config: ModelConfig, serving: Iterable[GenerationBase]) -> None:
-        """Have what serves do as another configuration says that has the same loaded."""
-        self._config = config
-        for generation in serving:
-            self.update_batching(generation)
 
 
 class RendezvousTable:

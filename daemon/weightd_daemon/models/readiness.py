@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from weightd_daemon.generations.states import ACTIVE
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.scheduling.slot_processes import SlotProcesses
 from weightd_protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable
@@ -49,54 +50,126 @@ class ModelUnavailable(NamedTuple):
         return self.error_type(self.message)
 
 
-def find_unavailable(name: str, deployments: Sequence[Deployment]) -> ModelUnavailable | None:
-    """Return why nobody serves the model of this name, or loads it, if that is so."""
-    if all(each.has_failed for each in deployments):
-        causes = list(dict.fromkeys(each.cause for each in deployments))
-        # The client may try again where the daemon does.
-        error_type = Unavailable if any(each.is_transient for each in deployments) else FailedPrecondition
-        return ModelUnavailable(error_type, f"{name} failed: {'; '.join(causes)}")
-    if any(each.serving is not None or each.is_busy for each in deployments):
-        return None
-    return ModelUnavailable(Unavailable, f"{name} is being unloaded")
+class Readiness:
+    """How a model stands, by its deployments.
 
+    Args:
+        name: of the model.
+        deployments: its own, or those of its shared process.
+        processes: that take its requests.
+        index: of the model among those of a shared process.
 
-def main_deployment(deployments: Sequence[Deployment]) -> Deployment:
-    """Return the deployment that tells how the model stands: one that serves it, if any does."""
-    return next((each for each in deployments if each.serving is not None), deployments[0])
+    Attributes:
+        index: likewise.
+    """
 
+    def __init__(self, name: str, deployments: Iterable[Deployment], processes: SlotProcesses, index: int = 0) -> None:
+        self._name = name
+        self._deployments = tuple(deployments)
+        self._processes = processes
+        self.index = index
 
-def find_built(deployments: Sequence[Deployment]) -> Built | None:
-    """Return what a holder has told of the model, if one has whose generation has not ended."""
-    active = (each for deployment in deployments for each in deployment.generations if each.state in ACTIVE)
-    return next((each.built for each in active if each.built is not None), None)
+    @property
+    def is_serving(self) -> bool:
+        """Whether any device serves it."""
+        return any(each.serving is not None for each in self._deployments)
 
+    @property
+    def is_serving_everywhere(self) -> bool:
+        """Whether each device serves it."""
+        return all(each.serving is not None for each in self._deployments)
 
-def explain_error(error: RequestError, name: str, deployments: Sequence[Deployment]) -> RequestError:
-    """Return what a deadline says where there was nobody who could have answered; other errors say what they say."""
-    serving = [each.serving for each in deployments if each.serving is not None]
-    if not isinstance(error, DeadlineExceeded) or any(each.processes.serving for each in serving):
-        return error
-    generation = main_deployment(deployments).main_generation
-    if serving and not generation.cause:
-        return error  # a worker has died, and the next one is on its way
-    cause = generation.cause or deployments[0].cause or "not ready yet"
-    return Unavailable(f"{name} has no worker: {generation.progress}, {cause}")
+    @property
+    def may_serve_soon(self) -> bool:
+        """Whether any device serves it, or will as soon as a worker of the daemon before this one is back.
 
-
-def unready_reason(name: str, deployments: Sequence[Deployment], processes: SlotProcesses, now: float) -> str:
-    """Return why the model is not ready to answer, or "" if it is: a worker has been heard of of late."""
-    serving = [each.serving for each in deployments if each.serving is not None]
-    if not serving:
-        unavailable, generation = find_unavailable(name, deployments), main_deployment(deployments).main_generation
-        return (
-            unavailable.message
-            if unavailable is not None
-            else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
+        Or if that cannot be loaded for which it has made way.
+        """
+        is_reconnecting = any(
+            generation.is_reconnecting for each in self._deployments for generation in each.generations
         )
-    silence_s = processes.silence_s([process for each in serving for process in each.processes.serving], now)
-    if silence_s is None:
-        return ""
-    if silence_s == float("inf"):
-        return f"{name}: no worker is there; they are being replaced"
-    return f"{name}: no worker has answered for {silence_s:.1f} s, watchdog is {processes.watchdog_period_s:g} s"
+        return self.is_serving or is_reconnecting or any(each.is_vacated for each in self._deployments)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each device serves it with all its workers, or has failed while another one does not."""
+        return self.is_serving and all(
+            each.has_failed or (each.serving is not None and each.serving.is_complete) for each in self._deployments
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no device serves it, or loads it."""
+        return all(each.has_failed for each in self._deployments)
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a device does not serve it, or load it."""
+        return any(each.has_failed for each in self._deployments)
+
+    @property
+    def has_transient_failures(self) -> bool:
+        """Whether a device has failed of a cause that may go away by itself."""
+        return any(each.is_transient for each in self._deployments)
+
+    @property
+    def state(self) -> GenerationState:
+        """How it stands: it serves if any device does, and has failed if all have."""
+        if self.is_serving:
+            return GenerationState.SERVING
+        loading = [each for each in self._deployments if not each.has_failed]
+        return (loading or self._deployments)[0].main_generation.state
+
+    @property
+    def main_generation(self) -> GenerationBase:
+        """The generation that tells how it stands: one that serves, if any does."""
+        main = next((each for each in self._deployments if each.serving is not None), self._deployments[0])
+        return main.main_generation
+
+    @property
+    def built(self) -> Built | None:
+        """What a holder has told of the model, if one has whose generation has not ended."""
+        active = (each for deployment in self._deployments for each in deployment.generations if each.state in ACTIVE)
+        return next((built for each in active if (built := each.built_model(self.index)) is not None), None)
+
+    @property
+    def unavailable(self) -> ModelUnavailable | None:
+        """Why nobody serves the model, or loads it; None if somebody does."""
+        if self.has_failed:
+            causes = list(dict.fromkeys(each.cause for each in self._deployments))
+            # The client may try again where the daemon does.
+            error_type = Unavailable if self.has_transient_failures else FailedPrecondition
+            return ModelUnavailable(error_type, f"{self._name} failed: {'; '.join(causes)}")
+        if any(each.serving is not None or each.is_busy for each in self._deployments):
+            return None
+        return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
+
+    def explain_error(self, error: RequestError) -> RequestError:
+        """Return what a deadline says where there was nobody who could have answered; others say what they say."""
+        serving = [each.serving for each in self._deployments if each.serving is not None]
+        if not isinstance(error, DeadlineExceeded) or any(each.processes.serving for each in serving):
+            return error
+        generation = self.main_generation
+        if serving and not generation.cause:
+            return error  # a worker has died, and the next one is on its way
+        cause = generation.cause or self._deployments[0].cause or "not ready yet"
+        return Unavailable(f"{self._name} has no worker: {generation.progress}, {cause}")
+
+    def unready_reason(self, now: float) -> str:
+        """Return why the model is not ready to answer, or "" if it is: a worker has been heard of of late."""
+        serving = [each.serving for each in self._deployments if each.serving is not None]
+        if not serving:
+            unavailable, generation = self.unavailable, self.main_generation
+            return (
+                unavailable.message
+                if unavailable is not None
+                else f"{self._name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
+            )
+        processes = self._processes
+        silence_s = processes.silence_s([process for each in serving for process in each.processes.serving], now)
+        if silence_s is None:
+            return ""
+        if silence_s == float("inf"):
+            return f"{self._name}: no worker is there; they are being replaced"
+        period_s = processes.watchdog_period_s
+        return f"{self._name}: no worker has answered for {silence_s:.1f} s, watchdog is {period_s:g} s"

@@ -9,8 +9,8 @@ together, or are cut. A model that is removed takes no further request, and fini
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.models.model import ServedModel
@@ -22,7 +22,15 @@ from weightd_protocol.errors import NotFound, Unavailable
 
 _log = logging.getLogger("weightd")
 
-MakeModel = Callable[[str, ModelConfig, IdSequence], ServedModel]
+
+class MakeModel(Protocol):
+    """Makes models that have not started."""
+
+    def __call__(
+        self, name: str, config: ModelConfig, ids: IdSequence, *, predecessor: ServedModel | None
+    ) -> ServedModel:
+        """Return a model; `predecessor` is the one that it is to replace."""
+        raise NotImplementedError
 
 
 class ConfigDiff(NamedTuple):
@@ -174,7 +182,7 @@ class ModelRegistry:
     @property
     def deaths(self) -> int:
         """Processes that ended, or had to be ended, without being asked to."""
-        return self._past_deaths + sum(model.deaths for model in self.all_models())
+        return self._past_deaths + sum(model.deployments.deaths for model in self.all_models())
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -183,8 +191,9 @@ class ModelRegistry:
         model = self.models[name]
         return (model.successor or model).config != config
 
-    def _make_named(self, name: str, config: ModelConfig) -> ServedModel:
-        return self._make_model(name, config, self._id_sequences.setdefault(name, IdSequence()))
+    def _make_named(self, name: str, config: ModelConfig, predecessor: ServedModel | None = None) -> ServedModel:
+        ids = self._id_sequences.setdefault(name, IdSequence())
+        return self._make_model(name, config, ids, predecessor=predecessor)
 
     def _start(self, name: str, config: ModelConfig, now: float) -> None:
         self.models[name] = self._make_named(name, config)
@@ -193,7 +202,7 @@ class ModelRegistry:
     def _remove(self, name: str, now: float) -> None:
         model = self.models.pop(name)
         self._discard_successor(model, now)
-        model.mark_leaving()
+        model.deployments.mark_leaving(name)
         self.changing.append(model)
 
     def _replace(self, name: str, config: ModelConfig, now: float) -> None:
@@ -206,8 +215,7 @@ class ModelRegistry:
             )
         elif model.config != config:
             self.changing.append(model)
-            model.successor = self._make_named(name, config)
-            model.successor.set_predecessor(model)
+            model.successor = self._make_named(name, config, model)
             model.successor.start(now)
 
     def _discard_successor(self, model: ServedModel, now: float) -> None:
@@ -216,20 +224,20 @@ class ModelRegistry:
             self.changing.remove(model)
             self.changing.append(model.successor)
             model.successor = None
-            model.reinstate(now)
+            model.deployments.reinstate(now)
 
     def _take_over_if_ready(self, old: ServedModel, new: ServedModel, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
         name = old.name
-        if new.is_complete or not old.may_serve_soon:
+        if new.readiness.is_complete or not old.readiness.may_serve_soon:
             # It leaves from now on.
             old.successor = None
             self.models[name] = new
             new.adopt_requests(old, now)
             old.drain(now, timeout_s=old.config.predict_timeout, is_replaced=True)
             _log.info("%s: the changed configuration is in force", name, extra=subject_extra(name))
-        elif new.has_failed:
-            old.note = f"the changed configuration is not in force: {new.unready_reason(now)}"
+        elif new.readiness.has_failed:
+            old.note = f"the changed configuration is not in force: {new.readiness.unready_reason(now)}"
             _log.error("%s: %s", name, old.note, extra=subject_extra(name))
             self._discard_successor(old, now)
 
@@ -242,7 +250,8 @@ class ModelRegistry:
         elif model.dispatcher.is_idle and not model.is_draining:
             model.drain(now)
         if model.is_gone:
-            model.remove_snapshots()
+            snapshots = model.versions.snapshots
+            snapshots.drop_all()
             self.changing.remove(model)
-            self._past_deaths += model.deaths
+            self._past_deaths += model.deployments.deaths
             _log.info("%s: a model that is served no more has left", model.name, extra=subject_extra(model.name))

@@ -69,6 +69,20 @@ class Rollouts:
         """Whether there is one."""
         return self._current is not None
 
+    def check_alone(self) -> None:
+        """Refuse an update of a model whose process serves others, too: all of them would have to go.
+
+        Raises:
+            FailedPrecondition: that is so.
+        """
+        group = self._config.group
+        if group is not None:
+            other_models = ", ".join(each for each in group.models if each != self._name)
+            raise FailedPrecondition(
+                f"{self._name} is in one process with {other_models}, the group {group.name}: it cannot be updated "
+                "alone; change the configuration and reload"
+            )
+
     def start(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
     ) -> None:

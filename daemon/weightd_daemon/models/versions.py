@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from weightd_common.safe_open import Grant
 from weightd_daemon.generations.spec import ModelSource, SelfTestSpec
@@ -62,6 +63,11 @@ class ModelVersions:
         self.snapshots = Snapshots(take_snapshot, remove_snapshot)
         self._ids = ids
 
+    @property
+    def last_ids(self) -> tuple[int, int]:
+        """The numbers of the last generation and of the last source."""
+        return self._ids.last_ids
+
     def create(self, path: str, weights: str, grant: Grant) -> ModelSource:
         """Return a new source: this file, "" for the present one, with these weights, "" for its own.
 
@@ -75,11 +81,10 @@ class ModelVersions:
             path or before.path, weights, self._ids.next_source(), grant if path else before.grant, weights_grant=grant
         )
 
-    def renew_current(self) -> ModelSource:
-        """Read the present source again, of which nothing serves: return it with a new number."""
+    def renew_current(self) -> None:
+        """Read the present source again, of which nothing serves: it gets a new number."""
         before, self.current = self.current, dataclasses.replace(self.current, number=self._ids.next_source())
         self.drop(before)
-        return self.current
 
     def on_take_over(self, source: ModelSource) -> None:
         """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again.
@@ -108,13 +113,24 @@ class ModelVersions:
             if each is not None and (there := self.snapshots.find(each)) is not None
         ]
 
-    def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> Mapping[int, ModelSource]:
-        """Go on with what a daemon before this one had; return every source by its number."""
+    def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> None:
+        """Go on with what a daemon before this one had."""
         sources = {each.number: each.restored_source for each in records}
         for each in records:
             self.snapshots.restore(sources[each.number], each.restored_snapshot)
         self.current, self.previous = sources[current], sources.get(previous)
-        return sources
+
+
+class ReadySnapshot(NamedTuple):
+    """A source that can be loaded.
+
+    Attributes:
+        selftest: what a generation has found out of it; None: nothing.
+    """
+
+    source: ModelSource
+    snapshot: Snapshot
+    selftest: SelfTestSpec | None = None
 
 
 class Snapshots:
@@ -182,10 +198,6 @@ class Snapshots:
         if source in self._by_source:
             self._selftests[source] = selftest
 
-    def selftest(self, source: ModelSource) -> SelfTestSpec | None:
-        """Return what a generation has found out."""
-        return self._selftests.get(source)
-
     def on_failed(self, source: ModelSource) -> None:
         """There is none."""
         self._by_source.pop(source, None)
@@ -211,9 +223,13 @@ class Snapshots:
         for source in [*self._by_source, *self._expected_sha256]:
             self.drop(source)
 
-    def iter_ready(self) -> Iterator[tuple[ModelSource, Snapshot]]:
-        """Yield each source that has a snapshot, with it."""
-        yield from [(source, snapshot) for source, snapshot in self._by_source.items() if snapshot is not None]
+    def ready(self) -> list[ReadySnapshot]:
+        """Return each source that has a snapshot, with it."""
+        return [
+            ReadySnapshot(source, snapshot, self._selftests.get(source))
+            for source, snapshot in self._by_source.items()
+            if snapshot is not None
+        ]
 
     def __getitem__(self, source: ModelSource) -> Snapshot:
         snapshot = self._by_source[source]

@@ -61,8 +61,7 @@ class LoadMonitor:
             for model in models
             # Of several models in one process each is copied for itself.
             if model.config.group is None
-            for deployment in model.deployments
-            for generation in deployment.generations
+            for generation in model.deployments.generations
         }
         for label, (model, generation) in by_label.items():
             if generation.state in LOADING and generation.state is not GenerationState.RESUMING:
@@ -84,7 +83,9 @@ class LoadMonitor:
         return log_text.progress_text(progress.fraction_done, progress.remaining_s)
 
     def _update_load(self, label: str, model: ServedModel, generation: GenerationBase, now: float) -> None:
-        load, nbytes = self._loads.get(label), model.snapshot_bytes(generation)
+        load, snapshots = self._loads.get(label), model.versions.snapshots
+        snapshot = snapshots.find(generation.source)
+        nbytes = None if snapshot is None else snapshot.nbytes
         if load is None:
             load = self._loads[label] = LoadEstimate(self.speeds.get(_model_of_label(label)), now)
             if nbytes is not None:

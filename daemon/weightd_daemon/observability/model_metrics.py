@@ -31,12 +31,12 @@ def model_metrics(
     model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, *, ready: bool
 ) -> ModelMetrics:
     """Return the counters and the state of a model; its histograms are those since the daemon's first start."""
-    counters, main_generation = counter_registry.counters_of(model.name), model.main_generation
+    counters, main_generation = counter_registry.counters_of(model.name), model.readiness.main_generation
     requests = model.dispatcher.status(event_loop.now())
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
-        state=model.state.display_name,
+        state=model.readiness.state.display_name,
         ready=ready,
         generation=main_generation.number,
         sha256=main_generation.sha256,
@@ -85,7 +85,7 @@ def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> Mod
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
-        state=model.state.display_name,
+        state=model.readiness.state.display_name,
         ready=ready,
         generation=0,
         sha256="",
@@ -114,7 +114,7 @@ def tenant_model_status(
         name=model.name,
         engine=model.config.engine,
         path="",
-        state=model.state.display_name,
+        state=model.readiness.state.display_name,
         queued=queued.get((tenant.name, model.name), 0),
         served=usage.served,
         failed=usage.refused_total,

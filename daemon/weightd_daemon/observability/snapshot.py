@@ -21,7 +21,6 @@ from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.progress import describe_selftest
-from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.models import batching
 from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.model import ServedModel
@@ -70,7 +69,6 @@ from weightd_protocol.messages.status import (
     RowsCount,
     StatusResponse,
 )
-from weightd_protocol.messages.worker import Built
 from weightd_protocol.version import VERSION
 
 
@@ -279,16 +277,16 @@ class SnapshotBuilder:
         return time.monotonic() - self._started_at
 
     def _is_ready(self, model: ServedModel) -> bool:
-        return not self._sources.shutdown.has_begun and not model.unready_reason(event_loop.now())
+        return not self._sources.shutdown.has_begun and not model.readiness.unready_reason(event_loop.now())
 
 
 def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: SnapshotSources) -> ModelStatus:
-    requests = model.dispatcher.status(event_loop.now())
+    requests, source = model.dispatcher.status(event_loop.now()), model.versions.current
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
-        path=clip(model.source.path),
-        state=model.state.display_name,
+        path=clip(source.path),
+        state=model.readiness.state.display_name,
         queued=requests.queued,
         served=requests.latencies.count,
         failed=requests.failed,
@@ -298,10 +296,10 @@ def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: Snapshot
         ),
         p50_us=requests.latencies.percentile_us(50),
         p99_us=requests.latencies.percentile_us(99),
-        unexpected_exits=model.deaths,
+        unexpected_exits=model.deployments.deaths,
         quarantined=requests.quarantined,
         note=clip(_model_note(model, requests.confined_clients)),
-        weights=clip(model.source.weights),
+        weights=clip(source.weights),
         executions=_executions_status(requests.execution_counters),
         group=model.config.group.name if model.config.group is not None else "",
         retry_s=model.retry_delay_s(event_loop.now()),
@@ -355,7 +353,7 @@ def _generation_status(
         copy_bytes=copy_bytes,
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
         saved_bytes=None if copy_bytes is None else max(0, shared_bytes - copy_bytes) if copy_bytes else 0,
-        selftest=clip(describe_selftest(_find_built(model, generation))),
+        selftest=clip(describe_selftest(generation.built_model(model.readiness.index))),
         processes=tuple(
             _process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children
         ),
@@ -372,14 +370,6 @@ def _progress_text(generation: GenerationBase, progress: LoadProgress) -> str:
     if progress.fraction_done is not None or progress.fraction_copied is None:
         return generation.progress
     return f"{generation.progress}, {log_text.percent(progress.fraction_copied)} % copied"
-
-
-def _find_built(model: ServedModel, generation: GenerationBase) -> Built | None:
-    """What a generation has told of this model: its process may have others, too."""
-    group = model.config.group
-    if group is None or not isinstance(generation, RankGroup):
-        return generation.built
-    return generation.models[group.models.index(model.name)] if generation.models else None
 
 
 def _process_status(

@@ -7,15 +7,15 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from testkit.model_factory import model_factory
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.models.interfaces import ClientNotifier
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.processes.events import ProcessEventHandler, Snapshot, SnapshotEventHandler
 from weightd_daemon.processes.spec import WorkerProgram
@@ -228,14 +228,8 @@ class ModelHarness:
         self.traits = traits
         config.setdefault("start", "spawn")
         there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
-        self.model = ServedModel(
-            "digits",
-            there,
-            {name: DeviceBudget(name) for name in there.devices_by_weight_copy},
-            self.host,
-            ClientNotifier(self.host, self.host),
-            shared_scheduling=shared,
-        )
+        devices = {name: DeviceBudget(name) for name in there.devices_by_weight_copy}
+        self.model = model_factory(devices, self.host, self.host, shared).make("digits", there, IdSequence())
         self.model.start(self.now)
 
     def pinned(self) -> ModelHarness:
@@ -245,7 +239,7 @@ class ModelHarness:
         return self
 
     def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> ModelHarness:
-        self.model.process_events.on_message(child, message, frames, self.now)
+        self.model.deployments.process_events.on_message(child, message, frames, self.now)
         return self
 
     def of(self, generation: int) -> list[str]:
@@ -271,13 +265,13 @@ class ModelHarness:
         return self
 
     def dies(self, child: str, end: int = signal.SIGSEGV, by: ExitInitiator = ExitInitiator.UNKNOWN) -> ModelHarness:
-        self.model.process_events.on_exit(child, ExitCause(-end, initiator=by), self.now)
+        self.model.deployments.process_events.on_exit(child, ExitCause(-end, initiator=by), self.now)
         return self
 
     def goes(self, generation: int) -> ModelHarness:
         """Every process of a generation exits, workers first."""
         for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
-            self.model.process_events.on_exit(name, ExitCause(0), self.now)
+            self.model.deployments.process_events.on_exit(name, ExitCause(0), self.now)
         return self
 
     def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> ModelHarness:
@@ -291,7 +285,7 @@ class ModelHarness:
     def updated(self, generation: int, path: str = "/models/new.onnx") -> ModelHarness:
         """An update that succeeds."""
         self.update(path).pinned().loads(generation)
-        for leaving in list(self.model.deployments[0].draining):
+        for leaving in list(next(iter(self.model.deployments)).draining):
             self.goes(leaving.number)
         return self
 

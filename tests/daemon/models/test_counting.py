@@ -91,7 +91,7 @@ def test_a_generation_that_follows_one_that_was_lost_is() -> None:
     stage.serving()
     stage.dies(HOLDER)
     for name in (W1, W2):
-        stage.model.process_events.on_exit(name, ExitCause(0), stage.now)
+        stage.model.deployments.process_events.on_exit(name, ExitCause(0), stage.now)
     stage.passes(60.0)
     assert counted(meter) == (1, len(stage.of(2)), 0, 0) == (1, 3, 0, 0)
 
@@ -156,9 +156,9 @@ def test_ranks_are_lost_together_and_started_together() -> None:
     stage.serving()
     ranks = stage.of(1)
     assert counted(meter) == (0, 0, 0, 0)
-    stage.model.process_events.on_exit(ranks[-1], ExitCause(-signal.SIGSEGV), stage.now)
+    stage.model.deployments.process_events.on_exit(ranks[-1], ExitCause(-signal.SIGSEGV), stage.now)
     for name in ranks[:-1]:
-        stage.model.process_events.on_exit(name, ExitCause(-signal.SIGKILL), stage.now)
+        stage.model.deployments.process_events.on_exit(name, ExitCause(-signal.SIGKILL), stage.now)
     stage.now += 60.0
     stage.model.tick(stage.now)
     stage.pinned()

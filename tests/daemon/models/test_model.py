@@ -45,13 +45,17 @@ def test_it_loads_as_its_generation_wants() -> None:
     assert [type(order) for _, order in host.orders] == [Build, Attach]
     assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},)))
     stage.says(W1, ATTACHED)
-    assert (stage.model.is_serving, stage.model.is_complete, stage.model.main_generation.is_complete) == (
+    assert (
+        stage.model.readiness.is_serving,
+        stage.model.readiness.is_complete,
+        stage.model.readiness.main_generation.is_complete,
+    ) == (
         True,
         False,
         False,
     )
     stage.says(W2, ATTACHED)
-    assert (stage.model.is_complete, stage.model.main_generation.is_complete) == (True, True)
+    assert (stage.model.readiness.is_complete, stage.model.readiness.main_generation.is_complete) == (True, True)
 
 
 @pytest.mark.parametrize("copies", ["one", "each"])
@@ -149,17 +153,17 @@ def test_other_bounds_for_rows_hold_at_once() -> None:
 )
 def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, device: str, falls_back: bool) -> None:
     stage = ModelHarness(CARD, devices=(device,), sharing=sharing).pinned()
-    assert stage.model.main_generation.spec.is_sharing == (sharing != "off")
+    assert stage.model.readiness.main_generation.spec.is_sharing == (sharing != "off")
     stage.says(HOLDER, ProcessFailed("it cannot share"))
     assert [each.spec.is_sharing for each in stage.model.generations if each.label != "digits.1"] == [
         False
     ] * falls_back
-    assert stage.model.has_failed != falls_back
+    assert stage.model.readiness.has_failed != falls_back
 
 
 def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> None:
     stage = ModelHarness(CARD, devices=("ascend:0",))
-    device = stage.model.deployments[0].placement
+    device = next(iter(stage.model.deployments)).placement
     assert isinstance(device, DeviceBudget)
     device.max_processes, device.leaving = 3, {"other.1"}
     device.reserved["other.1"] = ResourceRequest(
@@ -176,17 +180,17 @@ def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> 
 def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> None:
     slow = ModelHarness()
     for _ in range(2):
-        assert slow.model.next_event_at == slow.now + slow.model.config.load_timeout
+        assert slow.model.timer.due_at == slow.now + slow.model.config.load_timeout
         slow.now += 1.0
         slow.pinned()
     slow.passes(slow.model.config.load_timeout)
-    assert (slow.host.aborted, slow.model.next_event_at) == ([HOLDER], slow.now + 2.0)
+    assert (slow.host.aborted, slow.model.timer.due_at) == ([HOLDER], slow.now + 2.0)
     stage = ModelHarness()
-    stage.passes(stage.model.next_event_at - stage.now)
+    stage.passes(stage.model.timer.due_at - stage.now)
     assert stage.host.unpinned == stage.host.pinned
     # What becomes of its process is of no interest any more.
     stage.model.on_snapshot_failed(stage.host.pinned[0], "killed by SIGKILL", stage.now)
-    assert (stage.model.has_failed, stage.model.main_generation.cause) == (
+    assert (stage.model.readiness.has_failed, stage.model.readiness.main_generation.cause) == (
         True,
         "no snapshot within load_timeout, 600 s",
     )
@@ -276,23 +280,26 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     stage.answers(W2, two, four)
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, five), (W2, six)]
-    stage.model.process_events.on_exit(W1, ExitCause(75), stage.now)
+    stage.model.deployments.process_events.on_exit(W1, ExitCause(75), stage.now)
     assert (len(stage.host.refusals), stage.model.dispatcher._replies.failed_count) == (2, 2)
     assert W1 not in stage.model.dispatcher.results.latencies_by_process
 
 
 def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
     stage = ModelHarness(workers=1)
-    assert stage.model.unready_reason(stage.now) == "digits: snapshotting"
+    assert stage.model.readiness.unready_reason(stage.now) == "digits: snapshotting"
     stage.serving()
-    assert stage.model.unready_reason(stage.now + 30.0) == ""
-    assert stage.model.unready_reason(stage.now + 30.1) == "digits: no worker has answered for 30.1 s, watchdog is 30 s"
+    assert stage.model.readiness.unready_reason(stage.now + 30.0) == ""
+    assert (
+        stage.model.readiness.unready_reason(stage.now + 30.1)
+        == "digits: no worker has answered for 30.1 s, watchdog is 30 s"
+    )
     [number] = stage.some(1)
     stage.now += 20.0
     stage.answers(W1, number)
-    assert stage.model.unready_reason(stage.now + 30.0) == ""
+    assert stage.model.readiness.unready_reason(stage.now + 30.0) == ""
     stage.dies(W1)
-    assert stage.model.unready_reason(stage.now) == "digits: no worker is there; they are being replaced"
+    assert stage.model.readiness.unready_reason(stage.now) == "digits: no worker is there; they are being replaced"
 
 
 def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
@@ -330,7 +337,7 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
     stage.says("digits.2.w2", ATTACHED)
     path = "/models/digits.onnx"
     assert host.updated == [UpdateResponse("u", "digits", (2,), path, "/w.npz", configured_path=path)]
-    assert stage.model.source == host.pinned[1]
+    assert stage.model.versions.current == host.pinned[1]
     # From now on requests go there; what the old ones have they may finish.
     [third] = stage.some(1)
     assert host.predicts() == [("digits.2.w1", third)]
@@ -434,14 +441,18 @@ def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> N
     stage.rollback().loads(4).goes(2)
     assert stage.host.pinned == [first, second]
     assert [(each.generations, each.path) for each in stage.host.updated] == [((2,), second.path), ((4,), first.path)]
-    assert (stage.model.main_generation.source, stage.model.source, stage.host.unpinned) == (first, first, [second])
+    assert (stage.model.readiness.main_generation.source, stage.model.versions.current, stage.host.unpinned) == (
+        first,
+        first,
+        [second],
+    )
     with pytest.raises(FailedPrecondition) as caught:
         stage.rollback()
     went = "from /models/new.onnx to /models/digits.onnx"
     assert str(caught.value) == f"digits was rolled back already, {went}: update it to go forth again"
     # A further update is one that can be gone back from.
     stage.updated(5).rollback().loads(6)
-    assert stage.model.source == first
+    assert stage.model.versions.current == first
 
 
 def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
@@ -486,7 +497,7 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     with pytest.raises(FailedPrecondition, match=text):
         stage.model.dispatcher.metadata.request(MetadataRequest(b"curious", "8"))
     assert stage.model.retry_delay_s(stage.now) is None
-    assert (stage.model.has_failed, stage.model.unready_reason(stage.now)) == (True, text)
+    assert (stage.model.readiness.has_failed, stage.model.readiness.unready_reason(stage.now)) == (True, text)
     # It is gone only when it was told to go.
     assert not stage.model.is_gone
     stage.model.drain(stage.now)
@@ -509,11 +520,11 @@ def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off(
         assert delay is not None
         delays.append(delay)
         # Nothing is due before, and a tick before that changes nothing.
-        assert stage.model.next_event_at == stage.now + delay
+        assert stage.model.timer.due_at == stage.now + delay
         stage.passes(0.9 * delay)
-        assert stage.model.has_failed
+        assert stage.model.readiness.has_failed
         stage.passes(0.1 * delay + 1e-6)
-        assert (stage.model.has_failed, stage.model.retry_delay_s(stage.now)) == (False, None)
+        assert (stage.model.readiness.has_failed, stage.model.retry_delay_s(stage.now)) == (False, None)
         failed(stage)
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
     # Each attempt reads the files anew.
@@ -528,12 +539,12 @@ def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off(
 def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_asked_for() -> None:
     stage = failed(ModelHarness(workers=1), transient=False)
     stage.passes(1e6)
-    assert (stage.model.has_failed, stage.model.may_retry, len(stage.host.pinned)) == (True, True, 1)
+    assert (stage.model.readiness.has_failed, stage.model.may_retry, len(stage.host.pinned)) == (True, True, 1)
     stage.model.retry(stage.now)
-    assert (stage.model.has_failed, stage.model.may_retry) == (False, False)
+    assert (stage.model.readiness.has_failed, stage.model.may_retry) == (False, False)
     stage.model.retry(stage.now)
     stage.pinned().loads(2)
-    assert (stage.model.is_serving, len(stage.host.pinned)) == (True, 2)
+    assert (stage.model.readiness.is_serving, len(stage.host.pinned)) == (True, 2)
 
 
 @pytest.mark.parametrize(
@@ -546,15 +557,15 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
 def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: ExitCause) -> None:
     stage = ModelHarness(workers=1).pinned()
     for number in itertools.count(1):
-        stage.model.process_events.on_exit(f"digits.{number}.holder", end, stage.now)
-        stage.model.process_events.on_exit(f"digits.{number}.w1", ExitCause(0), stage.now)
-        if stage.model.has_failed:
+        stage.model.deployments.process_events.on_exit(f"digits.{number}.holder", end, stage.now)
+        stage.model.deployments.process_events.on_exit(f"digits.{number}.w1", ExitCause(0), stage.now)
+        if stage.model.readiness.has_failed:
             break
         stage.passes(10.0)
     assert stage.model.retry_delay_s(stage.now) == 1.0
     stage.passes(1.1)
     stage.pinned().loads(number + 1)
-    assert stage.model.is_serving
+    assert stage.model.readiness.is_serving
 
 
 @pytest.mark.parametrize("transient", [True, False])
@@ -563,7 +574,7 @@ def test_a_model_that_has_failed_can_be_updated_and_is_retried_as_before_if_that
     stage.update()
     stage.model.on_snapshot_failed(stage.host.pinned[-1], "no model", stage.now)
     assert stage.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
-    assert stage.model.has_failed
+    assert stage.model.readiness.has_failed
     stage.passes(1.1)
     assert stage.model.may_retry is not transient
     assert stage.host.pinned[-1].path == ("/models/digits.onnx" if transient else "/models/new.onnx")
@@ -576,7 +587,10 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
     stage.passes(5.0)
     assert len(stage.host.pinned) == 2
     stage.pinned().loads(2)
-    assert (stage.model.is_serving, [each.path for each in stage.host.updated]) == (True, ["/models/new.onnx"])
+    assert (stage.model.readiness.is_serving, [each.path for each in stage.host.updated]) == (
+        True,
+        ["/models/new.onnx"],
+    )
     with pytest.raises(FailedPrecondition, match="nothing to go back to"):
         stage.rollback()
 
@@ -586,7 +600,7 @@ def vanished(stage: ModelHarness, child: str, lost: MissingFile = MissingFile.SN
     end = ExitCause(
         None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost
     )
-    stage.model.process_events.on_exit(child, end, stage.now)
+    stage.model.deployments.process_events.on_exit(child, end, stage.now)
     return stage
 
 
@@ -597,7 +611,7 @@ def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> 
     assert (stage.host.pinned, stage.host.expected) == ([ModelSource("/models/digits.onnx")] * 2, SHA)
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W2, number)]
-    assert "the copy of the model in the cache folder is gone" in stage.model.main_generation.cause
+    assert "the copy of the model in the cache folder is gone" in stage.model.readiness.main_generation.cause
     assert stage.host.spawned == [HOLDER, W1, W2, W3]
     stage.answers(W2, number).pinned().loads(2)
     [number] = stage.some(1)
@@ -612,7 +626,7 @@ def test_what_is_another_model_by_now_is_not_loaded_in_its_place_but_an_update_i
     stage.passes(10.0)
     # It is looked at again and again; who serves goes on.
     assert (len(stage.host.pinned), stage.host.expected) == (3, SHA)
-    assert stage.model.deployments[0].cause == "the file has changed"
+    assert next(iter(stage.model.deployments)).cause == "the file has changed"
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W2, number)]
     stage.answers(W2, number)
@@ -646,8 +660,8 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
         stage.some(1)
     stage.answers(W1, first, second).goes(1)
     assert (host.told(Stop)[1:], host.answers, len(host.refusals)) == ([(HOLDER, Stop())], [first, second], 1)
-    assert (stage.model.is_gone, stage.model.main_generation.state) == (True, GenerationState.GONE)
-    stage.model.remove_snapshots()
+    assert (stage.model.is_gone, stage.model.readiness.main_generation.state) == (True, GenerationState.GONE)
+    stage.model.versions.snapshots.drop_all()
     assert host.unpinned == host.pinned
 
 

@@ -68,7 +68,7 @@ def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() ->
     assert (stage.host.aborted, stage.host.killed, stage.host.spawned[-1]) == ([W1], [], W3)
     # It does not end by itself, and what it says now nobody hears.
     stage.passes(2.1).answers(W1, first).dies(W1, signal.SIGKILL)
-    assert (stage.host.killed, stage.host.answers, stage.model.deaths) == ([W1], [second], 1)
+    assert (stage.host.killed, stage.host.answers, stage.model.deployments.deaths) == ([W1], [second], 1)
     assert len(stage.host.refusals) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_content_that_workers_died_of_is_kept_from_the_next_one_and_so_are_its
     assert sorted(stage.host.refused()) == [(number, "INTERNAL") for number in numbers]
     with pytest.raises(Internal):
         stage.submit(*equals(1))
-    assert stage.model.state is GenerationState.SERVING
+    assert stage.model.readiness.state is GenerationState.SERVING
 
 
 def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_of_its_size_are_not() -> None:
@@ -288,7 +288,7 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
     [culprit] = [worker for worker, number in given.items() if number in hostile]
     assert (len(given), stage.model.dispatcher._scheduler.slots.in_flight(culprit)) == (4, 1)  # nobody waits behind it
     assert stage.model.dispatcher._scheduler.queue.count == len(hostile) + len(good) - 1 - 6
-    assert not stage.model.has_failed
+    assert not stage.model.readiness.has_failed
 
 
 def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:

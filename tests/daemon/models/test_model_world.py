@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
+from testkit.model_factory import model_factory
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig, ReplacementPolicy
 from weightd_daemon.engines.ranktable import card_bytes
@@ -23,8 +24,6 @@ from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import ACTIVE, USABLE, ChildState
 from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.models.interfaces import ClientNotifier
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
@@ -166,7 +165,7 @@ class ModelWorld(RuleBasedStateMachine):
             max_queue=8,
         )
         self.devices = {name: DeviceBudget(name, capacity, processes) for name in self.config.devices_by_weight_copy}
-        self.model = ServedModel("m", self.config, self.devices, self, ClientNotifier(self, self))
+        self.model = model_factory(self.devices, self, self).make("m", self.config, IdSequence())
         self.model.start(self.now)
         # Most of what is worth seeing happens later.
         if draw(st.sampled_from([True, True, True, False])):
@@ -350,13 +349,13 @@ class ModelWorld(RuleBasedStateMachine):
                     self.blamed[number] += 1
                     self.killers.update([self.requests[number].frames, *self.requests[number].origin])
         del self.processes[process.name]
-        self.model.process_events.on_exit(
+        self.model.deployments.process_events.on_exit(
             process.name, ExitCause(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now
         )
 
     def says(self, process: Process, message: ChildMessage) -> None:
         self.talking = process
-        self.model.process_events.on_message(process.name, message, (), self.now)
+        self.model.deployments.process_events.on_message(process.name, message, (), self.now)
         self.talking = None
 
     def obeys(self, process: Process) -> None:
@@ -412,6 +411,16 @@ class ModelWorld(RuleBasedStateMachine):
             self.existing_snapshots.add(source)
             self.model.on_snapshot_taken(source, Snapshot("/snapshot", "", f"{source.number:064d}", WEIGHTS), self.now)
 
+    def next_event_at(self) -> float:
+        """When anything has to be done."""
+        retry_delay_s = self.model.retry_delay_s(self.now)
+        return min(
+            self.due(),
+            self.model.versions.snapshots.next_event_at,
+            self.model.dispatcher.next_event_at,
+            FOREVER if retry_delay_s is None else self.now + retry_delay_s,
+        )
+
     def due(self) -> float:
         """When something has to be done that is not the watchdog's: that never has nothing to do."""
         return min(each.next_tick_at for each in self.model.deployments)
@@ -422,11 +431,11 @@ class ModelWorld(RuleBasedStateMachine):
                 self.exits(process)
         self.hung = self.hung or any(self.has_work(each) for each in self.living())
         self.now = then
-        while then >= self.model.next_event_at:
+        while then >= self.model.timer.due_at:
             self.model.tick(then)
             if not self.model.dispatcher._isolator.has_work:
                 break
-        assert self.model.next_event_at > then, "it would wake up for nothing, again and again"
+        assert self.model.timer.due_at > then, "it would wake up for nothing, again and again"
 
     def goes_well(self) -> None:
         for _ in range(12):
@@ -545,10 +554,10 @@ class ModelWorld(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.passes_time_to(self.now + seconds)
 
-    @precondition(lambda self: self.model.next_event_at < FOREVER)
+    @precondition(lambda self: self.model.timer.due_at < FOREVER)
     @rule()
     def time_comes(self) -> None:
-        self.passes_time_to(max(self.now, self.model.next_event_at))
+        self.passes_time_to(max(self.now, self.model.timer.due_at))
 
     @rule(
         seconds=st.sampled_from([0.5, 20.0, 1e9, 1e9]),
@@ -622,9 +631,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.devices = {
             name: DeviceBudget(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()
         }
-        self.model = ServedModel(
-            "m", self.config, self.devices, self, ClientNotifier(self, self), IdSequence(record.last_ids)
-        )
+        self.model = model_factory(self.devices, self, self).make("m", self.config, IdSequence(record.last_ids))
         self.model.resume(record, self.now)
 
     @precondition(lambda self: len(self.names) > 12)
@@ -661,7 +668,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def the_loop_will_look_when_something_is_due(self) -> None:
-        assert self.model.timer.due_at <= self.model.next_event_at
+        assert self.model.timer.due_at <= self.next_event_at()
 
     @invariant()
     def nobody_waits_who_could_run(self) -> None:
@@ -718,7 +725,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.lets_all_finish()
         assert not self.processes
         assert not any(device.reserved for device in self.devices.values())
-        assert self.model.next_event_at == FOREVER
+        assert self.model.timer.due_at == FOREVER
 
     def lets_all_finish(self) -> None:
         for _ in range(400):

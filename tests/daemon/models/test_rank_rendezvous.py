@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from testkit.model_factory import model_factory
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
-from weightd_daemon.models.interfaces import ClientNotifier
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
@@ -78,9 +77,7 @@ class Cut:
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ranks.all_devices, ranks=ranks, **config)
         self.devices = {name: DeviceBudget(name) for name in ("cpu", *ranks.all_devices)}
-        self.model = ServedModel(
-            "big", self.config, self.devices, self.host, ClientNotifier(self.host, self.host), numbers
-        )
+        self.model = model_factory(self.devices, self.host, self.host).make("big", self.config, numbers or IdSequence())
 
     def started(self) -> Cut:
         self.model.start(self.now)
@@ -98,7 +95,7 @@ class Cut:
         return [name for name in self.of(generation) if ".rank" in name]
 
     def says(self, child: str, message: ChildMessage) -> Cut:
-        self.model.process_events.on_message(child, message, (), self.now)
+        self.model.deployments.process_events.on_message(child, message, (), self.now)
         return self
 
     def greet(self, generation: int = 1, source: int = 1) -> Cut:
@@ -137,7 +134,7 @@ class Cut:
 
     def ends(self, *names: str, end: ExitCause | None = None) -> Cut:
         for name in names:
-            self.model.process_events.on_exit(
+            self.model.deployments.process_events.on_exit(
                 name, end or ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), self.now
             )
         return self
@@ -189,9 +186,13 @@ def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step()
     assert stage.host.told(JoinGroup) == [(R0, JoinGroup()), (R1, JoinGroup())]
     assert stage.host.told(RunSelfTest) == [(R0, RunSelfTest()), (R1, RunSelfTest())]
     stage.says(R1, WARMED)
-    assert not stage.model.is_serving
+    assert not stage.model.readiness.is_serving
     stage.says(R0, SelfTestDone("", ()))
-    assert (stage.model.is_serving, stage.model.is_complete, stage.model.unready_reason(stage.now)) == (True, True, "")
+    assert (
+        stage.model.readiness.is_serving,
+        stage.model.readiness.is_complete,
+        stage.model.readiness.unready_reason(stage.now),
+    ) == (True, True, "")
     assert stage.given() == [(R0, asked, 1), (R1, asked, 1)]
     second = stage.asks()
     stage.says(R1, PredictResult(asked, ResponseDescription("m", (OUT,))))
@@ -255,7 +256,7 @@ def test_with_one_rank_all_are_lost_and_what_they_had_runs_on_the_next_group(los
     stage.loads(2)
     assert stage.given() == [("big.2.rank0", asked, 1), ("big.2.rank1", asked, 1)]
     stage.answers(asked, 2)
-    assert (stage.host.answers, stage.host.refusals, stage.model.deaths) == ([asked], [], 1)
+    assert (stage.host.answers, stage.host.refusals, stage.model.deployments.deaths) == ([asked], [], 1)
 
 
 def test_the_first_cause_is_told() -> None:
@@ -271,14 +272,14 @@ def test_what_all_refuse_is_its_requests_error() -> None:
     for name in (R0, R1):
         stage.says(name, PredictFailed(asked, "INVALID_ARGUMENT", "x: no such shape", is_exiting=False))
     assert stage.host.refused() == [(asked, "INVALID_ARGUMENT")]
-    assert (stage.model.is_serving, stage.host.killed) == (True, [])
+    assert (stage.model.readiness.is_serving, stage.host.killed) == (True, [])
 
 
 def test_idle_ranks_are_pinged_without_the_canary() -> None:
     stage = Cut(selftest_interval=0.001).serving()
     told: set[tuple[str, Any]] = set()
     for _ in range(3):
-        stage.now = stage.model.next_event_at
+        stage.now = stage.model.timer.due_at
         stage.model.tick(stage.now)
         told.update(stage.host.told(Ping))
     assert told == {(name, Ping(run_selftest=False)) for name in (R0, R1)}
@@ -295,19 +296,23 @@ def test_where_there_is_a_port_another_group_comes_up_beside_the_old_one() -> No
     tables = [json.loads(stage.host.programs[name].rank_table) for name in (R0, "big.2.rank0")]
     assert [each["server_list"][0]["device"][0]["device_port"] for each in tables] == ["16666", "16667"]
     stage.loads(2, source=2)
-    assert (stage.host.updated[0].path, stage.model.main_generation.label) == ("/new{rank}.mindir", "big.2")
+    assert (stage.host.updated[0].path, stage.model.readiness.main_generation.label) == ("/new{rank}.mindir", "big.2")
     updated(stage, rollback=True)
-    assert (stage.of(3), stage.model.is_serving) == ([], True)
+    assert (stage.of(3), stage.model.readiness.is_serving) == ([], True)
     stage.ends(R0, R1, end=ExitCause(0))
     assert stage.of(3) == ["big.3.rank0", "big.3.rank1"]
     stage.loads(3)
-    assert (stage.host.updated[1].path, stage.model.main_generation.label) == ("/m{rank}.mindir", "big.3")
+    assert (stage.host.updated[1].path, stage.model.readiness.main_generation.label) == ("/m{rank}.mindir", "big.3")
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_else_it_takes_its_place_and_requests_wait(succeeds: bool) -> None:
     stage = updated(Cut().serving()).pinned()
-    assert ([name for name, _ in stage.host.told(Stop)], stage.of(2), stage.model.is_serving) == ([R0, R1], [], False)
+    assert ([name for name, _ in stage.host.told(Stop)], stage.of(2), stage.model.readiness.is_serving) == (
+        [R0, R1],
+        [],
+        False,
+    )
     asked = stage.asks()
     stage.ends(R0, R1, end=ExitCause(0))
     assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
@@ -325,7 +330,7 @@ def test_else_it_takes_its_place_and_requests_wait(succeeds: bool) -> None:
 def test_with_policy_overlap_what_has_no_place_beside_is_refused() -> None:
     stage = updated(Cut(policy="overlap").serving()).pinned()
     [(_, code, why)] = stage.host.errors
-    assert (code, "no port is free" in why, stage.model.is_serving) == ("FAILED_PRECONDITION", True, True)
+    assert (code, "no port is free" in why, stage.model.readiness.is_serving) == ("FAILED_PRECONDITION", True, True)
 
 
 class Reloaded(Cut):
@@ -337,15 +342,13 @@ class Reloaded(Cut):
         self.old = self.serving().model
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", "max_queue": 7, **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.all_devices, ranks=ON_CARDS, **config)
-        self.model = ServedModel(
-            "big", self.config, self.devices, self.host, ClientNotifier(self.host, self.host), numbers
-        )
-        self.model.set_predecessor(self.old)
+        factory = model_factory(self.devices, self.host, self.host)
+        self.model = factory.make("big", self.config, numbers, predecessor=self.old)
         self.started()
 
     def old_is_gone(self) -> Cut:
         for name in (R0, R1):
-            self.old.process_events.on_exit(name, ExitCause(0), self.now)
+            self.old.deployments.process_events.on_exit(name, ExitCause(0), self.now)
         return self
 
 
@@ -355,7 +358,7 @@ def test_a_changed_configuration_takes_the_place_of_the_old_where_there_is_no_ro
     # Requests wait at the old one, which would serve again if the new one could not be loaded.
     asked = request()
     stage.old.dispatcher.infer(asked, stage.now)
-    assert (stage.old.is_serving, stage.old.may_serve_soon) == (False, True)
+    assert (stage.old.readiness.is_serving, stage.old.readiness.may_serve_soon) == (False, True)
     stage.old_is_gone().model.tick(stage.now)
     assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
     stage.loads(2, source=2)
@@ -369,20 +372,20 @@ def test_what_has_made_way_comes_again_where_the_other_cannot_be_loaded() -> Non
     stage = Reloaded()
     stage.old_is_gone().model.tick(stage.now)
     stage.says("big.2.rank0", ProcessFailed("no model"))
-    assert stage.model.has_failed
+    assert stage.model.readiness.has_failed
     stage.model.drain(stage.now)
-    stage.old.reinstate(stage.now)
+    stage.old.deployments.reinstate(stage.now)
     assert stage.of(3) == []
     stage.ends("big.2.rank0", "big.2.rank1")
     stage.old.tick(stage.now)
     stage.model = stage.old
     stage.loads(3)
-    assert (stage.old.is_serving, stage.old.main_generation.label) == (True, "big.3")
+    assert (stage.old.readiness.is_serving, stage.old.readiness.main_generation.label) == (True, "big.3")
 
 
 def test_with_policy_overlap_nobody_makes_way_for_a_changed_configuration() -> None:
     stage = Reloaded(policy="overlap")
-    assert (stage.model.has_failed, stage.old.is_serving, stage.host.told(Stop)) == (True, True, [])
+    assert (stage.model.readiness.has_failed, stage.old.readiness.is_serving, stage.host.told(Stop)) == (True, True, [])
 
 
 @pytest.mark.parametrize("path", ["/new.mindir", "/new{rank}.onnx"])
@@ -397,7 +400,7 @@ def test_a_model_that_takes_something_else_does_not_take_over() -> None:
     stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False, grant=OPERATOR)
     stage.pinned().greet(2, 2).enters(2, TensorSignature("y", "FP32", (-1, 4)))
     assert "is not a drop-in for the one that serves" in stage.host.errors[0][2]
-    assert stage.model.main_generation.label == "big.1"
+    assert stage.model.readiness.main_generation.label == "big.1"
 
 
 def test_several_groups_share_the_queue() -> None:
@@ -429,7 +432,7 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
     asked = following.asks()
     for name, step in zip((R0, R1), steps, strict=True):
         following.says(name, Reconnected(step))
-    assert following.model.is_serving == goes_on
+    assert following.model.readiness.is_serving == goes_on
     assert following.given() == [(R0, asked, 8), (R1, asked, 8)] * goes_on
     assert following.host.killed == ([] if goes_on else [R0, R1])
     if not goes_on:

@@ -23,7 +23,7 @@ LEAVES = f"drain {ONE.predict_timeout:g} replaced"
 class FakeModel:
     """Serves, fails and is gone when a test says so, and keeps a record of what it is told."""
 
-    def __init__(self, name: str, config: ModelConfig, numbers: IdSequence) -> None:
+    def __init__(self, name: str, config: ModelConfig, numbers: IdSequence, predecessor: FakeModel | None) -> None:
         self.name = name
         self.config = config
         self.numbers = numbers
@@ -33,10 +33,12 @@ class FakeModel:
         self.is_updating = self.may_serve_soon = self.is_complete = self.has_failed = self.is_draining = (
             self.is_gone
         ) = False
-        self.replaced: FakeModel | None = None
+        self.replaced = predecessor
         self.is_reinstated = False
         self.may_retry = False
         self.deaths = 0
+        # The parts of a ServedModel.
+        self.deployments = self.readiness = self.versions = self.snapshots = self
         self.done: list[str] = []
 
     def reconfigure(self, config: ModelConfig) -> bool:
@@ -50,13 +52,10 @@ class FakeModel:
     def retry(self, now: float) -> None:
         self.done.append("retry")
 
-    def set_predecessor(self, old: FakeModel) -> None:
-        self.replaced = old
-
     def reinstate(self, now: float) -> None:
         self.is_reinstated = True
 
-    def mark_leaving(self) -> None:
+    def mark_leaving(self, name: str) -> None:
         self.done.append("mark leaving")
 
     def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
@@ -67,7 +66,7 @@ class FakeModel:
         assert old.is_draining == bool(old.dispatcher.queued_by_tenant), "it would have refused what waits"
         self.done.append(f"adopt {old.config.path}")
 
-    def remove_snapshots(self) -> None:
+    def drop_all(self) -> None:
         self.done.append("remove snapshots")
 
     def unready_reason(self, now: float) -> str:
@@ -85,8 +84,8 @@ class Yard:
             each.may_serve_soon = each.is_complete = True
             each.done.clear()
 
-    def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
-        self.made.append(FakeModel(name, config, numbers))
+    def make(self, name: str, config: ModelConfig, ids: IdSequence, *, predecessor: ServedModel | None) -> ServedModel:
+        self.made.append(FakeModel(name, config, ids, cast("FakeModel | None", predecessor)))
         return cast(ServedModel, self.made[-1])
 
     def reload(self, **configs: ModelConfig) -> ConfigDiff:

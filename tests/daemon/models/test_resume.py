@@ -8,18 +8,16 @@ import logging
 
 import pytest
 
+from testkit.model_factory import model_factory
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.persisted import SealRecord
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import GenerationState
-from weightd_daemon.models.interfaces import ClientNotifier
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.processes.events import Snapshot
 from weightd_protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -41,10 +39,7 @@ class Daemon:
         self.host = host or FakeHost()
         self.now = now
         self.devices = {name: DeviceBudget(name) for name in ("cpu", "ascend:0", "ascend:1")}
-        self.fleet = ModelRegistry(self.make)
-
-    def make(self, name: str, config: ModelConfig, numbers: IdSequence) -> ServedModel:
-        return ServedModel(name, config, self.devices, self.host, ClientNotifier(self.host, self.host), numbers)
+        self.fleet = ModelRegistry(model_factory(self.devices, self.host, self.host).make)
 
     def started(self, **configs: ModelConfig) -> Daemon:
         self.fleet.start(configs, self.now)
@@ -58,10 +53,12 @@ class Daemon:
             for coming in [each.loading for each in model.deployments if each.loading is not None]:
                 holder, *workers = list(coming.children)
                 for name in (holder, *workers):
-                    model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CPU), [], self.now)
-                model.process_events.on_message(holder, BUILT, [], self.now)
+                    model.deployments.process_events.on_message(
+                        name, Hello(name, SHA, {"weightd": VERSION}, CPU), [], self.now
+                    )
+                model.deployments.process_events.on_message(holder, BUILT, [], self.now)
                 for name in workers:
-                    model.process_events.on_message(name, ATTACHED, [], self.now)
+                    model.deployments.process_events.on_message(name, ATTACHED, [], self.now)
         return self.settled()
 
     def settled(self) -> Daemon:
@@ -72,7 +69,7 @@ class Daemon:
         """The workers of the daemon before this one are back."""
         model = self.fleet.models[name]
         for child in [child for generation in model.generations for child in generation.children]:
-            model.process_events.on_message(child, Reconnected(), [], self.now)
+            model.deployments.process_events.on_message(child, Reconnected(), [], self.now)
         return self.settled()
 
     def reload(self, **configs: ModelConfig) -> Daemon:
@@ -94,7 +91,7 @@ class Daemon:
         return following
 
     def generation(self, name: str = "m") -> GenerationBase:
-        return self.fleet.models[name].main_generation
+        return self.fleet.models[name].readiness.main_generation
 
     def update(self, *, rollback: bool = False) -> Daemon:
         path = "" if rollback else "/models/new.onnx"
@@ -110,7 +107,7 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     host, model = daemon.host, daemon.fleet.models["m"]
     assert (host.pinned, host.spawned, host.resumed) == ([], [], ["m.1"])
     assert daemon.devices["cpu"].reserved == first.devices["cpu"].reserved != {}
-    assert not model.is_serving
+    assert not model.readiness.is_serving
     # What it takes is known before anybody is back.
     with pytest.raises(InvalidArgument, match="x is missing"):
         model.dispatcher.infer(request(BAD), daemon.now)
@@ -119,9 +116,13 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     asked = request()
     model.dispatcher.infer(asked, daemon.now)
     daemon.backs()
-    assert (model.is_serving, model.is_complete, model.unready_reason(daemon.now)) == (True, True, "")
+    assert (model.readiness.is_serving, model.readiness.is_complete, model.readiness.unready_reason(daemon.now)) == (
+        True,
+        True,
+        "",
+    )
     assert host.told(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
-    model.process_events.on_message(
+    model.deployments.process_events.on_message(
         "m.1.w1", PredictResult(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now
     )
     assert host.answers == [asked.number]
@@ -143,8 +144,8 @@ def test_one_that_served_before_is_loaded_anew_if_it_cannot_go_on() -> None:
         daemon.now += 60.0
         model.tick(daemon.now)
         for name in [name for name in daemon.generation().children if ".w" in name]:
-            model.process_events.on_exit(name, ExitCause(1), daemon.now)
-    assert not model.has_failed
+            model.deployments.process_events.on_exit(name, ExitCause(1), daemon.now)
+    assert not model.readiness.has_failed
     daemon.now += 60.0
     model.tick(daemon.now)
     assert "m.2.holder" in daemon.host.spawned
@@ -167,10 +168,10 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
     # The snapshot is still good; the number is not used again.
     assert (following.host.pinned, following.host.spawned) == ([], ["m.2.holder", "m.2.w1", "m.2.w2"])
     model = following.fleet.models["m"]
-    model.process_events.on_message("m.1.w1", Reconnected(), [], following.now)
-    assert not model.is_serving
+    model.deployments.process_events.on_message("m.1.w1", Reconnected(), [], following.now)
+    assert not model.readiness.is_serving
     following.loaded("m")
-    assert (following.generation().label, model.is_complete) == ("m.2", True)
+    assert (following.generation().label, model.readiness.is_complete) == ("m.2", True)
 
 
 def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
@@ -199,11 +200,11 @@ def test_an_update_under_way_is_forgotten() -> None:
 def test_devices_of_which_nothing_was_left_are_loaded() -> None:
     both = dataclasses.replace(ONE, devices=("ascend:0", "ascend:1"))
     daemon = Daemon().started(m=both)
-    daemon.fleet.models["m"].deployments[1].drain(daemon.now)
+    [*daemon.fleet.models["m"].deployments][1].drain(daemon.now)
     [record] = daemon.records()
     assert [each.device for each in record.generations] == ["ascend:0"]
     following = daemon.restarted(m=both).backs()
-    assert following.fleet.models["m"].is_serving
+    assert following.fleet.models["m"].readiness.is_serving
     assert following.host.spawned == ["m.3.holder", "m.3.w1", "m.3.w2"]
 
 
@@ -228,17 +229,21 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
     assert daemon.devices["cpu"].leaving == {"goes.1"}
     assert [source.path for source in daemon.host.pinned] == ["/models/two.onnx"] * 2
     # What has changed loads beside what serves, even before that is back.
-    assert not daemon.settled().fleet.models["changes"].is_serving
+    assert not daemon.settled().fleet.models["changes"].readiness.is_serving
     daemon.backs("stays").backs("changes")
-    assert (models["stays"].is_serving, models["changes"].is_serving, models["changes"].config) == (True, True, ONE)
+    assert (models["stays"].readiness.is_serving, models["changes"].readiness.is_serving, models["changes"].config) == (
+        True,
+        True,
+        ONE,
+    )
     daemon.loaded("changes", "comes")
-    assert (models["comes"].is_serving, models["changes"].config) == (True, TWO)
+    assert (models["comes"].readiness.is_serving, models["changes"].config) == (True, TWO)
     assert daemon.generation("changes").label == "changes.2"
     # What is removed leaves with all of its processes, after it has answered what it had.
     [leaving] = [model for model in daemon.fleet.all_models() if model.name == "goes"]
     assert [name for name, _ in daemon.host.told(Stop) if name.startswith("goes")] == ["goes.1.w1", "goes.1.w2"]
     for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
-        leaving.process_events.on_exit(name, ExitCause(0), daemon.now)
+        leaving.deployments.process_events.on_exit(name, ExitCause(0), daemon.now)
     assert leaving not in daemon.settled().fleet.all_models()
     assert [source.path for source in daemon.host.unpinned] == ["/models/one.onnx"]
 
@@ -248,7 +253,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     old = daemon.fleet.models["m"]
     assert old.config == ONE
     for name in ("m.1.w1", "m.1.w2"):
-        old.process_events.on_exit(name, ExitCause(None, "it ended while no daemon was there"), daemon.now)
+        old.deployments.process_events.on_exit(name, ExitCause(None, "it ended while no daemon was there"), daemon.now)
     assert daemon.settled().fleet.models["m"].config == TWO
 
 
@@ -257,6 +262,6 @@ def test_what_is_written_down_is_what_serves_and_stays() -> None:
     [record] = daemon.records()
     assert (record.name, record.config, record.generations[0].number, record.last_ids) == ("m", ONE, 1, (2, 2))
     daemon = daemon.restarted(m=TWO).backs()
-    assert daemon.fleet.models["m"].is_serving
+    assert daemon.fleet.models["m"].readiness.is_serving
     daemon.loaded("m")
     assert (daemon.generation().label, daemon.fleet.models["m"].config) == ("m.3", TWO)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from testkit.model_factory import model_factory
 from weightd_common.launch_arguments import joint_digest
 from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import Membership, ModelConfig
-from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
-from weightd_daemon.models.shared_process import ModelFactory
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.processes.events import Snapshot
@@ -40,7 +39,7 @@ class Home:
         self.host, self.now = FakeHost(), 1000.0
         self.device = DeviceBudget("ascend:0")
         group = Membership("g", "workspace", NAMES, "digest")
-        households = ModelFactory()
+        households = model_factory({"ascend:0": self.device}, self.host, self.host)
         self.models: dict[str, ServedModel] = {}
         for name in NAMES:
             there = ModelConfig(
@@ -52,11 +51,8 @@ class Home:
                 group=group,
                 **config,
             )
-            devices = {"ascend:0": self.device}
             # As the registry does: one is started before the next one is made.
-            self.models[name] = households.make(
-                name, there, devices, self.host, ClientNotifier(self.host, self.host), IdSequence()
-            )
+            self.models[name] = households.make(name, there, IdSequence())
             self.models[name].start(self.now)
 
     def pinned(self, *names: str) -> Home:
@@ -68,7 +64,7 @@ class Home:
         return self
 
     def says(self, child: str, message: ChildMessage) -> Home:
-        self.models["one"].process_events.on_message(child, message, (), self.now)
+        self.models["one"].deployments.process_events.on_message(child, message, (), self.now)
         return self
 
     def loads(self, child: str = P1) -> Home:
@@ -93,7 +89,7 @@ class Home:
         return self.says(child, PredictResult(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
     def ends(self, child: str, end: ExitCause) -> Home:
-        self.models["one"].process_events.on_exit(child, end, self.now)
+        self.models["one"].deployments.process_events.on_exit(child, end, self.now)
         return self
 
     def later(self) -> Home:
@@ -124,7 +120,7 @@ def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() ->
 
 def test_each_model_takes_what_is_its_own_and_has_its_turn() -> None:
     home = Home().serving()
-    assert [model.is_serving for model in home.models.values()] == [True, True]
+    assert [model.readiness.is_serving for model in home.models.values()] == [True, True]
     first, second, other = home.asks("one"), home.asks("one"), home.asks("two")
     assert home.given() == [(P1, first, 0)]
     home.answers(first)
@@ -160,7 +156,7 @@ def test_all_come_again_and_nothing_that_waits_is_lost(loss: Any) -> None:
     running, waits = home.asks("one"), home.asks("two")
     home.given()
     loss(home, running)
-    assert not any(model.is_serving for model in home.models.values())
+    assert not any(model.readiness.is_serving for model in home.models.values())
     home.later()
     assert home.host.spawned == [P1, P2]
     home.loads(P2)
@@ -178,8 +174,8 @@ def test_without_the_snapshot_of_one_none_is_served() -> None:
     home = Home().pinned("one")
     source = next(each for each in home.host.pinned if each.path == "/two.mindir")
     home.models["two"].on_snapshot_failed(source, "no such file", home.now)
-    assert [model.has_failed for model in home.models.values()] == [True, True]
-    assert "two: no such file" in home.models["one"].unready_reason(home.now)
+    assert [model.readiness.has_failed for model in home.models.values()] == [True, True]
+    assert "two: no such file" in home.models["one"].readiness.unready_reason(home.now)
 
 
 def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_its_models() -> None:
@@ -188,10 +184,10 @@ def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_i
     home.models["two"].on_snapshot_failed(source, "no such file", home.now, is_transient=True)
     assert [model.retry_delay_s(home.now) for model in home.models.values()] == [1.0, 1.0]
     home.later()
-    assert not any(model.has_failed for model in home.models.values())
+    assert not any(model.readiness.has_failed for model in home.models.values())
     assert sorted(each.path for each in home.host.pinned) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2
     home.pinned().loads(P2)
-    assert all(model.is_serving for model in home.models.values())
+    assert all(model.readiness.is_serving for model in home.models.values())
 
 
 def test_none_is_updated_alone() -> None:
@@ -203,7 +199,7 @@ def test_none_is_updated_alone() -> None:
 def test_the_process_goes_with_the_last_of_them() -> None:
     home = Home().serving()
     home.models["one"].drain(home.now)
-    assert home.models["two"].is_serving
+    assert home.models["two"].readiness.is_serving
     asked = home.asks("two")
     assert home.given() == [(P1, asked, 1)]
     home.answers(asked)
@@ -216,7 +212,7 @@ def test_the_process_goes_with_the_last_of_them() -> None:
 def test_nobody_is_to_wait_for_its_room_while_one_of_them_is_served() -> None:
     """One was removed, and what the other one is to become needs the room: it would wait for ever."""
     home = Home().serving()
-    home.models["two"].mark_leaving()
+    home.models["two"].deployments.mark_leaving("two")
     assert [*home.device.leaving] == []
-    home.models["one"].mark_leaving()
+    home.models["one"].deployments.mark_leaving("one")
     assert [*home.device.leaving] == ["g@group.1"]

@@ -33,7 +33,7 @@ def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
     shelf = Shelf()
     shelf.request(SOURCE, 1010.0)
     shelf.request(SOURCE, 2000.0)
-    assert (shelf.disk, shelf.next_event_at, shelf.find(SOURCE), list(shelf.iter_ready())) == (
+    assert (shelf.disk, shelf.next_event_at, shelf.find(SOURCE), shelf.ready()) == (
         [SOURCE],
         1010.0,
         None,
@@ -45,7 +45,7 @@ def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
     shelf.request(SOURCE, 2000.0)
     shelf.cancel_pending()
     assert (shelf.disk, shelf.next_event_at, shelf.take_overdue(3000.0)) == ([SOURCE], FOREVER, [])
-    assert (shelf.find(SOURCE), shelf[SOURCE], list(shelf.iter_ready())) == (THERE, THERE, [(SOURCE, THERE)])
+    assert (shelf.find(SOURCE), shelf[SOURCE], shelf.ready()) == (THERE, THERE, [(SOURCE, THERE, None)])
     for _ in range(2):
         shelf.drop(SOURCE)
         assert (shelf.disk, shelf.find(SOURCE)) == ([], None)
@@ -58,7 +58,7 @@ def test_what_has_vanished_is_taken_anew_only_if_it_is_the_same() -> None:
     assert (shelf.disk, shelf.expected) == ([SOURCE], "")
     shelf.on_taken(SOURCE, THERE)
     shelf.on_lost(SOURCE)
-    assert (shelf.find(SOURCE), list(shelf.iter_ready())) == (None, [])
+    assert (shelf.find(SOURCE), shelf.ready()) == (None, [])
     for _ in range(2):
         shelf.disk.clear()
         shelf.request(SOURCE, 2000.0)
@@ -83,7 +83,7 @@ def test_what_takes_too_long_is_given_up() -> None:
     assert (shelf.take_overdue(1010.0), shelf.disk, shelf.next_event_at) == ([SOURCE], [OTHER], 1011.0)
     # It came too late.
     shelf.on_taken(SOURCE, THERE)
-    assert (shelf.find(SOURCE), list(shelf.iter_ready())) == (None, [])
+    assert (shelf.find(SOURCE), shelf.ready()) == (None, [])
 
 
 def test_nothing_is_left_of_what_is_being_taken_or_of_an_earlier_daemon() -> None:
@@ -109,12 +109,14 @@ ENDS: dict[str, Callable[[Shelf], object]] = {
 def test_what_was_learned_of_a_source_goes_with_its_snapshot(ends: Callable[[Shelf], object]) -> None:
     shelf = Shelf()
     shelf.set_selftest(SOURCE, CANARY)
-    assert shelf.selftest(SOURCE) is None
     shelf.request(SOURCE, 1010.0)
     shelf.set_selftest(SOURCE, CANARY)
-    assert shelf.selftest(SOURCE) == CANARY
     ends(shelf)
-    assert (shelf.selftest(SOURCE), shelf.find(SOURCE), shelf.next_event_at) == (None, None, FOREVER)
+    assert (shelf.find(SOURCE), shelf.next_event_at) == (None, FOREVER)
     # It can be wanted again.
     shelf.request(SOURCE, 1020.0)
     assert shelf.next_event_at == 1020.0
+    shelf.on_taken(SOURCE, THERE)
+    assert shelf.ready() == [(SOURCE, THERE, None)]
+    shelf.set_selftest(SOURCE, CANARY)
+    assert shelf.ready() == [(SOURCE, THERE, CANARY)]

@@ -54,7 +54,8 @@ def test_a_new_source_is_the_present_file_unless_it_names_one_and_has_a_number_o
     # Who changes the weights has not named the model file, which is read again.
     other = shelf.create("", "/w.npz", bob)
     assert (other.grant, other.weights_grant) == (alice, bob)
-    assert (shelf.renew_current().grant, shelf.current.number) == (alice, 6)
+    shelf.renew_current()
+    assert (shelf.current.grant, shelf.current.number) == (alice, 6)
     numbers = IdSequence((7, 3))
     assert (numbers.next_generation(), numbers.next_generation(), numbers.next_source(), numbers.last_ids) == (
         8,
@@ -84,8 +85,9 @@ def test_the_next_daemon_goes_on_with_both_and_with_those_alone_that_have_a_snap
     records = shelf.records()
     assert [each.number for each in records] == [2, 1]
     following = Shelf()
-    by_number = following.restore(2, 1, records)
-    assert (following.current, following.previous, following.records()) == (second, by_number[1], records)
-    assert (following.restore(2, 0, records[:1]), following.previous) == ({2: second}, None)
+    following.restore(2, 1, records)
+    assert (following.current, following.previous, following.records()) == (second, shelf.previous, records)
+    following.restore(2, 0, records[:1])
+    assert (following.current, following.previous) == (second, None)
     shelf.snapshots.drop(second)
     assert [each.number for each in shelf.records()] == [1]

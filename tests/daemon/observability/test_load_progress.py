@@ -25,17 +25,19 @@ class Stage:
         self.asked: set[tuple[str, ModelSource]] = set()
         self.bytes: int | None = None
         self.generation: Any = SimpleNamespace(label="m.1", state=GenerationState.SNAPSHOTTING, source=SOURCE)
-        self.deployment = SimpleNamespace(generations=[self.generation])
-        self.model: Any = SimpleNamespace(name="m", config=SimpleNamespace(group=None), deployments=[self.deployment])
-        self.model.snapshot_bytes = self._pinned_bytes
+        self.deployments = SimpleNamespace(generations=[self.generation])
+        versions = SimpleNamespace(snapshots=SimpleNamespace(find=self._find_snapshot))
+        self.model: Any = SimpleNamespace(
+            name="m", config=SimpleNamespace(group=None), deployments=self.deployments, versions=versions
+        )
         self.loading = LoadMonitor(self._copied)
 
     def _copied(self, model: str, source: ModelSource) -> Any:
         self.asked.add((model, source))
         return self.copied
 
-    def _pinned_bytes(self, _: object) -> int | None:
-        return self.bytes
+    def _find_snapshot(self, source: ModelSource) -> Any:
+        return None if self.bytes is None else SimpleNamespace(nbytes=self.bytes)
 
     def look(self, now: float) -> LoadProgress:
         self.loading.update([self.model], now)

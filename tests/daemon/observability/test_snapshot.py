@@ -11,14 +11,15 @@ from unittest import mock
 
 import pytest
 
+from testkit.model_factory import model_factory
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.models.load_progress import LoadProgress
-from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.observability.memory import MemoryFootprint, MemoryReport, MemoryScan, TtlCache
 from weightd_daemon.observability.model_metrics import queued_counts
 from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
@@ -202,10 +203,10 @@ def test_the_largest_metrics_fit() -> None:
     models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
     for each in models:
         each.main_generation, each.state, each.generations, each.unready_reason = (
-            model.main_generation,
-            model.state,
+            model.readiness.main_generation,
+            model.readiness.state,
             model.generations,
-            model.unready_reason,
+            model.readiness.unready_reason,
         )
     parts = Parts(*models)
     parts.tenants.configure(tenants)
@@ -226,14 +227,16 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     holder, worker, spare = "m.1.holder", "m.1.w1", "m.1.w2"
     config = ModelConfig("/m.mindir", "mindspore_lite", "python3", spares=1, devices=("ascend:0",))
     card = DeviceBudget("ascend:0", 2**36)
-    model = ServedModel("m", config, {"ascend:0": card}, mock.MagicMock(), mock.MagicMock())
+    model = model_factory({"ascend:0": card}, mock.MagicMock(), mock.MagicMock()).make("m", config, IdSequence())
     model.start(0.0)
     model.on_snapshot_taken(ModelSource("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
     for name in (holder, worker, spare):
-        model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-    model.process_events.on_message(holder, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
+        model.deployments.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+    model.deployments.process_events.on_message(
+        holder, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0
+    )
     for name in (worker, spare):
-        model.process_events.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
+        model.deployments.process_events.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((holder, worker, spare), 10)}
     survey = MemoryScan("s", (), TtlCache())
     survey.memory_by_pid = {
@@ -277,7 +280,7 @@ def model(name: str, *queued: Tenant) -> Any:
     return SimpleNamespace(
         name=name,
         config=SimpleNamespace(engine="onnxruntime"),
-        state=SimpleNamespace(display_name="serving"),
+        readiness=SimpleNamespace(state=SimpleNamespace(display_name="serving")),
         dispatcher=SimpleNamespace(queued_by_tenant=Counter(queued)),
     )
 

@@ -20,15 +20,16 @@ from unittest import mock
 import pytest
 import zmq
 
+from testkit.model_factory import model_factory
 from weightd_common.stream import Stream
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
-from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform import processes
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
@@ -102,13 +103,8 @@ class Scene:
 
     def model_of(self, table: ModelConfig) -> ServedModel:
         clients: Any = SimpleNamespace(reply_result=self._answer)
-        return ServedModel(
-            "m",
-            table,
-            {device: DeviceBudget(device) for device in table.devices},
-            self.backend,
-            ClientNotifier(clients, clients),
-        )
+        devices = {device: DeviceBudget(device) for device in table.devices}
+        return model_factory(devices, self.backend, clients).make("m", table, IdSequence())
 
     def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
@@ -120,9 +116,13 @@ class Scene:
         self.model.start(0.0)
         self.model.on_snapshot_taken(ModelSource("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
-            self.model.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-        self.model.process_events.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
-        self.model.process_events.on_message(WORKER, Attached("canary", 100), (), 0.0)
+            self.model.deployments.process_events.on_message(
+                name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0
+            )
+        self.model.deployments.process_events.on_message(
+            HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0
+        )
+        self.model.deployments.process_events.on_message(WORKER, Attached("canary", 100), (), 0.0)
 
     def hear(self) -> None:
         """Wait for a message on the socket, and let it be handled."""

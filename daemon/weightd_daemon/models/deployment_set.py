@@ -1,0 +1,260 @@
+"""The deployments that are loaded, and reconciled, together: those of a model, or of all models of a shared process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+from weightd_common.devices import is_cpu
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.counters import ProcessCounters
+from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.persisted import GenerationRecord, record_generation, resume_generation
+from weightd_daemon.generations.rank_group import RankGroup
+from weightd_daemon.generations.shared_weights import Generation
+from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RowTestSpec
+from weightd_daemon.models.deployment import Deployment
+from weightd_daemon.models.deployment_state import ReplacedDeployments, RolloutPolicy
+from weightd_daemon.models.interfaces import ProcessManager
+from weightd_daemon.models.load_limit import LoadLimiter
+from weightd_daemon.models.placement import Placement
+from weightd_daemon.models.process_events import ProcessEvents
+from weightd_daemon.models.process_use import ProcessUse
+from weightd_daemon.models.versions import IdSequence
+
+
+class DeploymentSet:
+    """Keeps deployments loaded, each with the same sources, and performs what their generations want.
+
+    Args:
+        name: what the labels of its generations begin with.
+        use: what its processes are there for: the requests of one model, or of several.
+        placements: where each deployment is, and what is configured of it.
+        rollout_policy: how one generation follows another.
+        process_manager: the processes.
+        ids: of its generations.
+        load_limiter: bounds how many workers load at once, of all models; None: they attach one after another.
+        predecessor: those whose place these may take where there is no room for both.
+
+    Attributes:
+        process_events: what its processes say.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        name: str,
+        use: ProcessUse,
+        *,
+        placements: Sequence[tuple[Placement, GenerationSpec]],
+        rollout_policy: RolloutPolicy,
+        process_manager: ProcessManager,
+        ids: IdSequence,
+        load_limiter: LoadLimiter | None = None,
+        predecessor: ReplacedDeployments | None = None,
+    ) -> None:
+        self._use = use
+        self._process_manager = process_manager
+        self._factory = _GenerationFactory(name, use, ids, load_limiter)
+        self._started_count = 0
+        self._leaving_models: set[str] = set()
+        self.process_events = ProcessEvents(process_manager, use, self.reconcile)
+        self._deployments = [
+            Deployment(placement, spec, rollout_policy, self._factory.make, self._wake, predecessor)
+            for placement, spec in placements
+        ]
+
+    def __iter__(self) -> Iterator[Deployment]:
+        return iter(self._deployments)
+
+    # --- from its models ----------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> None:
+        """One more of its models is to be loaded: once all are, loading begins."""
+        self._started_count += 1
+        if self._started_count == self._use.model_count:
+            for deployment in self._deployments:
+                deployment.start(self._use.source)
+        self.reconcile(now)
+
+    def resume(self, records: Sequence[GenerationRecord], now: float) -> None:
+        """Go on with the generations that a daemon before this one has loaded; load what is not there."""
+        remaining = list(records)
+        for deployment in self._deployments:
+            # Several groups of ranks on the CPU are on one device.
+            record = next((each for each in remaining if each.device == deployment.placement.name), None)
+            if record is not None:
+                remaining.remove(record)
+            if record is None or not self._resume_generation(deployment, record, now):
+                deployment.start(self._use.source)
+        self.reconcile(now)
+
+    def records(self) -> list[GenerationRecord]:
+        """Return what the next daemon has to know to `resume` them, as far as it can."""
+        by_placement = [(each.placement, each.serving or each.loading) for each in self._deployments]
+        storage = self._process_manager.storage
+        records = [
+            record_generation(each, storage.seal_record(each), placement.port(each.label))
+            for placement, each in by_placement
+            if each is not None
+        ]
+        return [each for each in records if each is not None]
+
+    def on_snapshot_taken(self, now: float) -> None:
+        """A snapshot of one of its models exists."""
+        self._report_snapshots(now)
+        self.reconcile(now)
+
+    def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool) -> None:
+        """There is no snapshot of a model's source; `is_transient`: the cause may go away by itself."""
+        for deployment in self._deployments:
+            deployment.on_snapshot_failed(self._use.loaded_source(source), cause, now, is_transient=is_transient)
+        self.reconcile(now)
+
+    def retry(self, now: float) -> None:
+        """Load again what has failed, from the files as they are now."""
+        if all(each.has_failed for each in self._deployments):
+            self._use.renew_source()
+        for deployment in self._deployments:
+            if deployment.has_failed:
+                deployment.retry(self._use.source)
+        self.reconcile(now)
+
+    def covers_row_test(self, config: ModelConfig) -> bool:
+        """Return whether what is tested of rows is enough for this configuration."""
+        return self._deployments[0].spec.row_test.covers(RowTestSpec.from_config(config))
+
+    def on_reconfigured(self) -> None:
+        """The configuration of a model says something else of what its slots do with rows of requests."""
+        for deployment in self._deployments:
+            if deployment.serving is not None:
+                self._use.update_batching(deployment.serving)
+        self._process_manager.mark_changed()
+
+    def mark_leaving(self, model: str) -> None:
+        """A model will be drained: once all will, who needs the room may wait for that."""
+        self._leaving_models.add(model)
+        if len(self._leaving_models) == self._use.model_count:
+            for deployment in self._deployments:
+                deployment.mark_leaving()
+
+    def vacate(self, now: float) -> None:
+        """What is to replace these needs their room: what serves leaves, and what comes waits."""
+        for deployment in self._deployments:
+            deployment.vacate(now)
+        self.reconcile(now)
+
+    def reinstate(self, now: float) -> None:
+        """What was to replace these cannot: where they have made way they are loaded again."""
+        for deployment in self._deployments:
+            deployment.reinstate(now)
+        self.reconcile(now)
+
+    def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
+        """A model winds down; the processes go with the last one; what runs may take `timeout_s` seconds more."""
+        if all(each.is_draining for each in self._use.models):
+            for deployment in self._deployments:
+                deployment.drain(now, timeout_s=timeout_s)
+        self.reconcile(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self.process_events.run_watchdog(
+            [(each, each.serving) for each in self._deployments if each.serving is not None], now
+        )
+        due_deployments = [each for each in self._deployments if now >= each.next_tick_at]
+        for deployment in due_deployments:
+            deployment.tick(now)
+        if due_deployments:
+            self.reconcile(now)
+
+    def reconcile(self, now: float) -> None:
+        """After each event of a generation: do what it wants, and have each model serve what that allows."""
+        self._process_manager.mark_changed()
+        self.perform_actions(now)
+        for model in self._use.models:
+            model.on_reconciled(now)
+
+    def perform_actions(self, now: float) -> None:
+        """Perform what is wanted, and what comes of it."""
+        while wanted := [(each, action) for each in self._deployments for action in each.take_actions()]:
+            for deployment, (generation, action) in wanted:
+                self.process_events.perform(deployment, generation, action, now)
+            self._report_snapshots(now)
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def next_tick_at(self) -> float:
+        """When `tick` is due, in monotonic seconds."""
+        return min(each.next_tick_at for each in self._deployments)
+
+    @property
+    def generations(self) -> list[GenerationBase]:
+        """Every generation of which something is left."""
+        return [generation for deployment in self._deployments for generation in deployment.generations]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left of them after `drain`."""
+        return not self.process_events and not self.generations
+
+    @property
+    def deaths(self) -> int:
+        """Processes that ended, or had to be ended, without being asked to."""
+        return self.process_events.past_deaths + sum(each.processes.deaths for each in self.generations)
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _resume_generation(self, deployment: Deployment, record: GenerationRecord, now: float) -> bool:
+        ready = next(each for each in self._use.ready_snapshots() if each.source.number == record.source)
+        generation = self._factory.resume(deployment.spec, ready.source, record, now)
+        if not self.process_events.resume(deployment, generation, record):
+            return False
+        deployment.resume(generation, ready.snapshot, now, record.port)
+        return True
+
+    def _wake(self) -> None:
+        """A device has room again that one of the deployments waits for."""
+        for model in self._use.models:
+            model.wake()
+
+    def _report_snapshots(self, now: float) -> None:
+        for each in self._use.ready_snapshots():
+            for deployment in self._deployments:
+                deployment.on_snapshot_taken(each.source, each.snapshot, now, each.selftest)
+
+
+class _GenerationFactory:
+    """Makes the generations of a set of deployments, each with a new number; the arguments are those of the set."""
+
+    def __init__(self, name: str, use: ProcessUse, ids: IdSequence, load_limiter: LoadLimiter | None) -> None:
+        self._name = name
+        self._use = use
+        self._ids = ids
+        self._load_limiter = load_limiter
+
+    def make(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
+        """Return a generation of a source that has not started."""
+        number = self._ids.next_generation()
+        generation_type = Generation if spec.rank_group is None else RankGroup
+        label, counters = f"{self._name}.{number}", self._counters()
+        return self._limited(generation_type(label, spec, placement.name, source, number, counters))
+
+    def resume(self, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> GenerationBase:
+        """Return a generation that a daemon before this one has loaded."""
+        spec = spec if record.is_sharing else spec.without_sharing()
+        label = f"{self._name}.{record.number}"
+        return self._limited(resume_generation(label, spec, source, record, now, self._counters()))
+
+    def _counters(self) -> ProcessCounters:
+        return ProcessCounters(*(each.counters for each in self._use.dispatchers))
+
+    def _limited(self, generation: GenerationBase) -> GenerationBase:
+        # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
+        if self._load_limiter is not None and is_cpu(generation.device):
+            nbytes = functools.partial(self._snapshot_bytes, generation.source)
+            self._load_limiter.limit(generation, nbytes, self._use.build_factor)
+        return generation
+
+    def _snapshot_bytes(self, source: ModelSource) -> int:
+        return sum(each.snapshot.nbytes for each in self._use.ready_snapshots() if each.source == source)

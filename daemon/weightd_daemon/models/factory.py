@@ -1,0 +1,137 @@
+"""Makes models from their configuration, with what all models of the daemon have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from weightd_daemon.config.model import Membership, ModelConfig, ReplacementPolicy
+from weightd_daemon.models.deployment_set import DeploymentSet
+from weightd_daemon.models.deployment_state import placements, rollout_policy
+from weightd_daemon.models.interfaces import ClientNotifier, DeployedModel, ProcessManager
+from weightd_daemon.models.load_limit import LoadLimiter
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.models.process_use import OneModelUse, ProcessUse
+from weightd_daemon.models.shared_process import SharedProcess
+from weightd_daemon.models.versions import IdSequence
+from weightd_daemon.platform.event_loop import Timer
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
+
+
+class ModelFactory:
+    """Makes models; those of a group share one process on each of their devices.
+
+    Args:
+        devices: the devices that models use, by name.
+        process_manager: starts their processes.
+        client_notifier: returns what sends their replies.
+        add_timer: called with the timer of each.
+        scheduling: what their dispatchers have in common.
+        load_limiter: bounds how many workers load at once, of all models; None: they attach one after another.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, DeviceBudget],
+        process_manager: ProcessManager,
+        client_notifier: Callable[[], ClientNotifier],
+        add_timer: Callable[[Timer], object],
+        scheduling: SharedScheduling,
+        load_limiter: LoadLimiter | None,
+    ) -> None:
+        self._devices = devices
+        self._process_manager = process_manager
+        self._client_notifier = client_notifier
+        self._add_timer = add_timer
+        self._scheduling = scheduling
+        self._load_limiter = load_limiter
+        # Not all of whose models have been made.
+        self._incomplete: dict[Membership, _SharedDeployments] = {}
+        self._group_ids: dict[str, IdSequence] = {}
+
+    def make(
+        self, name: str, config: ModelConfig, ids: IdSequence, *, predecessor: ServedModel | None = None
+    ) -> ServedModel:
+        """Return a model that has not started.
+
+        Args:
+            name: of the model.
+            config: of the model.
+            ids: of its generations and sources.
+            predecessor: the one that it is to replace, and whose room it may take where there is none for both.
+        """
+        scheduling = self._scheduling
+        find_deployments: Callable[[DeployedModel], DeploymentSet]
+        if config.group is None:
+            replaced = _replaced_deployments(predecessor, config)
+            find_deployments = functools.partial(self._make_own, ids, replaced)
+        else:
+            shared = self._find_shared(config, config.group)
+            scheduling = dataclasses.replace(scheduling, users=shared.process.users)
+            find_deployments = shared.join
+        model = ServedModel(
+            name,
+            config,
+            process_manager=self._process_manager,
+            client_notifier=self._client_notifier(),
+            ids=ids,
+            shared_scheduling=scheduling,
+            find_deployments=find_deployments,
+        )
+        self._add_timer(model.timer)
+        return model
+
+    def _make_own(self, ids: IdSequence, replaced: DeploymentSet | None, model: DeployedModel) -> DeploymentSet:
+        return self._make_deployments(model.name, model.config, OneModelUse(model), ids, replaced)
+
+    def _find_shared(self, config: ModelConfig, group: Membership) -> _SharedDeployments:
+        """Return what one more model of a group is to join."""
+        shared = self._incomplete.get(group)
+        if shared is None:
+            ids = self._group_ids.setdefault(group.name, IdSequence())
+            process = SharedProcess(group, ids)
+            deployments = self._make_deployments(f"{group.name}@group", config, process, ids)
+            shared = self._incomplete[group] = _SharedDeployments(process, deployments)
+        if len(shared.process.models) + 1 == shared.process.model_count:
+            del self._incomplete[group]
+        return shared
+
+    def _make_deployments(
+        self,
+        name: str,
+        config: ModelConfig,
+        use: ProcessUse,
+        ids: IdSequence,
+        predecessor: DeploymentSet | None = None,
+    ) -> DeploymentSet:
+        return DeploymentSet(
+            name,
+            use,
+            placements=placements(config, self._devices),
+            rollout_policy=rollout_policy(config),
+            process_manager=self._process_manager,
+            ids=ids,
+            load_limiter=self._load_limiter,
+            predecessor=predecessor,
+        )
+
+
+class _SharedDeployments(NamedTuple):
+    """The deployments of all models of a group, and the use of their processes."""
+
+    process: SharedProcess
+    deployments: DeploymentSet
+
+    def join(self, model: DeployedModel) -> DeploymentSet:
+        self.process.join(model)
+        return self.deployments
+
+
+def _replaced_deployments(predecessor: ServedModel | None, config: ModelConfig) -> DeploymentSet | None:
+    """Return those whose place a model of this configuration may take: there may be no room for ranks of both."""
+    if predecessor is None or predecessor.config.ranks is None or config.ranks is None:
+        return None
+    return None if config.policy == ReplacementPolicy.OVERLAP.value else predecessor.deployments

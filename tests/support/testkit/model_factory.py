@@ -1,0 +1,22 @@
+"""Makes models for tests, without a loop, a limit of loads or anything else in common unless a test gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightd_daemon.models.factory import ModelFactory
+from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
+from weightd_daemon.models.placement import DeviceBudget
+from weightd_daemon.scheduling.dispatcher import SharedScheduling
+
+
+def model_factory(
+    devices: Mapping[str, DeviceBudget],
+    host: ProcessManager,
+    sink: Any,
+    scheduling: SharedScheduling | None = None,
+) -> ModelFactory:
+    """Return a factory of models on these devices, whose clients are told by `sink`."""
+    notifier = ClientNotifier(sink, sink)
+    return ModelFactory(devices, host, lambda: notifier, lambda _: None, scheduling or SharedScheduling(), None)
