@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 from tests import structure
@@ -49,3 +50,22 @@ def test_the_public_clients_may_be_wide() -> None:
     body = " def f(self): ...\n" * 40
     assert list(structure.excesses("client/weightd/client.py", f"class Client:\n{body}")) == []
     assert list(structure.excesses("client/weightd/client.py", f"class Other:\n{body}"))
+
+
+def test_the_check_fails_for_a_package_file_or_class_beyond_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(structure, "ROOT", tmp_path)
+    package = tmp_path / "worker" / "package"
+    package.mkdir(parents=True)
+    for number in range(structure.PACKAGE_MODULES):
+        (package / f"m{number}.py").touch()
+    (package / "__init__.py").touch()
+    assert structure.main() == 0
+    (package / "more.py").write_text("\n" * (structure.FILE_LINES + 1))
+    assert structure.main() == 1
+    long_file, crowded_package = capsys.readouterr().out.splitlines()
+    assert (long_file, crowded_package) == (
+        "worker/package/more.py: expected at most 450 lines, got 451",
+        "worker/package: expected at most 20 modules, got 21",
+    )
