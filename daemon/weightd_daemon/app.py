@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
 import zmq
@@ -18,7 +18,7 @@ import zmq
 from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_common.terminal import Terminal, ends_on_hangup
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.router import RequestRouter
+from weightd_daemon.api.router import DaemonControl, RequestRouter
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigReader
 from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
@@ -32,12 +32,12 @@ from weightd_daemon.models.interfaces import ClientNotifier
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.load_progress import LoadSpeedRecord
 from weightd_daemon.models.placement import DeviceBudget
-from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
+from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.load_progress import LoadMonitor
 from weightd_daemon.observability.service import StatusService
 from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
-from weightd_daemon.platform import process_spawner
+from weightd_daemon.platform import event_loop, process_spawner
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limiter import raise_descriptor_limit
 from weightd_daemon.platform.directories import PathInUse
@@ -56,16 +56,13 @@ from weightd_daemon.reload import (
     update_devices,
 )
 from weightd_daemon.scheduling.dispatcher import SharedScheduling
-from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.shutdown import Shutdown
 from weightd_daemon.tenants.reporting import UsageReporter
-from weightd_daemon.tenants.tenant import TenantResolver, Viewer
+from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import UsageRecord, UsageTable
 from weightd_daemon.transport.connection import proxied_identity
+from weightd_daemon.transport.memory_budget import HeapTrimmer, MemoryBudget
 from weightd_daemon.transport.zmq_proxies import ListenerAuth, ProxyLimits, ZmqProxies
-from weightd_protocol.errors import RequestError
-from weightd_protocol.messages.control import ReloadResponse
-from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.version import VERSION
 
 _log = logging.getLogger("weightd")
@@ -150,44 +147,6 @@ def _zmq_context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
         context.destroy()
 
 
-class Control:
-    """What clients may ask of the daemon as a whole.
-
-    Args:
-        parts: returns those that do it; the daemon is not complete when its API is made.
-    """
-
-    def __init__(self, parts: Callable[[], Parts]) -> None:
-        self._parts = parts
-
-    def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:  # noqa: D102
-        self._parts().status.report_status(requester, viewer)
-
-    def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:  # noqa: D102
-        self._parts().status.report_metrics(requester, viewer)
-
-    def report_events(self, requester: MetadataRequest, request: Events) -> None:  # noqa: D102
-        self._parts().status.report_events(requester, request)
-
-    def report_logs(self, client: bytes, request: Logs) -> None:  # noqa: D102
-        self._parts().status.report_logs(client, request)
-
-    def unmap(self, numbers: Sequence[int]) -> None:  # noqa: D102
-        self._parts().supervisor.messenger.unmap(numbers)
-
-    def reload(self, client: bytes, request_id: str) -> None:  # noqa: D102
-        parts = self._parts()
-        admin = parts.router.admin
-
-        def on_done(outcome: ConfigDiff | RequestError) -> None:
-            if isinstance(outcome, RequestError):
-                admin.reply_failed(client, request_id, outcome)
-            else:
-                admin.reply_reloaded(client, ReloadResponse(request_id, *outcome))
-
-        parts.reloader.request(on_done)
-
-
 def build(options: Options, host: Host) -> Daemon:
     """Return a daemon of which nothing is loaded, and nobody is heard, before it serves.
 
@@ -222,18 +181,12 @@ def build(options: Options, host: Host) -> Daemon:
     registry = ModelRegistry(factory.make)
     authorizer = Authorizer(tenants, books.usage_table, admitted_tenants(config))
     max_memory_bytes = config.daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
-    router = RequestRouter(
-        loop,
-        registry,
+    memory_budget = MemoryBudget(
         max_memory_bytes,
-        Control(lambda: parts),
-        max_shm_bytes=config.daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR,
-        user_limits=config.daemon.user_limits,
-        authorizer=authorizer,
-        log=client_log,
+        lambda client: router.user_of(client),
+        lambda: heap_trimmer.on_large_message(event_loop.now()),
     )
-    for listener in host.sockets.unix_listeners:
-        router.listen(listener)
+    heap_trimmer = HeapTrimmer(memory_budget)
     proxies = ZmqProxies(
         {name: (each, listener_auth(config, name)) for name, each in host.sockets.zmq_listeners.items()},
         loop,
@@ -288,14 +241,26 @@ def build(options: Options, host: Host) -> Daemon:
             load_monitor,
             books,
             tenants,
-            router.memory_budget,
+            memory_budget,
             proxies,
             shutdown,
             options.config_note,
             [] if host.shim is None else [host.shim],
         )
     )
-    status = StatusService(snapshots, host.event_log, loop, router.responses)
+    status = StatusService(snapshots, host.event_log, loop, lambda: router.responses)
+    router = RequestRouter(
+        loop,
+        registry,
+        memory_budget,
+        DaemonControl(status, reloader.request, supervisor.messenger.unmap),
+        max_shm_bytes=config.daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR,
+        user_limits=config.daemon.user_limits,
+        authorizer=authorizer,
+        log=client_log,
+    )
+    for listener in host.sockets.unix_listeners:
+        router.listen(listener)
     counter_store = CounterStore(config.daemon.counters_file, _counter_entries(books, load_monitor), loop.call_soon)
     parts = Parts(
         loop,
@@ -312,7 +277,14 @@ def build(options: Options, host: Host) -> Daemon:
         service,
     )
     daemon = Daemon(options, parts)
-    timers = [*usage_reporter.timers, counter_store.timer, reloader.timer, status.timer, shutdown.timer]
+    timers = [
+        heap_trimmer.timer,
+        *usage_reporter.timers,
+        counter_store.timer,
+        reloader.timer,
+        status.timer,
+        shutdown.timer,
+    ]
     for timer in timers if service is None else [*timers, service.timer]:
         loop.add_timer(timer)
     loop.on_suspended(daemon.on_suspended)

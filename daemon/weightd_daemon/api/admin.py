@@ -6,13 +6,15 @@ Each change is written to the audit log when it has ended, or was refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.responses import ClientResponses
-from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.api.status import StatusReporter
+from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.platform import audit, event_loop
 from weightd_daemon.transport.connection import ClientConnection
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated, Unavailable
@@ -24,22 +26,8 @@ from weightd_protocol.messages.types import FROM_CLIENT
 _MESSAGE_TYPES = {kind: name for name, kind in FROM_CLIENT.items()}
 
 
-class DaemonAdmin(Protocol):
-    """What an operator may ask of the daemon as a whole."""
-
-    def report_logs(self, client: bytes, request: Logs) -> None:
-        """Send the client what the processes of a model have written to their logs, when that has been read.
-
-        Raises:
-            RequestError: the daemon refuses this.
-        """
-
-    def reload(self, client: bytes, request_id: str) -> None:
-        """Read the configuration again, and call `AdminApi.reply_reloaded` or `AdminApi.reply_failed` at the end.
-
-        Raises:
-            RequestError: nothing has changed.
-        """
+RequestReload = Callable[[Callable[[ConfigDiff | RequestError], None]], None]
+"""Has the configuration read again, and calls what it is given at the end; raises a RequestError if nothing changes."""
 
 
 class AdminApi:
@@ -48,16 +36,23 @@ class AdminApi:
     Args:
         registry: the models.
         authorizer: says who is an operator.
-        daemon: does what concerns all models.
+        reporter: reads logs.
+        request_reload: see `RequestReload`.
         responses: sends replies.
     """
 
     def __init__(
-        self, registry: ModelRegistry, authorizer: Authorizer, daemon: DaemonAdmin, responses: ClientResponses
+        self,
+        registry: ModelRegistry,
+        authorizer: Authorizer,
+        reporter: StatusReporter,
+        request_reload: RequestReload,
+        responses: ClientResponses,
     ) -> None:
         self._registry = registry
         self._authorizer = authorizer
-        self._daemon = daemon
+        self._reporter = reporter
+        self._request_reload = request_reload
         self._responses = responses
         self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
         self._audit_refusals = audit.RefusalLog()
@@ -86,13 +81,13 @@ class AdminApi:
         """Have the configuration read again."""
         self._authorizer.check_reload(connection)
         with self._audit_operation(connection, message):
-            self._daemon.reload(connection.key, message.id)
+            self._request_reload(functools.partial(self._on_reloaded, connection.key, message.id))
 
     def on_logs(self, connection: ClientConnection, message: Logs, frames: Sequence[Any], now: float) -> None:
         """Have the logs of a model's processes read."""
         self._authorizer.check_operator(connection, "read logs")
         self._registry.find(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
-        self._daemon.report_logs(connection.key, message)
+        self._reporter.report_logs(connection.key, message)
 
     def audit_refusal(self, connection: ClientConnection, message: Any, error: RequestError, now: float) -> None:
         """Write to the audit log that a message was refused, if the log is about such messages."""
@@ -117,17 +112,20 @@ class AdminApi:
         while self._unsaved_responses:
             self._responses.reply(*self._unsaved_responses.pop(0))
 
-    def reply_reloaded(self, client: bytes, response: ReloadResponse) -> None:
-        """Tell the client that the configuration is in force."""
-        self._on_operation_end(client, response.id)
-        self._responses.reply(client, response)
-
     def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Tell the client that an update or a reload has failed."""
         self._on_operation_end(client, request_id, error)
         self._responses.reply_error(client, request_id, error)
 
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _on_reloaded(self, client: bytes, request_id: str, outcome: ConfigDiff | RequestError) -> None:
+        """Tell the client that the configuration is in force, or why not."""
+        if isinstance(outcome, RequestError):
+            self.reply_failed(client, request_id, outcome)
+        else:
+            self._on_operation_end(client, request_id)
+            self._responses.reply(client, ReloadResponse(request_id, *outcome))
 
     @contextlib.contextmanager
     def _audit_operation(self, connection: ClientConnection, message: Update | Reload) -> Generator[None, None, None]:

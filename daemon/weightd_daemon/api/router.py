@@ -17,9 +17,9 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from weightd_daemon.api.admin import AdminApi, DaemonAdmin
+from weightd_daemon.api.admin import AdminApi, RequestReload
 from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses, memory_full
@@ -37,7 +37,7 @@ from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import OTHER_MODELS, QuotaExceeded, UsageTable
 from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
 from weightd_daemon.transport.connections import ClientConnections, ConnectionCallbacks
-from weightd_daemon.transport.memory_budget import HeapTrimmer, MemoryBudget
+from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol import limits, preview
 from weightd_protocol.codec import Decoder, heading, max_request_items
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RemoteProtocolError, RequestError, Unavailable
@@ -59,11 +59,18 @@ _UNIX_SOCKET_ONLY = "memory can be shared on the unix socket alone"
 MessageHandler = Callable[[ClientConnection, Any, Sequence[Any], float], None]
 
 
-class DaemonControl(DaemonAdmin, StatusReporter, Protocol):
-    """What a client may ask of the daemon as a whole."""
+class DaemonControl(NamedTuple):
+    """What a client may ask of the daemon as a whole.
 
-    def unmap(self, numbers: Sequence[int]) -> None:
-        """Take regions away from the workers that were given them: no client names them any more."""
+    Attributes:
+        status: tells its state, and reads logs.
+        request_reload: see `RequestReload`.
+        unmap: takes regions away from the workers that were given them: no client names them any more.
+    """
+
+    status: StatusReporter
+    request_reload: RequestReload
+    unmap: Callable[[Sequence[int]], object]
 
 
 class RequestRouter:
@@ -72,7 +79,7 @@ class RequestRouter:
     Args:
         loop: calls when there is something to do.
         model_registry: the models.
-        max_memory_bytes: that are kept for clients, see `MemoryBudget`.
+        memory_budget: what is kept for clients.
         max_shm_bytes: of the regions of one user.
         user_limits: of the connections of one user to the Unix socket.
         daemon: is asked what no model knows.
@@ -80,7 +87,6 @@ class RequestRouter:
         log: of what clients do.
 
     Attributes:
-        memory_budget: what is kept for clients.
         regions: the memory that they have registered.
         responses: sends replies.
         admin: the changes that operators make, and their replies.
@@ -90,7 +96,7 @@ class RequestRouter:
         self,
         loop: EventLoop,
         model_registry: ModelRegistry,
-        max_memory_bytes: int,
+        memory_budget: MemoryBudget,
         daemon: DaemonControl,
         *,
         max_shm_bytes: int,
@@ -100,16 +106,12 @@ class RequestRouter:
     ) -> None:
         self._loop = loop
         self._model_registry = model_registry
-        self._daemon = daemon
+        self._unmap = daemon.unmap
         self._authorizer = authorizer
         self._usage_table: UsageTable = authorizer.accounts
-        self.memory_budget = MemoryBudget(
-            max_memory_bytes, self._user_of, lambda: heap_trimmer.on_large_message(event_loop.now())
-        )
-        heap_trimmer = HeapTrimmer(self.memory_budget)
-        loop.add_timer(heap_trimmer.timer)
+        self._memory_budget = memory_budget
         self.regions = RegionRegistry(
-            max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed)
+            max_shm_bytes, self.user_of, functools.partial(loop.call_soon, self._unmap_closed)
         )
         callbacks = ConnectionCallbacks(
             self._free_memory,
@@ -119,15 +121,13 @@ class RequestRouter:
             self._on_disconnecting,
             self._on_disconnected,
         )
-        self._connections = ClientConnections(
-            loop, self.memory_budget, ConnectionAdmission(user_limits), callbacks, log
-        )
-        self.responses = ClientResponses(self._connections, self.memory_budget, self._shed_requests)
+        self._connections = ClientConnections(loop, memory_budget, ConnectionAdmission(user_limits), callbacks, log)
+        self.responses = ClientResponses(self._connections, memory_budget, self._shed_requests)
         self._inference = InferenceApi(
-            model_registry, authorizer, self._usage_table, self.regions, self.responses, self.memory_budget
+            model_registry, authorizer, self._usage_table, self.regions, self.responses, memory_budget
         )
-        self.admin = AdminApi(model_registry, authorizer, daemon, self.responses)
-        status = StatusApi(model_registry, authorizer, daemon, self.responses)
+        self.admin = AdminApi(model_registry, authorizer, daemon.status, daemon.request_reload, self.responses)
+        status = StatusApi(model_registry, authorizer, daemon.status, self.responses)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._inference.max_description_items)
         self._handlers: dict[type[Any], MessageHandler] = {
             Infer: self._inference.on_infer,
@@ -199,7 +199,7 @@ class RequestRouter:
             return
         try:
             if len(frames) < len(lengths):
-                too_long = _too_long_error(received, self.memory_budget.max_bytes)
+                too_long = _too_long_error(received, self._memory_budget.max_bytes)
                 self.responses.reply_error(connection.key, heading(frames).id, too_long)
                 return
             message = self._decoder.decode(frames, tenant)
@@ -249,7 +249,7 @@ class RequestRouter:
         self.regions.remove_client(connection.key)
 
     def _unmap_closed(self) -> None:
-        self._daemon.unmap(self.regions.free_closed())
+        self._unmap(self.regions.free_closed())
 
     def _is_model_hidden(self, model: str, client: bytes) -> bool:
         connection = self._connections.get(client)
@@ -259,7 +259,8 @@ class RequestRouter:
             or not self._authorizer.resolve_viewer(connection).tenant.can_see(model)
         )
 
-    def _user_of(self, client: bytes) -> str:
+    def user_of(self, client: bytes) -> str:
+        """Return on whose account a client goes; "" where that is not known."""
         connection = self._connections.get(client)
         return "" if connection is None else connection.user
 

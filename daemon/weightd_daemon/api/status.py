@@ -20,7 +20,7 @@ from weightd_protocol.messages.control import (
     ServerMetadataResponse,
     ServerReady,
 )
-from weightd_protocol.messages.events import Events
+from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.messages.metrics import Metrics
 from weightd_protocol.messages.status import Status
 from weightd_protocol.version import EXTENSIONS, VERSION
@@ -40,6 +40,9 @@ class StatusReporter(Protocol):
 
     def report_events(self, requester: MetadataRequest, request: Events) -> None:
         """Send the latest events."""
+
+    def report_logs(self, client: bytes, request: Logs) -> None:
+        """Send what the processes of a model have written to their logs."""
 
 
 class StatusApi:

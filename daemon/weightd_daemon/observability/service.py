@@ -56,19 +56,21 @@ class StatusService:
         snapshots: the daemon's state.
         event_log: what has happened.
         loop: calls when a step is due.
-        responses: sends answers.
+        responses: returns what sends answers, once there is a client.
 
     Attributes:
         timer: call it when it is due.
     """
 
-    def __init__(self, snapshots: SnapshotBuilder, event_log: EventLog, loop: EventLoop, responses: Responses) -> None:
+    def __init__(
+        self, snapshots: SnapshotBuilder, event_log: EventLog, loop: EventLoop, responses: Callable[[], Responses]
+    ) -> None:
         self._snapshots = snapshots
         self._event_log = event_log
         self._loop = loop
         self._responses = responses
         self._reports = Reports(
-            loop, lambda requester, error: responses.reply_error(requester.client, requester.request_id, error)
+            loop, lambda requester, error: responses().reply_error(requester.client, requester.request_id, error)
         )
         self.timer = self._reports.timer
         self._memory_cache = TtlCache()
@@ -88,7 +90,7 @@ class StatusService:
         def step() -> bool:
             is_done = scan.step()
             if is_done:
-                self._responses.reply(requester.client, self._snapshots.status(scan))
+                self._responses().reply(requester.client, self._snapshots.status(scan))
             return is_done
 
         self._reports.add(requester, step)
@@ -110,7 +112,7 @@ class StatusService:
 
     def _answer(self, requester: MetadataRequest, make: Callable[[], DaemonMessage]) -> None:
         def step() -> bool:
-            self._responses.reply(requester.client, make())
+            self._responses().reply(requester.client, make())
             return True
 
         self._reports.add(requester, step)
@@ -119,7 +121,7 @@ class StatusService:
         """Read one file more."""
         if self._log_readers[0].step():
             reader = self._log_readers.pop(0)
-            self._responses.reply(reader.client, reader.response)
+            self._responses().reply(reader.client, reader.response)
         if self._log_readers:
             self._loop.call_soon(self._read_next_log)
 

@@ -26,6 +26,7 @@ from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.transport.connection import ClientIdentity
+from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import Cancelled, InvalidArgument
 from weightd_protocol.framing import message_prefix
@@ -66,18 +67,21 @@ class World:
         registry = ModelRegistry(cast(Any, None))
         registry.models = cast(Any, {"m": self})
         self.unmapped: list[int] = []
-        daemon = SimpleNamespace(unmap=self.unmapped.extend)
         access = Authorizer(TenantResolver({}), UsageTable(), {})
+        self.memory_budget = MemoryBudget(10**9, self._user_of)
         self.frontend = RequestRouter(
             self.loop,
             registry,
-            10**9,
-            cast(DaemonControl, daemon),
+            self.memory_budget,
+            DaemonControl(cast(Any, None), lambda on_done: None, self.unmapped.extend),
             max_shm_bytes=10_000,
             user_limits=UserConnectionLimits(),
             authorizer=access,
         )
         self._clients: list[Stream] = []
+
+    def _user_of(self, client: bytes) -> str:
+        return self.frontend.user_of(client)
 
     def infer(self, request: Request, now: float) -> None:
         self.waiting.append(request)
@@ -255,7 +259,7 @@ def test_a_socket_that_lingers_holds_nobody_up_wherever_it_comes(world: World, w
     with theirs:
         if where == "within a large frame":
             client.connection.send(message_prefix([b"e", b"d", bytes(10**6)]) + b"ed" + bytes(1000))
-            world.until(lambda: world.frontend.memory_budget.used_bytes)
+            world.until(lambda: world.memory_budget.used_bytes)
         if where == "after the end":
             client.connection.send(b"GET / HTTP/1.1\r\n")
         others = 252 * [0] if where == "after 252 others" else []

@@ -25,6 +25,7 @@ from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.transport.connection import ClientIdentity
+from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, decode, encode, max_request_items
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -123,16 +124,20 @@ class World:
         self.daemon = SimpleNamespace()
         self.accounts = UsageTable()
         self.tenants = TenantResolver(tenants)
+        self.memory_budget = MemoryBudget(3 * kept, self._user_of)
         self.frontend = RequestRouter(
             self.loop,
             self.registry,
-            3 * kept,
-            cast(DaemonControl, self.daemon),
+            self.memory_budget,
+            DaemonControl(cast(Any, self.daemon), lambda on_done: None, lambda numbers: None),
             max_shm_bytes=0,
             user_limits=UserConnectionLimits(),
             authorizer=Authorizer(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend
+
+    def _user_of(self, client: bytes) -> str:
+        return self.frontend.user_of(client)
 
     def client(
         self, *, may_operate: bool = False, is_near: bool = False, uid: int | None = None, gids: tuple[int, ...] = ()
@@ -204,7 +209,7 @@ def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:
     world.ask(other, "o0")
     world.until(lambda: world.model.ids == ["o0"])
     assert world.refusals(greedy, 3) == [(f"g{number}", "RESOURCE_EXHAUSTED") for number in range(3)]
-    assert world.frontend.memory_budget.used_bytes == world.model.waiting[0].buffered_bytes
+    assert world.memory_budget.used_bytes == world.model.waiting[0].buffered_bytes
 
 
 def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world: World) -> None:
@@ -213,10 +218,10 @@ def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world
     [request] = world.model.waiting
     world.frontend.responses.reserve_partial_result(request, NBYTES)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        world.frontend.responses.reserve_partial_result(request, world.frontend.memory_budget.max_bytes)
-    assert world.frontend.memory_budget.used_bytes == request.buffered_bytes > 2 * NBYTES
+        world.frontend.responses.reserve_partial_result(request, world.memory_budget.max_bytes)
+    assert world.memory_budget.used_bytes == request.buffered_bytes > 2 * NBYTES
     world.frontend.responses.reply_request_error(request, InvalidArgument("it is wrong"))
-    assert world.frontend.memory_budget.used_bytes == 0
+    assert world.memory_budget.used_bytes == 0
 
 
 def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -> None:
@@ -243,12 +248,12 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.frontend.responses.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(client.waits)
-    assert world.frontend.memory_budget.used_bytes == 0
+    assert world.memory_budget.used_bytes == 0
     world.ask(client, "kept")
     world.until(lambda: "kept" in world.model.ids)
-    assert world.frontend.memory_budget.used_bytes > 0
+    assert world.memory_budget.used_bytes > 0
     client.stream.close()
-    world.until(lambda: not world.frontend.memory_budget.used_bytes)
+    world.until(lambda: not world.memory_budget.used_bytes)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +351,7 @@ def test_who_is_told_what_has_happened_and_what_processes_say(
 
 
 def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: World) -> None:
-    world.frontend.memory_budget.max_bytes = 2**20
+    world.memory_budget.max_bytes = 2**20
     client = world.client()
     asked = encode(Infer("long", RequestDescription("m", ())))
     too_long = bytes(limits.MAX_HEADER_BYTES + 1)
@@ -361,7 +366,7 @@ def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: Worl
         assert (error.id, error.code) == (request_id, "INVALID_ARGUMENT")
         assert error.error.startswith(f"{place}expected at most 65536 bytes, got 65537")
     # No client may have so much, even if it is alone: in a frame the connection ends, see the connections' tests.
-    half = bytes(world.frontend.memory_budget.max_bytes // 2 + 1)
+    half = bytes(world.memory_budget.max_bytes // 2 + 1)
     client.stream.send([*encode(Infer("wide", RequestDescription("m", ()))), half, half])
     world.until(lambda: client.stream.flush() and client.waits())
     error = client.error()
@@ -386,7 +391,7 @@ def test_a_message_that_is_not_heard_is_not_decoded(
     config: TenantConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World({"default": config} if config else {"nobody": TenantConfig()})
-    world.frontend.memory_budget.max_bytes = 2**20
+    world.memory_budget.max_bytes = 2**20
     client = world.client()
     world.ask(client, "first")
     world.until(lambda: world.model.waiting or client.waits())
@@ -406,7 +411,7 @@ def test_a_message_that_is_not_heard_is_not_decoded(
 
 def test_a_message_that_costs_too_much_to_decode_counts_for_the_rate() -> None:
     world = World({"default": TenantConfig(max_rate=1.0)})
-    world.frontend.memory_budget.max_bytes = 2**20
+    world.memory_budget.max_bytes = 2**20
     client = world.client()
     client.stream.send([COSTLY])
     world.until(client.stream.flush)
@@ -417,7 +422,7 @@ def test_a_message_that_costs_too_much_to_decode_counts_for_the_rate() -> None:
 
 def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows() -> None:
     world = World({"default": TenantConfig(models=("m",))})
-    world.frontend.memory_budget.max_bytes = 2**20
+    world.memory_budget.max_bytes = 2**20
     client = world.client()
 
     def refusal(name: str) -> Error:
@@ -454,7 +459,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
 
 def test_a_tenant_that_acts_for_others_names_models_that_it_does_not_see() -> None:
     world = World({"default": TenantConfig(acts_for=("b",), models=()), "b": TenantConfig()})
-    world.frontend.memory_budget.max_bytes = 2**20
+    world.memory_budget.max_bytes = 2**20
     client = world.client()
     asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
     client.stream.send([*encode(Infer("7", asked, Parameters(tenant="b"))), b"x"])

@@ -176,7 +176,7 @@ class Desk:
             metrics=lambda request_id, viewer: ("metrics", request_id),
             log_files=lambda model: log_files,
         )
-        self.service = StatusService(snapshots, EventLog(), self.loop, self)
+        self.service = StatusService(snapshots, EventLog(), self.loop, lambda: self)
 
     def reply(self, client: bytes, message: Any) -> None:
         self.told.append((client, message))
