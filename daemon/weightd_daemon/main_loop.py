@@ -129,7 +129,7 @@ class Daemon:
             self._reloader.abort()
             if self._service is None:
                 self._supervisor.kill_all()
-            self._supervisor.messenger.channels.close()
+            self._supervisor.messenger.close()
             self._counter_store.close()
             # Clients go, those of the proxies first: they still have to be passed on what was said to them.
             self._router.close()

@@ -95,10 +95,10 @@ def test_it_ends_when_what_was_accepted_is_finished_and_says_how_that_went() -> 
     scene.done.registry.deaths = 2
     assert daemon.serve() == exit_codes.PROCESS_DIED
     assert scene.calls(
-        "supervisor.kill_all", "supervisor.messenger.channels.close", "counter_store.close", "router.close"
+        "supervisor.kill_all", "supervisor.messenger.close", "counter_store.close", "router.close"
     ) == [
         "supervisor.kill_all",
-        "supervisor.messenger.channels.close",
+        "supervisor.messenger.close",
         "counter_store.close",
         "router.close",
     ]

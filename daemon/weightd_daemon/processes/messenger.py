@@ -185,6 +185,10 @@ class ChildMessenger:
         self._channel_only.discard(name)
         return self.handlers.pop(name, None)
 
+    def close(self) -> None:
+        """Close the channels; their path stays for the next daemon."""
+        self.channels.close()
+
     def _on_messages(self) -> int:
         """Handle a batch of messages from the socket; return how many there were."""
         now = event_loop.now()

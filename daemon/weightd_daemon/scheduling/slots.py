@@ -443,7 +443,7 @@ class RunningBatches:
         """Take these parts of a batch back from a slot that has not begun with it; return those that are awaited."""
         items = [batch.items.pop(number) for number in numbers]
         self._recalled += [(slot, number) for number in numbers]
-        if items and not batch.items:
+        if not batch.items:
             batch.record_time(0.0)
             del slot.batches[batch.number]
         return [item for item in items if item.is_awaited]

@@ -26,6 +26,7 @@ from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.transport.connection import ClientIdentity
+from weightd_daemon.transport.connections import ClientConnections
 from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import Cancelled, InvalidArgument
@@ -168,6 +169,23 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
     assert world.hear(client) == InferResponse("1", described, (0,), may_still_write=True)
     world.frontend.responses.notify_released(request)
     assert world.hear(client) == Released("1")
+
+
+def test_an_answer_may_have_the_memory_that_its_request_has_had(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = world.client()
+    world.ask(client)
+    world.until(lambda: world.waiting)
+    [request] = world.waiting
+    used: list[int] = []
+
+    def send(self: ClientConnections, key: bytes, frames: Sequence[Any]) -> bool:
+        used.append(world.memory_budget.used_by(key))
+        return True
+
+    monkeypatch.setattr(ClientConnections, "send", send)
+    assert world.memory_budget.used_by(request.client) == request.buffered_bytes > 0
+    world.frontend.responses.reply_result(request, PredictResult(1, ResponseDescription("m", ())), ())
+    assert used == [0]
 
 
 def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:

@@ -44,7 +44,9 @@ def test_how_long_requests_take_wait_and_run() -> None:
     # One that fails is no answer.
     [third] = stage.some(1)
     stage.says(W1, PredictFailed(third, "INTERNAL", "predict failed", is_exiting=False))
-    assert (meter.requests.count, meter.compute.count) == (2, 3)
+    assert (meter.requests.count, meter.queue.count, meter.compute.count) == (2, 3, 3)
+    # Nobody watches the deadlines of those that have ended.
+    assert stage.model.dispatcher._scheduler.deadlines.requests == {}
 
 
 def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> None:

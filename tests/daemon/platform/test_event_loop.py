@@ -17,6 +17,7 @@ import pytest
 import zmq
 from hypothesis import given
 
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import TICK_S, Clock, EventLoop, Timer, Timers, watch_signals
 from weightd_daemon.platform.zmq_sockets import watch_socket
 
@@ -240,6 +241,12 @@ def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: EventLoop, se
 
 
 # --- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_turn_is_that_at_which_its_wait_has_ended(loop: EventLoop) -> None:
+    began = loop.now
+    loop.run_once(0.01)
+    assert began + 0.01 <= loop.now <= event_loop.now()
 
 
 def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobody_waiting(

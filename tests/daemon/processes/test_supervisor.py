@@ -170,7 +170,7 @@ class Scene:
             processes.reap(process)
         self.worker.close(linger=0)
         self.lane.close()
-        self.backend.messenger.channels.close()
+        self.backend.messenger.close()
         mock.patch.stopall()
         self.loop.close()
 

@@ -132,10 +132,13 @@ def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.Mon
         for _ in range(3):
             known.check_request(image)
     assert len(looked) == 2
+    known.set_row_limits(RowLimits())
+    known.check_request(image)
+    assert len(looked) == 3
     # However many there are, no more than a bound are remembered.
     for number in range(3000):
         known.check_request(RequestDescription(f"m{number}", (IMAGE,)))
-    assert len(known.checked) <= 1024  # pyright: ignore[reportPrivateUsage]
+    assert len(known.checked) <= 1024
 
 
 # --- what the model was converted for, and what may follow it -------------------------------------------------------
