@@ -94,9 +94,7 @@ def test_it_ends_when_what_was_accepted_is_finished_and_says_how_that_went() -> 
     loop.call_soon(lambda: setattr(busy.dispatcher, "is_idle", True))
     scene.done.registry.deaths = 2
     assert daemon.serve() == exit_codes.PROCESS_DIED
-    assert scene.calls(
-        "supervisor.kill_all", "supervisor.messenger.close", "counter_store.close", "router.close"
-    ) == [
+    assert scene.calls("supervisor.kill_all", "supervisor.messenger.close", "counter_store.close", "router.close") == [
         "supervisor.kill_all",
         "supervisor.messenger.close",
         "counter_store.close",
