@@ -6,10 +6,10 @@ values as the configuration has models and tenants: nothing that a client sends 
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 from weightd_protocol.errors import ERRORS, ResourceExhausted
-from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_account
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 
 # What HTTP calls it.
@@ -187,9 +187,7 @@ def _requests(response: MetricsResponse) -> Iterator[Sample]:
 
 def _refused(response: MetricsResponse) -> Iterator[Sample]:
     for tenant in response.tenants:
-        reasons: List[str] = sorted({reason for account in tenant.accounts for reason in account.failed})
-        for reason in reasons:
-            count = sum(account.failed.get(reason, 0) for account in tenant.accounts)
+        for reason, count in total_account(tenant.accounts).failed.items():
             yield Sample((("tenant", tenant.name), ("reason", reason)), count)
 
 

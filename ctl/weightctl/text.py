@@ -9,6 +9,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 from weightd_protocol.messages.inference import TensorSignature
 
 WIDTH = 100
+
+OWN_REQUESTS_ONLY = "only this tenant's own requests are shown: it may not see the status of others"
 _NONE = "-"
 
 # Of a table's column.
@@ -31,8 +33,10 @@ def binary(size: int) -> str:
 
 
 def milliseconds(microseconds: Optional[float]) -> str:
-    """Return a time for a column headed ms."""
-    return _NONE if microseconds is None else f"{microseconds / 1000:,.2f}"
+    """Return a time for a column headed ms; beyond ten seconds nobody wants to know the hundredths."""
+    if microseconds is None:
+        return _NONE
+    return f"{microseconds / 1000:,.2f}" if microseconds < 1e7 else f"{microseconds / 1000:,.0f}"
 
 
 def duration(seconds: float) -> str:

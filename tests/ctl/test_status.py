@@ -7,10 +7,11 @@ from typing import Any, List, Optional
 import pytest
 
 from weightctl import exit_codes
-from weightctl.status.command import exit_status, filter_model, pss_total
+from weightctl.status.command import exit_status, filter_model
 from weightctl.status.render import as_json, render
 from weightctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd import NotFound
+from weightd_common.dashboard.memory import pss_total
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.status import (
     DeviceStatus,

@@ -5,14 +5,13 @@ Rates and quantiles are differences between two replies, by the daemon's own clo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from typing import Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from weightd_common.dashboard import memory
-from weightd_common.dashboard.rows import ModelRow, Overview, ProcessRow, RatePoint, TenantRow, Throughput
-from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_common.dashboard.overview import ModelRow, Overview, ProcessRow, RatePoint, TenantRow, Throughput
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_account
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
@@ -32,9 +31,6 @@ _CHANGED_STATUS_INTERVAL_S = 2.0
 
 # The name of all models together: no model has it.
 _ALL_MODELS = ""
-
-# Who answers requests; a spare does once one of these is lost.
-_SERVING_ROLES = ("worker", "rank")
 
 
 class History:
@@ -95,21 +91,33 @@ class History:
         status = self._statuses[-1] if self._statuses else None
         windows = self._windows()
         return Overview(
-            version=now.version,
-            state=now.state,
-            uptime_s=now.uptime_s,
-            is_complete=status is None or status.pid != 0,
-            queued=sum(each.queued for each in now.models),
-            running=sum(each.running for each in now.models),
+            metrics=now,
+            status=status,
             throughput=self._throughput(_ALL_MODELS, windows),
             memory=None if status is None else memory.service_memory(status),
-            buffered_bytes=now.buffered_bytes,
-            max_buffered_bytes=now.max_memory_bytes,
-            models=tuple(model_rows(now, status, windows, lambda name: self._throughput(name, windows))),
+            models=tuple(self._model_rows(now, status, windows)),
             processes=tuple(process_rows(self._statuses)),
             tenants=tuple(tenant_row(each, windows) for each in now.tenants),
-            note="" if status is None else status.note,
         )
+
+    def _model_rows(
+        self, now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[CounterWindow]
+    ) -> Iterator[ModelRow]:
+        statuses = {} if status is None else {each.name: each for each in status.models}
+        groups: Set[str] = set()
+        for model in now.models:
+            model_status = statuses.get(model.name)
+            group = "" if model_status is None else model_status.group
+            yield ModelRow(
+                metrics=model,
+                serving=None if model_status is None else _find_generation(model_status, model.generation),
+                throughput=self._throughput(model.name, list(windows)),
+                refused_rate=_served_and_refused_rates(windows, model=model.name)[1],
+                # What a group has is told with the first of it.
+                memory=None if model_status is None or group in groups else memory.model_memory(model_status),
+                group=group,
+            )
+            groups |= {group} - {""}
 
     def _on_daemon_change(self) -> None:
         """The daemon that tells is not the one that told before: nothing can be counted between the two."""
@@ -172,7 +180,7 @@ class CounterSnapshot:
 
     def refused(self, tenant: str = "", model: str = "") -> Optional[int]:
         """Return how many were refused, or ended in an error, likewise."""
-        return self._sum(lambda account: sum(account.failed.values()), tenant, model)
+        return self._sum(lambda account: account.refused, tenant, model)
 
     def _sum(self, count: Callable[[AccountStatus], int], tenant: str, model: str) -> Optional[int]:
         tenants = [each for each in self.metrics.tenants if tenant in ("", each.name)]
@@ -212,59 +220,8 @@ class CounterWindow(NamedTuple):
         return quantile(fraction, self.now.metrics.seconds_bounds, counts)
 
 
-def model_rows(
-    now: MetricsResponse,
-    status: Optional[StatusResponse],
-    windows: Sequence[CounterWindow],
-    throughput_of: Callable[[str], Throughput],
-) -> Iterator[ModelRow]:
-    """Yield a row for each model; `throughput_of` tells that of one by its name."""
-    statuses = {} if status is None else {each.name: each for each in status.models}
-    groups: Set[str] = set()
-    for model in now.models:
-        row = _model_row(model, statuses.get(model.name), throughput_of(model.name), _refused_rate(windows, model.name))
-        # What a group has is told with the first of it.
-        yield dataclasses.replace(row, memory=None) if row.group in groups else row
-        groups |= {row.group} - {""}
-
-
-def _model_row(
-    model: ModelMetrics, status: Optional[ModelStatus], throughput: Throughput, refused_rate: Optional[float]
-) -> ModelRow:
-    generation = None if status is None else _find_generation(status, model.generation)
-    return ModelRow(
-        name=model.name,
-        engine=model.engine,
-        state=model.state,
-        progress="" if generation is None else generation.progress,
-        ready=model.ready,
-        generation=model.generation,
-        sha256=model.sha256,
-        device="" if generation is None else generation.device,
-        desired_workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES),
-        ready_workers=sum(
-            each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"
-        ),
-        queued=model.queued,
-        running=model.running,
-        refused_rate=refused_rate,
-        unexpected_exits=model.unexpected_exits,
-        throughput=throughput,
-        memory=None if status is None else memory.model_memory(status),
-        group="" if status is None else status.group,
-    )
-
-
 def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationStatus]:
     return next((each for each in status.generations if each.number == number), None)
-
-
-def _refused_rate(windows: Sequence[CounterWindow], model: str) -> Optional[float]:
-    for window in windows:
-        found = window.rate(window.before.refused(model=model), window.now.refused(model=model))
-        if found is not None:
-            return found
-    return None
 
 
 def process_rows(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
@@ -277,7 +234,7 @@ def process_rows(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
     for model, generation, process in _iterate_processes(last):
         served = before.get(process.name)
         pace = None if served is None else rate(served, process.served, seconds)
-        yield _process_row(model, generation, process, pace)
+        yield ProcessRow(model, process, process.device or generation.device, pace)
 
 
 def _iterate_processes(status: StatusResponse) -> Iterator[Tuple[str, GenerationStatus, ProcessStatus]]:
@@ -287,52 +244,18 @@ def _iterate_processes(status: StatusResponse) -> Iterator[Tuple[str, Generation
                 yield model.name, generation, process
 
 
-def _process_row(model: str, generation: GenerationStatus, process: ProcessStatus, rate: Optional[float]) -> ProcessRow:
-    return ProcessRow(
-        model=model,
-        name=process.name,
-        role=process.role,
-        state=process.state,
-        device=process.device or generation.device,
-        pid=process.pid,
-        served=process.served,
-        rate=rate,
-        in_flight=process.in_flight,
-        p50_s=_seconds(process.p50_us),
-        p99_s=_seconds(process.p99_us),
-        pss_bytes=process.pss_bytes,
-        private_bytes=process.private_bytes,
-        shared_bytes=process.shared_bytes,
-    )
-
-
-def _seconds(microseconds: Optional[float]) -> Optional[float]:
-    return None if microseconds is None else microseconds / 1e6
-
-
 def tenant_row(status: TenantStatus, windows: Sequence[CounterWindow]) -> TenantRow:
     """Return the row of a tenant."""
-    served = sum(each.served for each in status.accounts)
-    served_rate, refused_rate = _find_tenant_rates(status.name, windows)
-    return TenantRow(
-        name=status.name,
-        weight=status.weight,
-        share=status.share,
-        rate=served_rate,
-        refused_rate=refused_rate,
-        in_flight=sum(each.in_flight for each in status.accounts),
-        queued=sum(each.queued for each in status.accounts),
-        wait_s=sum(each.queue_seconds for each in status.accounts) / served if served else None,
-        served=served,
-        refused=sum(sum(each.failed.values()) for each in status.accounts),
-        slot_seconds=sum(each.slot_seconds for each in status.accounts),
-    )
+    return TenantRow(status, total_account(status.accounts), *_served_and_refused_rates(windows, status.name))
 
 
-def _find_tenant_rates(name: str, windows: Sequence[CounterWindow]) -> Tuple[Optional[float], Optional[float]]:
+def _served_and_refused_rates(
+    windows: Sequence[CounterWindow], tenant: str = "", model: str = ""
+) -> Tuple[Optional[float], Optional[float]]:
+    """Those of the longest of these in which nothing has begun anew."""
     for window in windows:
-        served = window.rate(window.before.served(name), window.now.served(name))
-        refused = window.rate(window.before.refused(name), window.now.refused(name))
+        served = window.rate(window.before.served(tenant, model), window.now.served(tenant, model))
+        refused = window.rate(window.before.refused(tenant, model), window.now.refused(tenant, model))
         if served is not None and refused is not None:
             return served, refused
     return None, None

@@ -65,8 +65,18 @@ def service_memory(status: StatusResponse) -> Optional[MemoryUsage]:
     if not status.pid:
         return None
     models = _sum_memory(_generation_memory(each) for each in _unique_generations(status) if each.processes)
-    own = status.pss_bytes + sum(each.pss_bytes or 0 for each in status.fork_servers)
-    return dataclasses.replace(models, other_bytes=models.other_bytes + own)
+    return dataclasses.replace(models, other_bytes=models.other_bytes + _own_bytes(status))
+
+
+def pss_total(status: StatusResponse) -> int:
+    """Return the memory of the daemon and all its processes; that of cards is in no process."""
+    processes = (process for generation in _unique_generations(status) for process in generation.processes)
+    return _own_bytes(status) + sum(each.pss_bytes or 0 for each in processes)
+
+
+def _own_bytes(status: StatusResponse) -> int:
+    """The memory of the daemon, and of the processes of which others are forked."""
+    return status.pss_bytes + sum(each.pss_bytes or 0 for each in status.fork_servers)
 
 
 def _unique_generations(status: StatusResponse) -> Iterator[GenerationStatus]:

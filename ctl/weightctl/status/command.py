@@ -9,6 +9,7 @@ import json
 from weightctl import exit_codes
 from weightctl.command import Command, Connect, check_model, must_answer
 from weightctl.status import render
+from weightd_common.dashboard.memory import pss_total
 from weightd_protocol.messages.status import StatusResponse
 
 _DESCRIPTION = """\
@@ -81,19 +82,6 @@ def exit_status(response: StatusResponse) -> int:
     if "failed" in states:
         return exit_codes.ERROR
     return exit_codes.OK if states <= {"serving"} else exit_codes.NOT_YET
-
-
-def pss_total(response: StatusResponse) -> int:
-    """Return the memory of the whole service: the daemon and all its processes."""
-    servers = sum(each.pss_bytes or 0 for each in response.fork_servers)
-    # A process that serves several models is told with each.
-    processes = {
-        process.pid: process.pss_bytes or 0
-        for model in response.models
-        for generation in model.generations
-        for process in generation.processes
-    }
-    return response.pss_bytes + servers + sum(processes.values())
 
 
 COMMAND = Command("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)

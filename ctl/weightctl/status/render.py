@@ -5,9 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from weightctl.text import binary, clean, count, duration, megabytes, milliseconds, paragraph, size, table
+from weightctl.text import (
+    OWN_REQUESTS_ONLY,
+    binary,
+    clean,
+    count,
+    duration,
+    megabytes,
+    milliseconds,
+    paragraph,
+    size,
+    table,
+)
 from weightd_common.log_text import progress_text
-from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_account
 from weightd_protocol.messages.status import (
     DeviceStatus,
     ForkServerStatus,
@@ -50,7 +61,7 @@ def render(response: StatusResponse, total: int) -> str:
     if response.pid:
         lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
     else:
-        lines.append("only this tenant's own requests are shown: it may not see the status of others")
+        lines.append(OWN_REQUESTS_ONLY)
     if response.buffered_bytes:
         lines.append(f"kept for clients: {binary(response.buffered_bytes)} of {binary(response.max_memory_bytes)}")
     if response.memory is not None:
@@ -299,12 +310,12 @@ def _account_cells(account: AccountStatus) -> List[str]:
     return [
         f"{account.requests:,}",
         f"{account.served:,}",
-        f"{sum(account.failed.values()):,}",
+        f"{account.refused:,}",
         f"{account.in_flight:,}",
         f"{account.queued:,}",
         f"{account.rows:,}",
         f"{account.slot_seconds:,.1f}",
-        f"{1000 * account.queue_seconds / account.served:,.1f}" if account.served else "-",
+        "-" if account.mean_queue_s is None else f"{1000 * account.mean_queue_s:,.1f}",
         megabytes(account.bytes_in),
         megabytes(account.bytes_out),
     ]
@@ -314,15 +325,11 @@ def _notes(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[
     yield f"weight {tenant.weight:g}"
     if tenant.share is not None:
         yield f"{tenant.share:.0%} of the seconds of the last minute"
-    reasons: Dict[str, int] = {}
-    for account in accounts:
-        for reason, number in account.failed.items():
-            reasons[reason] = reasons.get(reason, 0) + number
-    if reasons:
-        yield "refused: " + ", ".join(f"{reason} {number:,}" for reason, number in sorted(reasons.items()))
-    deaths = sum(each.unexpected_exits for each in accounts)
-    if deaths:
-        yield f"{count(deaths, 'worker')} lost to its requests"
+    total = total_account(accounts)
+    if total.failed:
+        yield "refused: " + ", ".join(f"{reason} {number:,}" for reason, number in total.failed.items())
+    if total.unexpected_exits:
+        yield f"{count(total.unexpected_exits, 'worker')} lost to its requests"
     if tenant.merged_accounts:
         yield f"(other) has {count(tenant.merged_accounts, 'model')} for which there is no room"
 

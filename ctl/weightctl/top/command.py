@@ -14,7 +14,7 @@ from weightctl.command import Command, Connect, must_answer
 from weightctl.top.poller import Poller
 from weightctl.top.screen import HELP, render_text
 from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S
-from weightd_common.dashboard.rows import Overview, to_json_values
+from weightd_common.dashboard.overview import Overview, to_json_values
 
 # Where there is no terminal, nothing is left out for want of room.
 _WIDTH = 200

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple, Optional
 from weightctl.text import clean
 from weightd.client import Client
 from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 from weightd_protocol.errors import RequestError, WeightdError
 
 # For an answer: metrics are told at once, so that a daemon which has not answered by then hangs. A status may take as

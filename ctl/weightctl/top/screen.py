@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
-from weightctl.text import count, duration, size
+from weightctl.text import OWN_REQUESTS_ONLY, count, duration, size
 from weightctl.top.drawing import (
     ASCII,
     Glyphs,
@@ -21,7 +21,7 @@ from weightctl.top.drawing import (
 )
 from weightctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable, View
 from weightd_common.dashboard.memory import MemoryUsage
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 
 HELP = """\
 q            quit                       Tab        models, processes, tenants
@@ -97,7 +97,8 @@ def render_text(overview: Overview, width: int) -> List[str]:
 
 
 def _title(overview: Overview, poll_status: Optional[PollStatus], width: int) -> StyledLine:
-    left = f"weightd {narrow(overview.version)}: {narrow(overview.state)}, up {duration(overview.uptime_s)}"
+    daemon = overview.metrics
+    left = f"weightd {narrow(daemon.version)}: {narrow(daemon.state)}, up {duration(daemon.uptime_s)}"
     right, style = ("", Style.WEAK) if poll_status is None else _poll_status_span(poll_status)
     # What is wrong is worth more than since when all is well.
     left = left[: max(0, width - len(right) - 1)]
@@ -126,7 +127,7 @@ def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[S
     if overview.memory is not None:
         yield from _memory(overview.memory, spark_width, glyphs)
     if not overview.is_complete:
-        yield text_line("only this tenant's own requests are shown: it may not see the status of others", Style.WEAK)
+        yield text_line(OWN_REQUESTS_ONLY, Style.WEAK)
 
 
 def _labelled_line(label: str, drawn: str, style: Style, text: str) -> StyledLine:

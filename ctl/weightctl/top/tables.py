@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Generic, List, Optional, Sequence, TypeVar
 
-from weightctl.text import megabytes
+from weightctl.text import megabytes, milliseconds
 from weightctl.top.drawing import Style, narrow
-from weightd_common.dashboard.rows import ModelRow, Overview, ProcessRow, TenantRow
+from weightd_common.dashboard.overview import ModelRow, Overview, ProcessRow, TenantRow
 
 R = TypeVar("R")
 
@@ -70,9 +70,7 @@ def _rate(value: Optional[float]) -> str:
 
 
 def _ms(seconds: Optional[float]) -> str:
-    if seconds is None:
-        return _NONE
-    return f"{seconds * 1e3:,.2f}" if seconds < 10 else f"{seconds * 1e3:,.0f}"
+    return milliseconds(None if seconds is None else seconds * 1e6)
 
 
 def _none_first(value: Optional[float]) -> float:
@@ -80,42 +78,43 @@ def _none_first(value: Optional[float]) -> float:
 
 
 def _state(row: ModelRow) -> Style:
-    if row.state == "failed":
+    if row.metrics.state == "failed":
         return Style.BAD
-    return Style.GOOD if row.ready else Style.WARN
+    return Style.GOOD if row.metrics.ready else Style.WARN
 
 
 def _progress(row: ModelRow) -> str:
     """The state, or how far it is: "attaching 3/8"."""
-    return narrow(row.progress if row.state != "serving" and row.progress.startswith(row.state) else row.state)
+    state, progress = row.metrics.state, row.progress
+    return narrow(progress if state != "serving" and progress.startswith(state) else state)
 
 
 def _process_state(row: ProcessRow) -> Style:
-    return Style.TEXT if row.state in ("ready", "holding") else Style.WARN
+    return Style.TEXT if row.status.state in ("ready", "holding") else Style.WARN
 
 
 def _short(row: ProcessRow) -> str:
     """Its name without that of its model, which stands beside it."""
     prefix = f"{row.model}."
-    return narrow(row.name[len(prefix) :] if row.name.startswith(prefix) else row.name)
+    return narrow(row.status.name[len(prefix) :] if row.status.name.startswith(prefix) else row.status.name)
 
 
 MODELS: ScreenTable[ModelRow] = ScreenTable(
     "models",
     lambda overview: overview.models,
-    lambda row: row.name,
+    lambda row: row.metrics.name,
     [
-        ScreenColumn("MODEL", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
+        ScreenColumn("MODEL", lambda row: narrow(row.metrics.name), is_left=True, style=lambda _: Style.STRONG),
         ScreenColumn("STATE", _progress, is_left=True, style=_state),
-        ScreenColumn("GEN", lambda row: str(row.generation) if row.generation else _NONE, 1),
+        ScreenColumn("GEN", lambda row: str(row.metrics.generation) if row.metrics.generation else _NONE, 1),
         ScreenColumn("PROC", lambda row: f"{row.ready_workers}/{row.desired_workers}"
                if row.desired_workers else _NONE, 6,
                style=lambda row: Style.WARN if row.ready_workers < row.desired_workers else Style.TEXT),
         ScreenColumn("REQ/s", lambda row: _rate(row.throughput.rate)),
         ScreenColumn("ERR/s", lambda row: _rate(row.refused_rate), 4,
                style=lambda row: Style.WARN if row.refused_rate else Style.TEXT),
-        ScreenColumn("QUEUE", lambda row: f"{row.queued:,}", 8),
-        ScreenColumn("RUN", lambda row: f"{row.running:,}", 2),
+        ScreenColumn("QUEUE", lambda row: f"{row.metrics.queued:,}", 8),
+        ScreenColumn("RUN", lambda row: f"{row.metrics.running:,}", 2),
         ScreenColumn("P50 ms", lambda row: _ms(row.throughput.p50_s), 5),
         ScreenColumn("P99 ms", lambda row: _ms(row.throughput.p99_s), 8),
         ScreenColumn("MEM MB", lambda row: megabytes(row.memory.total_bytes if row.memory else None), 7),
@@ -123,42 +122,42 @@ MODELS: ScreenTable[ModelRow] = ScreenTable(
                style=lambda _: Style.WEAK),
     ],
     {
-        "N": lambda row: row.name,
+        "N": lambda row: row.metrics.name,
         "R": lambda row: _none_first(row.throughput.rate),
-        "Q": lambda row: row.queued,
+        "Q": lambda row: row.metrics.queued,
         "L": lambda row: _none_first(row.throughput.p99_s),
         "M": lambda row: 0 if row.memory is None else row.memory.total_bytes,
     },
     spark=lambda row: [each.rate for each in row.throughput.rate_points],
-    model=lambda row: row.name,
+    model=lambda row: row.metrics.name,
 )  # fmt: skip
 
 
 PROCESSES: ScreenTable[ProcessRow] = ScreenTable(
     "processes",
     lambda overview: overview.processes,
-    lambda row: row.name,
+    lambda row: row.status.name,
     [
         ScreenColumn("MODEL", lambda row: narrow(row.model), is_left=True, style=lambda _: Style.STRONG),
         ScreenColumn("PROCESS", _short, is_left=True),
-        ScreenColumn("ROLE", lambda row: narrow(row.role), 6, is_left=True),
-        ScreenColumn("STATE", lambda row: narrow(row.state), 7, is_left=True, style=_process_state),
+        ScreenColumn("ROLE", lambda row: narrow(row.status.role), 6, is_left=True),
+        ScreenColumn("STATE", lambda row: narrow(row.status.state), 7, is_left=True, style=_process_state),
         ScreenColumn("DEVICE", lambda row: narrow(row.device), 1, is_left=True),
-        ScreenColumn("PID", lambda row: str(row.pid), 5),
+        ScreenColumn("PID", lambda row: str(row.status.pid), 5),
         ScreenColumn("REQ/s", lambda row: _rate(row.rate)),
-        ScreenColumn("NOW", lambda row: f"{row.in_flight:,}", 4),
-        ScreenColumn("P50 ms", lambda row: _ms(row.p50_s), 3),
-        ScreenColumn("P99 ms", lambda row: _ms(row.p99_s), 6),
-        ScreenColumn("PSS MB", lambda row: megabytes(row.pss_bytes), 7),
-        ScreenColumn("OWN MB", lambda row: megabytes(row.private_bytes), 7),
-        ScreenColumn("SHARED MB", lambda row: megabytes(row.shared_bytes or None), 2),
+        ScreenColumn("NOW", lambda row: f"{row.status.in_flight:,}", 4),
+        ScreenColumn("P50 ms", lambda row: milliseconds(row.status.p50_us), 3),
+        ScreenColumn("P99 ms", lambda row: milliseconds(row.status.p99_us), 6),
+        ScreenColumn("PSS MB", lambda row: megabytes(row.status.pss_bytes), 7),
+        ScreenColumn("OWN MB", lambda row: megabytes(row.status.private_bytes), 7),
+        ScreenColumn("SHARED MB", lambda row: megabytes(row.status.shared_bytes or None), 2),
     ],
     {
-        "N": lambda row: (row.model, row.name),
+        "N": lambda row: (row.model, row.status.name),
         "R": lambda row: _none_first(row.rate),
-        "Q": lambda row: row.in_flight,
-        "L": lambda row: _none_first(row.p99_s),
-        "M": lambda row: row.pss_bytes or 0,
+        "Q": lambda row: row.status.in_flight,
+        "L": lambda row: _none_first(row.status.p99_us),
+        "M": lambda row: row.status.pss_bytes or 0,
     },
     model=lambda row: row.model,
 )
@@ -167,26 +166,26 @@ PROCESSES: ScreenTable[ProcessRow] = ScreenTable(
 TENANTS: ScreenTable[TenantRow] = ScreenTable(
     "tenants",
     lambda overview: overview.tenants,
-    lambda row: row.name,
+    lambda row: row.status.name,
     [
-        ScreenColumn("TENANT", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
-        ScreenColumn("WEIGHT", lambda row: f"{row.weight:g}", 3),
-        ScreenColumn("SHARE", lambda row: _NONE if row.share is None else f"{row.share:.0%}", 7),
+        ScreenColumn("TENANT", lambda row: narrow(row.status.name), is_left=True, style=lambda _: Style.STRONG),
+        ScreenColumn("WEIGHT", lambda row: f"{row.status.weight:g}", 3),
+        ScreenColumn("SHARE", lambda row: _NONE if row.status.share is None else f"{row.status.share:.0%}", 7),
         ScreenColumn("REQ/s", lambda row: _rate(row.rate)),
         ScreenColumn("REF/s", lambda row: _rate(row.refused_rate), 7,
                style=lambda row: Style.WARN if row.refused_rate else Style.TEXT),
-        ScreenColumn("NOW", lambda row: f"{row.in_flight:,}", 6),
-        ScreenColumn("QUEUED", lambda row: f"{row.queued:,}", 8),
-        ScreenColumn("WAIT ms", lambda row: _ms(row.wait_s), 5),
-        ScreenColumn("SERVED", lambda row: f"{row.served:,}", 4),
-        ScreenColumn("REFUSED", lambda row: f"{row.refused:,}", 4),
-        ScreenColumn("SLOT s", lambda row: f"{row.slot_seconds:,.1f}", 2),
+        ScreenColumn("NOW", lambda row: f"{row.total.in_flight:,}", 6),
+        ScreenColumn("QUEUED", lambda row: f"{row.total.queued:,}", 8),
+        ScreenColumn("WAIT ms", lambda row: _ms(row.total.mean_queue_s), 5),
+        ScreenColumn("SERVED", lambda row: f"{row.total.served:,}", 4),
+        ScreenColumn("REFUSED", lambda row: f"{row.total.refused:,}", 4),
+        ScreenColumn("SLOT s", lambda row: f"{row.total.slot_seconds:,.1f}", 2),
     ],
     {
-        "N": lambda row: row.name,
+        "N": lambda row: row.status.name,
         "R": lambda row: _none_first(row.rate),
-        "Q": lambda row: row.queued,
-        "L": lambda row: _none_first(row.wait_s),
+        "Q": lambda row: row.total.queued,
+        "L": lambda row: _none_first(row.total.mean_queue_s),
     },
 )  # fmt: skip
 
@@ -319,7 +318,7 @@ class View:
         rows = self.rows(overview)
         if self.table is MODELS and rows:
             self.filter, row = "", rows[self.scroll_to_selected(rows, self._page_height)]
-            self._show_table(PROCESSES, row.name)
+            self._show_table(PROCESSES, row.metrics.name)
         elif self.model:
             self._show_table(MODELS)
 

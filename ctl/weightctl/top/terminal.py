@@ -18,7 +18,7 @@ from weightctl.top.drawing import BLOCKS, Style, StyledLine, glyphs
 from weightctl.top.poller import Poller, PollResult, PollThread
 from weightctl.top.screen import PollStatus, ScreenSize, draw
 from weightctl.top.tables import KeyAction, View, faster, slower
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 
 # How long ago the last answer came is told in seconds.
 _TICK_S = 1.0

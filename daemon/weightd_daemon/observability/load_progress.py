@@ -78,9 +78,7 @@ class LoadMonitor:
     def describe_progress(self, label: str, now: float) -> str:
         """Return the same for people, "" where nothing is known."""
         progress = self.progress(label, now)
-        if progress.fraction_done is None and progress.fraction_copied is not None:
-            return f"{log_text.percent(progress.fraction_copied)} % copied"
-        return log_text.progress_text(progress.fraction_done, progress.remaining_s)
+        return copied_text(progress) or log_text.progress_text(progress.fraction_done, progress.remaining_s)
 
     def _update_load(self, label: str, model: ServedModel, generation: GenerationBase, now: float) -> None:
         load, snapshots = self._loads.get(label), model.versions.snapshots
@@ -112,6 +110,13 @@ class LoadMonitor:
         self.speeds[model] = speed
         while len(self.speeds) > MAX_SPEEDS:
             del self.speeds[next(iter(self.speeds))]
+
+
+def copied_text(progress: LoadProgress) -> str:
+    """Return how much of a generation's files is there, where no more is known of how long it takes; else ""."""
+    if progress.fraction_done is not None or progress.fraction_copied is None:
+        return ""
+    return f"{log_text.percent(progress.fraction_copied)} % copied"
 
 
 def _model_of_label(label: str) -> str:

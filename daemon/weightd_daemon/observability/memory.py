@@ -59,6 +59,15 @@ class MemorySubject(NamedTuple):
     weight_bytes: int
     store_path: Path | None
 
+    def copy_bytes(self, resident: Callable[[Path], int | None]) -> int | None:
+        """Return what its copy of the weights has in memory; None where nobody tells. `resident` measures a file."""
+        return self.weight_bytes if self.store_path is None else resident(self.store_path)
+
+    def saved_bytes(self, copy_bytes: int | None) -> int | None:
+        """Return what its workers share less what the copy takes."""
+        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+        return copy_bytes and max(0, self.shared_bytes - copy_bytes)
+
 
 MemorySubjects = Mapping[str, Sequence[MemorySubject]]
 
@@ -90,14 +99,15 @@ def memory_subjects(
         files: of each generation, by its label.
     """
     return {
-        model.name: [_memory_subject(each, processes, files.get(each.label)) for each in model.generations]
+        model.name: [memory_subject(each, processes, files.get(each.label)) for each in model.generations]
         for model in models
     }
 
 
-def _memory_subject(
+def memory_subject(
     generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None
 ) -> MemorySubject:
+    """Return what is to be measured of a generation."""
     children = [child for child in generation.processes.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
@@ -159,14 +169,11 @@ def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
     is_complete = True
     for each in subjects:
         pss_bytes += sum(found.pss_bytes for pid in each.pids if (found := read_process_memory(pid)) is not None)
-        nbytes = each.weight_bytes if each.store_path is None else resident_bytes(each.store_path)
         shared_bytes += each.shared_bytes
-        if nbytes is None:
-            is_complete = False
-        else:
-            copy_bytes += nbytes
-            # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-            saved_bytes += max(0, each.shared_bytes - nbytes) if nbytes else 0
+        nbytes = each.copy_bytes(resident_bytes)
+        is_complete = is_complete and nbytes is not None
+        copy_bytes += nbytes or 0
+        saved_bytes += each.saved_bytes(nbytes) or 0
     return MemoryFootprint(
         pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None
     )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from weightd_common import log_text
 from weightd_common.devices import is_cpu
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.engines.ranktable import card_bytes
@@ -22,16 +21,16 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.progress import describe_selftest
 from weightd_daemon.models import batching
-from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ModelRegistry
-from weightd_daemon.observability.load_progress import LoadMonitor
+from weightd_daemon.observability.load_progress import LoadMonitor, copied_text
 from weightd_daemon.observability.memory import (
     MemoryFootprint,
     MemoryReport,
     MemorySampler,
     MemoryScan,
+    memory_subject,
     memory_subjects,
 )
 from weightd_daemon.observability.model_metrics import (
@@ -336,23 +335,19 @@ def _generation_status(
     processes, files = sources.supervisor.processes, sources.supervisor.storage.files.get(generation.label)
     progress = sources.load_monitor.progress(generation.label, event_loop.now())
     children = [child for child in generation.processes.alive() if child.name in processes]
-    shared_bytes = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
-    if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
-        copy_bytes = (
-            0 if files is None else memory_scan.cache.get(files.store, functools.partial(resident_bytes, files.store))
-        )
-    else:
-        copy_bytes = generation.built.shared_bytes if generation.built else 0
+    subject = memory_subject(generation, processes, files)
+    copy_bytes = subject.copy_bytes(
+        lambda store: memory_scan.cache.get(store, functools.partial(resident_bytes, store))
+    )
     return GenerationStatus(
         number=generation.number,
         device=generation.device,
         state=generation.state.display_name,
-        progress=_progress_text(generation, progress),
+        progress=", ".join(filter(None, (generation.progress, copied_text(progress)))),
         reason=clip(generation.cause),
         sha256=generation.sha256,
         copy_bytes=copy_bytes,
-        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-        saved_bytes=None if copy_bytes is None else max(0, shared_bytes - copy_bytes) if copy_bytes else 0,
+        saved_bytes=subject.saved_bytes(copy_bytes),
         selftest=clip(describe_selftest(generation.built_model(model.readiness.index))),
         processes=tuple(
             _process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children
@@ -363,13 +358,6 @@ def _generation_status(
         remaining_s=progress.remaining_s,
         max_rows=batching.max_rows(model.config, generation),
     )
-
-
-def _progress_text(generation: GenerationBase, progress: LoadProgress) -> str:
-    """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
-    if progress.fraction_done is not None or progress.fraction_copied is None:
-        return generation.progress
-    return f"{generation.progress}, {log_text.percent(progress.fraction_copied)} % copied"
 
 
 def _process_status(

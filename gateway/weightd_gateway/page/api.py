@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightd_common.dashboard.rows import Overview, to_json_values
+from weightd_common.dashboard.overview import Overview, to_json_values
 
 # A browser draws no more of them.
 _MAX_PROCESSES = 1024

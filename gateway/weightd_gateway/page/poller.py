@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 from weightd_gateway.auth import Caller
 from weightd_gateway.page.api import status_json
 from weightd_protocol.errors import DeadlineExceeded, Unavailable

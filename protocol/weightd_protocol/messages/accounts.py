@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Dict, Optional, Tuple
+from dataclasses import field, fields
+from typing import Dict, Iterable, Optional, Tuple
 
 from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
@@ -36,6 +36,28 @@ class AccountStatus:
     queued: int = field(metadata=_COUNT)
     failed: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
     unexpected_exits: int = field(default=0, metadata=omit_default(_COUNT))
+
+    @property
+    def refused(self) -> int:
+        """How many requests were refused, or ended in an error."""
+        return sum(self.failed.values())
+
+    @property
+    def mean_queue_s(self) -> Optional[float]:
+        """How long requests waited for a worker on average; None where none was served."""
+        return self.queue_seconds / self.served if self.served else None
+
+
+def total_account(accounts: Iterable[AccountStatus]) -> AccountStatus:
+    """Return the sum of accounts, as one of no model."""
+    accounts = list(accounts)
+    sums = {name: sum(getattr(each, name) for each in accounts) for name in _SUMMED_FIELDS}
+    reasons = sorted({reason for each in accounts for reason in each.failed})
+    failed = {reason: sum(each.failed.get(reason, 0) for each in accounts) for reason in reasons}
+    return AccountStatus(model="", failed=failed, **sums)
+
+
+_SUMMED_FIELDS = [each.name for each in fields(AccountStatus) if each.name not in ("model", "failed")]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ _COUNT = integer(0, limits.MAX_COUNT)
 # Of a process.
 ROLES = ("holder", "worker", "spare", "rank", "broker")
 
+# Of these, those that answer requests; a spare does once one of them is lost.
+SERVING_ROLES = ("worker", "rank")
+
 # One of them has a field of the name of this kind.
 _SHARE = number(1.0)
 _SECONDS = number()

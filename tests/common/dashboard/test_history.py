@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from testkit import looks
 from testkit.looks import MB
 from weightd_common.dashboard.history import RATE_WINDOW_S, SPARKLINE_POINTS, History, count_difference, quantile, rate
-from weightd_common.dashboard.rows import ModelRow, Overview, RatePoint
+from weightd_common.dashboard.overview import ModelRow, Overview, RatePoint
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse
 
 
@@ -146,7 +146,7 @@ def test_processes_have_a_rate_between_two_statuses(
     uptimes: Tuple[Tuple[float, int], ...], rate: Optional[float]
 ) -> None:
     processes = looked(*uptimes).processes
-    assert [each.name for each in processes] == ["m.1.holder", "m.1.w1", "m.1.w2"]
+    assert [each.status.name for each in processes] == ["m.1.holder", "m.1.w1", "m.1.w2"]
     assert [each.rate for each in processes[1:]] == [rate, rate]
 
 
@@ -194,8 +194,14 @@ def test_a_tenant_is_the_sum_of_its_accounts() -> None:
         looks.metrics(1.0, looks.counted("a"), tenants=[before]), looks.metrics(3.0, looks.counted("a"), tenants=[now])
     )
     [row] = overview.tenants
-    assert (row.rate, row.refused_rate, row.share, row.in_flight, row.queued) == (10.0, 2.0, 0.5, 3, 2)
-    assert (row.served, row.refused, row.wait_s) == pytest.approx((127, 4, 1 / 500))
+    assert (row.rate, row.refused_rate, row.status.share, row.total.in_flight, row.total.queued) == (
+        10.0,
+        2.0,
+        0.5,
+        3,
+        2,
+    )
+    assert (row.total.served, row.total.refused, row.total.mean_queue_s) == pytest.approx((127, 4, 1 / 500))
     assert only(overview).refused_rate == 2.0
 
 

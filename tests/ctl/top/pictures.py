@@ -5,7 +5,7 @@ from __future__ import annotations
 from testkit import looks
 from testkit.looks import MB
 from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 
 
 def picture(*names: str) -> Overview:

@@ -53,8 +53,8 @@ def test_processes_of_a_model() -> None:
     lines = drawn("enter")
     assert _words(lines[6:9], 5) == [
         "MODEL PROCESS ROLE STATE PID",
-        f"bravo 1.holder holder holding {OVERVIEW.processes[5].pid}",
-        f"bravo 1.w1 worker ready {OVERVIEW.processes[6].pid}",
+        f"bravo 1.holder holder holding {OVERVIEW.processes[5].status.pid}",
+        f"bravo 1.w1 worker ready {OVERVIEW.processes[6].status.pid}",
     ]
     assert lines[-1] == "models processes tenants  5 by requests/s of bravo   h help  q quit"
 
@@ -152,7 +152,8 @@ hostile = st.text(characters, min_size=1, max_size=40)
 def test_whatever_names_are_no_line_is_too_long_and_none_moves_the_cursor(
     name: str, height: int, width: int, key: str
 ) -> None:
-    overview = replace(picture(name), version=name, state=name)
+    overview = picture(name)
+    overview = replace(overview, metrics=replace(overview.metrics, version=name, state=name))
     view = View()
     view.on_key(key, overview)
     lines = draw(overview, view, PollStatus(1.0, 9.0, name), ScreenSize(height, width), BLOCKS)

@@ -15,7 +15,7 @@ OVERVIEW = picture("charlie", "alpha", "bravo")
 
 
 def names(view: View) -> List[Any]:
-    return [row.name for row in view.rows(OVERVIEW)]
+    return [view.table.key(row) for row in view.rows(OVERVIEW)]
 
 
 def pressed(*keys: str) -> View:
@@ -28,7 +28,7 @@ def pressed(*keys: str) -> View:
 
 def selected(view: View, height: int = 10) -> str:
     rows = view.rows(OVERVIEW)
-    return str(rows[view.scroll_to_selected(rows, height)].name)
+    return view.table.key(rows[view.scroll_to_selected(rows, height)])
 
 
 def test_rows_are_sorted_by_what_is_asked_for_and_the_other_way_round() -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 from weightd_gateway.page.api import status_json
 
 from .pageserver import PageServer, StatusReply

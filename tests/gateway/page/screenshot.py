@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 from testkit import looks
 from testkit.looks import MB
 from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 from weightd_protocol.messages.metrics import ProcessCount
 from weightd_protocol.messages.status import ModelStatus
 

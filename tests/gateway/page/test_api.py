@@ -8,7 +8,7 @@ from dataclasses import replace
 from testkit import looks
 from testkit.looks import MB
 from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import Overview
+from weightd_common.dashboard.overview import Overview
 from weightd_gateway.page.api import status_json
 
 
@@ -39,4 +39,4 @@ def test_without_a_picture_it_is_told_why() -> None:
 
 
 def test_what_is_no_number_in_json_is_none_of_the_page() -> None:
-    assert b"NaN" not in status_json(replace(picture(), uptime_s=1e300))
+    assert b"NaN" not in status_json(replace(picture(), metrics=replace(picture().metrics, uptime_s=1e300)))

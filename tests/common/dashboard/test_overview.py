@@ -7,7 +7,7 @@ import json
 from testkit import looks
 from testkit.looks import MB
 from weightd_common.dashboard.history import History
-from weightd_common.dashboard.rows import to_json_values
+from weightd_common.dashboard.overview import to_json_values
 
 
 def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:
