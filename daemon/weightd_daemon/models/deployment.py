@@ -75,13 +75,12 @@ class Deployment(DeploymentView):
         self.loading.start()
         self._collect_actions()
 
-    def resume(self, generation: GenerationBase, snapshot: Snapshot, now: float, port: int = 0) -> None:
+    def resume(self, generation: GenerationBase, snapshot: Snapshot, port: int = 0) -> None:
         """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
         self.loading = self._last_generation = generation
         self.spec = generation.spec
         self.advance(DeploymentEvent.SERVE)
         self.admission.restore(generation, snapshot, port)
-        self.reconcile(now)
 
     def update(self, source: ModelSource, now: float) -> None:
         """Load a generation that is to take over once `take_over` is called.
@@ -103,22 +102,20 @@ class Deployment(DeploymentView):
         self._backoff = RestartBackoff()
         self.start(source)
 
-    def on_snapshot_taken(
-        self, source: ModelSource, snapshot: Snapshot, now: float, selftest: SelfTestSpec | None = None
-    ) -> None:
+    def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, selftest: SelfTestSpec | None = None) -> bool:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
-        `selftest` is what an earlier generation of the source has found out of it.
+        `selftest` is what an earlier generation of the source has found out of it. Return whether a generation waits.
         """
-        if self.is_awaiting_snapshot(source):
+        is_awaited = self.is_awaiting_snapshot(source)
+        if is_awaited:
             self._pending_snapshot = snapshot, selftest
-            self.reconcile(now)
+        return is_awaited
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
         if self.is_awaiting_snapshot(source) and self.loading is not None:
             self.loading.fail(FailureReason(cause, is_transient=is_transient), now)
-            self.reconcile(now)
 
     def take_over(self, now: float) -> None:
         """Let the generation that was loaded serve; `reconcile` comes next."""
@@ -145,7 +142,6 @@ class Deployment(DeploymentView):
         """Give up the generation that was loaded by `update`."""
         if self.loading is not None and self.is_updating:
             self.loading.fail(FailureReason(cause), now)
-            self.reconcile(now)
 
     def mark_leaving(self) -> None:
         """It will be drained: who needs the room may wait for that."""
@@ -163,14 +159,12 @@ class Deployment(DeploymentView):
                 _log.info("%s leaves: another one is to take its place", generation.label, extra=generation.log_extra())
                 self._drain_generation(generation, now)
         self.loading = self._pending_snapshot = None
-        self.reconcile(now)
 
-    def reinstate(self, now: float) -> None:
+    def reinstate(self) -> None:
         """The other one could not be loaded: what served before does again, as soon as there is room."""
         if self.is_vacated:
             self.advance(DeploymentEvent.REINSTATE)
             self._wanted_source = self.main_generation.source
-            self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `timeout_s` seconds more."""
@@ -180,17 +174,15 @@ class Deployment(DeploymentView):
         self.mark_leaving()
         for generation in self.generations:
             generation.drain(now, timeout_s=timeout_s)
-        self.reconcile(now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         for generation in self.generations:
             if now >= generation.next_tick_at:
                 generation.tick(now)
-        self.reconcile(now)
 
     def reconcile(self, now: float) -> None:
-        """Bring what is nearer to what should be; to be called after each event of a generation."""
+        """Bring what is nearer to what should be; to be called after each event, of its generations, too."""
         self._collect_actions()
         if self.loading is not None and self.loading.state not in ACTIVE:
             self._on_loading_failed(self.loading, now)

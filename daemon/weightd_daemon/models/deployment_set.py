@@ -101,7 +101,7 @@ class DeploymentSet:
 
     def on_snapshot_taken(self, now: float) -> None:
         """A snapshot of one of its models exists."""
-        self._report_snapshots(now)
+        self._report_snapshots()
         self.reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool) -> None:
@@ -146,7 +146,7 @@ class DeploymentSet:
     def reinstate(self, now: float) -> None:
         """What was to replace these cannot: where they have made way they are loaded again."""
         for deployment in self._deployments:
-            deployment.reinstate(now)
+            deployment.reinstate()
         self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
@@ -158,9 +158,7 @@ class DeploymentSet:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        self.process_events.run_watchdog(
-            [(each, each.serving) for each in self._deployments if each.serving is not None], now
-        )
+        self.process_events.run_watchdog([each.serving for each in self._deployments if each.serving is not None], now)
         due_deployments = [each for each in self._deployments if now >= each.next_tick_at]
         for deployment in due_deployments:
             deployment.tick(now)
@@ -175,11 +173,15 @@ class DeploymentSet:
             model.on_reconciled(now)
 
     def perform_actions(self, now: float) -> None:
-        """Perform what is wanted, and what comes of it."""
-        while wanted := [(each, action) for each in self._deployments for action in each.take_actions()]:
+        """Perform what is wanted by now; where a generation waits for a snapshot that exists, what comes of it, too."""
+        may_want_more = True
+        while may_want_more:
+            for deployment in self._deployments:
+                deployment.reconcile(now)
+            wanted = [(each, action) for each in self._deployments for action in each.take_actions()]
             for deployment, (generation, action) in wanted:
                 self.process_events.perform(deployment, generation, action, now)
-            self._report_snapshots(now)
+            may_want_more = bool(wanted) and self._report_snapshots()
 
     # --- what there is ------------------------------------------------------------------------------------------
 
@@ -210,7 +212,7 @@ class DeploymentSet:
         generation = self._factory.resume(deployment.spec, ready.source, record, now)
         if not self.process_events.resume(deployment, generation, record):
             return False
-        deployment.resume(generation, ready.snapshot, now, record.port)
+        deployment.resume(generation, ready.snapshot, record.port)
         return True
 
     def _wake(self) -> None:
@@ -218,10 +220,14 @@ class DeploymentSet:
         for model in self._use.models:
             model.wake()
 
-    def _report_snapshots(self, now: float) -> None:
-        for each in self._use.ready_snapshots():
-            for deployment in self._deployments:
-                deployment.on_snapshot_taken(each.source, each.snapshot, now, each.selftest)
+    def _report_snapshots(self) -> bool:
+        """Return whether a generation waits for one of those that exist."""
+        awaited = [
+            deployment.on_snapshot_taken(each.source, each.snapshot, each.selftest)
+            for each in self._use.ready_snapshots()
+            for deployment in self._deployments
+        ]
+        return any(awaited)
 
 
 class _GenerationFactory:

@@ -107,11 +107,11 @@ class ProcessEvents:
                 or attach_control.required_holder
                 or generation.label in self._storage.fingerprints
             ) and not self._can_trust_answers(generation):
-                self.verify_store(deployment, generation, now)
+                self.verify_store(generation, now)
             case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
                 self._on_load_message(child, deployment, generation, message, now)
             case PredictResult() | PredictDone() | PredictFailed() | PredictCancelled():
-                self._on_outcome(child, deployment, generation, message, frames, now)
+                self._on_outcome(child, generation, message, frames, now)
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
@@ -122,7 +122,6 @@ class ProcessEvents:
     def _on_outcome(
         self,
         child: str,
-        deployment: Deployment,
         generation: GenerationBase,
         message: PredictResult | PredictDone | PredictFailed | PredictCancelled,
         frames: Sequence[Any],
@@ -141,10 +140,10 @@ class ProcessEvents:
                 out_of_step = dispatcher.results.on_batch_failed(child, message, now)
         if isinstance(message, PredictFailed) and message.is_exiting:
             generation.on_leaving(child, now, message.error)
-            self._reconcile_deployment(deployment, now)
+            self._reconcile(now)
         elif out_of_step:
             generation.on_message(child, ProcessFailed(clip(out_of_step)), now)
-            self._reconcile_deployment(deployment, now)
+            self._reconcile(now)
 
     def _on_load_message(
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
@@ -175,7 +174,7 @@ class ProcessEvents:
         is_watched = isinstance(generation, Generation) and isinstance(message, (Attached, Reconnected))
         if is_watched and generation.processes.is_ready(child):
             self._use.dispatchers[0].processes.watch(child, now)
-        self._reconcile_deployment(deployment, now)
+        self._reconcile(now)
 
     def _is_refused(self, generation: GenerationBase, built: Built, now: float) -> bool:
         """Whether clients of what serves could not go on with it: then the generation ends."""
@@ -198,18 +197,18 @@ class ProcessEvents:
         entry = self._by_process.pop(child, None)
         if entry is None:
             return
-        deployment, generation = entry
+        _, generation = entry
         if exit_cause.missing_file is MissingFile.SNAPSHOT:
             self._use.on_snapshot_lost(generation.source)
         if not self._can_trust_answers(generation):
-            self.verify_store(deployment, generation, now)
+            self.verify_store(generation, now)
             # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
             self._release_slots(child)
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
             dispatcher.results.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
-        self._reconcile_deployment(deployment, now)
+        self._reconcile(now)
 
     # --- what is done to them -----------------------------------------------------------------------------------
 
@@ -235,14 +234,14 @@ class ProcessEvents:
                 self._use.on_generation_ended(generation)
                 self._storage.remove_files(generation)
 
-    def run_watchdog(self, serving: Iterable[tuple[Deployment, GenerationBase]], now: float) -> None:
+    def run_watchdog(self, serving: Iterable[GenerationBase], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
         for dispatcher in self._use.dispatchers:
             for process, why in list(dispatcher.processes.overdue(now)):
                 self.end_process(process, why, now)
             if now >= dispatcher.processes.next_ping_at:
-                for deployment, generation in serving:
-                    self.verify_store(deployment, generation, now)
+                for generation in serving:
+                    self.verify_store(generation, now)
                 for process in list(dispatcher.processes.ping_idle(now)):
                     self.end_process(process, "it has not answered a ping", now)
 
@@ -251,11 +250,11 @@ class ProcessEvents:
         self._release_slots(process)
         entry = self._by_process.get(process)
         if entry is not None:
-            deployment, generation = entry
+            _, generation = entry
             generation.on_hung(process, reason, now, has_answered=self._has_answered(process))
-            self._reconcile_deployment(deployment, now)
+            self._reconcile(now)
 
-    def verify_store(self, deployment: Deployment, generation: GenerationBase, now: float) -> None:
+    def verify_store(self, generation: GenerationBase, now: float) -> None:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
         if not isinstance(generation, Generation):
             return  # ranks have none
@@ -265,7 +264,7 @@ class ProcessEvents:
             generation.on_store_lost(
                 "the page store was changed or truncated by somebody: its pages are not trusted", now
             )
-            self._reconcile_deployment(deployment, now)
+            self._reconcile(now)
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -274,10 +273,6 @@ class ProcessEvents:
         return generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and self._storage.is_store_intact(generation)
-
-    def _reconcile_deployment(self, deployment: Deployment, now: float) -> None:
-        deployment.reconcile(now)
-        self._reconcile(now)
 
     def _release_slots(self, process: str) -> None:
         for dispatcher in self._use.dispatchers:

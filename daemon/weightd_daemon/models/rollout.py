@@ -134,7 +134,6 @@ class Rollouts:
     def _take_over(self, rollout: _Rollout, now: float) -> None:
         for deployment in self._deployments:
             deployment.take_over(now)
-            deployment.reconcile(now)
         self._versions.on_take_over(rollout.source)
         self._dispatcher.on_model_replaced(self._deployments[0].main_generation.built)
         generation_numbers = tuple(each.main_generation.number for each in self._deployments)

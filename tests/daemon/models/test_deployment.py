@@ -93,8 +93,8 @@ class DeploymentHarness:
         return self.serving, self.coming, [each.label for each in self.deployment.draining]
 
     def pinned(self, source: ModelSource = FIRST) -> DeploymentHarness:
-        self.deployment.on_snapshot_taken(source, Snapshot("", "", SHA, WEIGHTS), self.now)
-        return self
+        self.deployment.on_snapshot_taken(source, Snapshot("", "", SHA, WEIGHTS))
+        return self.settled()
 
     def greets(self, label: str) -> DeploymentHarness:
         for name in list(self.there[label].children):
@@ -150,7 +150,7 @@ class DeploymentHarness:
     def tick_when_due(self) -> DeploymentHarness:
         self.now = max(self.now, self.deployment.next_tick_at)
         self.deployment.tick(self.now)
-        return self
+        return self.settled()
 
 
 def frozen(policy: ReplacementPolicy = ReplacementPolicy.AUTO, capacity: int | None = None) -> DeploymentHarness:
@@ -198,6 +198,7 @@ def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
     assert life.did() == ["TakeSnapshot m.1"]
     # What becomes of another source is not its concern.
     life.pinned(SECOND).deployment.on_snapshot_failed(SECOND, "no such file", life.now)
+    life.settled()
     assert life.did() == []
     life.pinned().builds("m.1")
     assert life.standing == ("", "m.1", [])
@@ -255,6 +256,7 @@ def waiting() -> tuple[DeploymentHarness, DeploymentHarness]:
 
 def leaves(life: DeploymentHarness) -> None:
     life.deployment.drain(life.now)
+    life.settled()
     life.all_leave("m.1")
 
 
@@ -266,11 +268,13 @@ def test_it_waits_for_the_room_of_who_will_leave_and_is_told(caplog: pytest.LogC
         assert (life.woken, life.deployment.next_tick_at) == (0, FOREVER)
         life.settled()
     leaving.deployment.drain(leaving.now)
+    leaving.settled()
     leaving.exit("m.1.w1", "m.1.w2")
     assert (life.woken, list(life.device.reserved)) == (0, ["m.1"])
     leaving.exit("m.1.holder")
     assert (life.woken, life.deployment.next_tick_at, life.device.leaving) == (1, 0.0, set())
     life.deployment.tick(life.now)
+    life.settled()
     assert (list(life.device.reserved), life.coming) == (["m.2"], "m.2")
     assert life.now < life.deployment.next_tick_at < FOREVER
     assert caplog.messages.count("m.2 waits for memory of m.1") == 1
@@ -285,6 +289,7 @@ def test_who_comes_too_late_for_what_was_released_is_refused() -> None:
     for each in (life, other):
         assert each.deployment.next_tick_at == 0.0
         each.deployment.tick(each.now)
+        each.settled()
     assert (list(life.device.reserved), other.deployment.has_failed) == (["m.2"], True)
     assert "m.2 has 132 MiB" in other.deployment.cause
 
@@ -296,8 +301,10 @@ def test_one_that_is_given_up_while_it_waits_for_room_is_not_told_and_not_due_fo
         leaves(leaving)
     if ends == "no snapshot":
         life.deployment.on_snapshot_failed(FIRST, "gone", life.now)
+        life.settled()
     else:
         life.deployment.drain(life.now)
+        life.settled()
     if not woken:
         leaves(leaving)
     assert (life.woken, life.deployment.next_tick_at) == (woken, FOREVER)
@@ -414,7 +421,9 @@ def test_an_update_that_not_every_worker_can_load_does_not_take_over() -> None:
 def test_an_update_can_be_abandoned_once_and_is_not_tried_again() -> None:
     life = updating().loads("m.2", SECOND)
     life.deployment.abandon("another device failed", life.now)
+    life.settled()
     life.deployment.abandon("twice", life.now)
+    life.settled()
     life.takes_over()
     assert (life.standing, life.passed_on()) == (("m.1", "", ["m.2"]), ["RemoveSlot m.2.w1", "RemoveSlot m.2.w2"])
     assert life.deployment.cause == "another device failed"
@@ -443,6 +452,7 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
     if loads:
         life.now += 40.0
         life.deployment.tick(life.now)
+        life.settled()
         assert life.coming == "m.3"
     assert (life.deployment.is_lost, life.serving) == (True, "")
     life.deployment.update(SECOND, life.now)
@@ -450,6 +460,7 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
         life.pinned(SECOND).is_lost(label)
         life.now += 40.0
         life.deployment.tick(life.now)
+        life.settled()
         assert life.there[life.coming].source == FIRST
     else:
         life.loads(label, SECOND).takes_over()
@@ -472,6 +483,7 @@ def test_it_can_be_wound_down_at_every_moment(steps: int) -> None:
         moment()
     life.did()
     life.deployment.drain(life.now)
+    life.settled()
     assert life.device.leaving == {each.label for each in life.deployment.generations}
     for label in list(life.there):
         life.all_leave(label)
