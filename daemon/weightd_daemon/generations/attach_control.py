@@ -36,11 +36,6 @@ _RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
 PERSISTED_STATES = tuple(state.value for state in _RESTORE_EVENTS)
 
 
-def one_after_another() -> int:
-    """Return how many workers may attach at once: right wherever nothing is known of the room that there is."""
-    return 1
-
-
 class AttachControl(Machine[AttachState, AttachEvent]):
     """To the weights of one generation.
 
@@ -49,9 +44,9 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         processes: its children.
         emit: takes what is to be done.
         logger: of the generation.
+        attach_limit: returns how many workers may attach at the same time; at least one.
 
     Attributes:
-        attach_limit: returns how many workers may attach at the same time; at least one.
         closed_reason: nobody is let in any more, where it is CLOSED or ORPHANED.
         required_holder: the holder without which the weights are invalid; "" where they need none.
         deadline: until when the holder may think about whom it was asked to let in (monotonic seconds).
@@ -63,9 +58,10 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         processes: GenerationProcesses,
         emit: Callable[[Action], None],
         logger: ProgressLogger,
+        attach_limit: Callable[[], int],
     ) -> None:
         super().__init__(ATTACH_TRANSITIONS, AttachState.OPEN, label, logger.log_extra())
-        self.attach_limit = one_after_another
+        self._attach_limit = attach_limit
         self.closed_reason = ""
         self.required_holder = ""
         self.deadline = FOREVER
@@ -171,14 +167,14 @@ class AttachControl(Machine[AttachState, AttachEvent]):
     # --- what is done -------------------------------------------------------------------------------------------
 
     def attach_next(self, order: Attach, now: float, timeout_s: float) -> None:
-        """Let further workers attach, each for `timeout_s` seconds, but no more at the same time than `attach_limit`.
+        """Let further workers attach, each for `timeout_s` seconds, but no more at the same time than its limit.
 
         Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
         """
         waiting = ChildState.ADMITTED, ChildState.GREETED
         if not self._processes.count(*waiting) or self._processes.count(ChildState.AWAITED):
             return
-        free_count = self.attach_limit() - self._processes.count(ChildState.ATTACHING)
+        free_count = self._attach_limit() - self._processes.count(ChildState.ATTACHING)
         for worker in self._processes.usable(Role.WORKER):
             if free_count <= 0:
                 return

@@ -7,7 +7,9 @@ is the same for both kinds; what a kind does at each point of it, its class says
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightd_common.devices import CPU
@@ -37,16 +39,40 @@ from weightd_protocol.version import VERSION
 HELLO_TIMEOUT_S = 60.0
 
 
-class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
-    """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
+def one_after_another(generation: GenerationView) -> int:
+    """Return how many workers may attach at once: right wherever nothing is known of the room that there is."""
+    del generation
+    return 1
 
-    Args:
+
+@dataclass(frozen=True)
+class GenerationSetup:
+    """What a generation is made of.
+
+    Attributes:
         label: its name, the model's and a number that is never used again.
         spec: what is configured.
         device: where it lives. Its processes are there, or on the devices of its spec.
         source: what it loads.
         number: the one in its label.
         counters: of what befalls its processes.
+        attach_limit: returns how many workers of the generation may attach at the same time; at least one.
+    """
+
+    label: str
+    spec: GenerationSpec
+    device: str = CPU
+    source: ModelSource = ModelSource("")  # noqa: RUF009 - it is immutable
+    number: int = 1
+    counters: ProcessCounters = field(default_factory=ProcessCounters)
+    attach_limit: Callable[[GenerationView], int] = one_after_another
+
+
+class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
+    """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
+
+    Args:
+        setup: what it is made of, of which most is an attribute here, too.
 
     Attributes:
         processes: its processes, and what can be done with them.
@@ -58,22 +84,15 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
         failure: why it has failed, or has fewer workers than it should.
     """
 
-    def __init__(
-        self,
-        label: str,
-        spec: GenerationSpec,
-        device: str = CPU,
-        source: ModelSource | None = None,
-        number: int = 1,
-        counters: ProcessCounters | None = None,
-    ) -> None:
-        self._log = ProgressLogger(label, number)
+    def __init__(self, setup: GenerationSetup) -> None:
+        label, spec = setup.label, setup.spec
+        self._log = ProgressLogger(label, setup.number)
         super().__init__(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, label, self._log.log_extra())
         self.label = label
         self.spec = spec
-        self.device = device
-        self.source = source or ModelSource("")
-        self.number = number
+        self.device = setup.device
+        self.source = setup.source
+        self.number = setup.number
         self.sha256 = ""
         self.built: Built | None = None
         self.device_usage = DeviceUsage()
@@ -83,11 +102,13 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
             label,
             self._actions.append,
             self.log_extra,
-            counters or ProcessCounters(),
+            setup.counters,
             is_joint=spec.rank_group is not None,
         )
         self.children = self.processes.children
-        self.attach_control = AttachControl(label, self.processes, self._actions.append, self._log)
+        self.attach_control = AttachControl(
+            label, self.processes, self._actions.append, self._log, functools.partial(setup.attach_limit, self)
+        )
 
     @property
     def cause(self) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.attach_control import PERSISTED_STATES
-from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.base import GenerationBase, GenerationSetup
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.shared_weights import Generation
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.generations.states import RESUMABLE, ChildEvent, ChildState
 from weightd_protocol import limits
 from weightd_protocol.messages.worker import Built, Hello
@@ -101,17 +99,10 @@ def record_generation(generation: GenerationBase, seal: SealRecord | None, port:
     )
 
 
-def resume_generation(
-    label: str,
-    spec: GenerationSpec,
-    source: ModelSource,
-    record: GenerationRecord,
-    now: float,
-    counters: ProcessCounters | None = None,
-) -> GenerationBase:
+def resume_generation(setup: GenerationSetup, record: GenerationRecord, now: float) -> GenerationBase:
     """Return a generation that a daemon before this one has loaded; it serves once its processes have reconnected."""
-    kind = Generation if spec.rank_group is None else RankGroup
-    generation = kind(label, spec, record.device, source, record.number, counters)
+    spec = setup.spec
+    generation = (Generation if spec.rank_group is None else RankGroup)(setup)
     generation.sha256, generation.built = record.sha256, record.built
     if isinstance(generation, RankGroup):
         generation.models = record.models

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weightd_common.devices import CPU
-from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations import rank_checks
 from weightd_daemon.generations.actions import Role, Send
-from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase, hello_mismatch
+from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase, GenerationSetup, hello_mismatch
 from weightd_daemon.generations.process import FOREVER, LossReason, WorkerProcess
 from weightd_daemon.generations.progress import FailureReason, RetryHint
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, SelfTestSpec
+from weightd_daemon.generations.spec import RankGroupSpec, SelfTestSpec
 from weightd_daemon.generations.states import (
     ACTIVE,
     ALIVE,
@@ -33,7 +32,7 @@ from weightd_protocol.messages.worker import Built, ChildMessage, Hello, Process
 
 
 class RankGroup(GenerationBase):
-    """The life of a rank group; the arguments are those of `GenerationView`.
+    """The life of a rank group; the argument is that of `GenerationView`.
 
     Where each rank runs its `spec.rank_group` says.
 
@@ -45,19 +44,12 @@ class RankGroup(GenerationBase):
 
     _watched_states = ALIVE - {ChildState.KILLED}
 
-    def __init__(
-        self,
-        label: str,
-        spec: GenerationSpec,
-        device: str = CPU,
-        source: ModelSource | None = None,
-        number: int = 1,
-        counters: ProcessCounters | None = None,
-    ) -> None:
-        super().__init__(label, spec, device, source, number, counters)
-        if spec.rank_group is None:
+    def __init__(self, setup: GenerationSetup) -> None:
+        super().__init__(setup)
+        label, rank_group = setup.label, setup.spec.rank_group
+        if rank_group is None:
             raise ValueError(f"{label}: expected terms of ranks, got those of workers")
-        self.group_spec: RankGroupSpec = spec.rank_group
+        self.group_spec: RankGroupSpec = rank_group
         self.models: tuple[Built, ...] = ()
         self.step = 0
         self._slice_digests: tuple[str, ...] = ()

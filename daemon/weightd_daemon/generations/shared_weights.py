@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from weightd_common.devices import CPU
-from weightd_daemon.counters import ProcessCounters
 from weightd_daemon.generations.actions import Role, Send
-from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase
+from weightd_daemon.generations.base import HELLO_TIMEOUT_S, GenerationBase, GenerationSetup
 from weightd_daemon.generations.process import LossReason, WorkerProcess
 from weightd_daemon.generations.progress import FailureReason, RetryHint, UnmergedPrincipal
 from weightd_daemon.generations.restarts import WorkerStarts
 from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
-from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
+from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.states import (
     ACTIVE,
     LOADING,
@@ -45,7 +43,7 @@ ABORT_TIMEOUT_S = 2.0
 
 
 class Generation(GenerationBase):
-    """The life of a holder and its workers; the arguments are those of `GenerationView`.
+    """The life of a holder and its workers; the argument is that of `GenerationView`.
 
     Attributes:
         selftest_search: what is known of its self-test.
@@ -53,16 +51,8 @@ class Generation(GenerationBase):
             numbers.
     """
 
-    def __init__(
-        self,
-        label: str,
-        spec: GenerationSpec,
-        device: str = CPU,
-        source: ModelSource | None = None,
-        number: int = 1,
-        counters: ProcessCounters | None = None,
-    ) -> None:
-        super().__init__(label, spec, device, source, number, counters)
+    def __init__(self, setup: GenerationSetup) -> None:
+        super().__init__(setup)
         self.selftest_search = SelfTestSearch(self.spec.selftest, self.spec.row_test)
         self.unmerged_principals: dict[int, UnmergedPrincipal] = {}
         self._starts = WorkerStarts(self)

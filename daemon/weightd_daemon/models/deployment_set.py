@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from weightd_common.devices import is_cpu
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.counters import ProcessCounters
-from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.base import GenerationBase, GenerationSetup, one_after_another
 from weightd_daemon.generations.persisted import GenerationRecord, record_generation, resume_generation
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.shared_weights import Generation
@@ -241,25 +241,24 @@ class _GenerationFactory:
 
     def make(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
         """Return a generation of a source that has not started."""
-        number = self._ids.next_generation()
-        generation_type = Generation if spec.rank_group is None else RankGroup
-        label, counters = f"{self._name}.{number}", self._counters()
-        return self._limited(generation_type(label, spec, placement.name, source, number, counters))
+        setup = self._setup(placement.name, source, spec, self._ids.next_generation())
+        return self._registered(Generation(setup) if spec.rank_group is None else RankGroup(setup))
 
     def resume(self, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> GenerationBase:
         """Return a generation that a daemon before this one has loaded."""
         spec = spec if record.is_sharing else spec.without_sharing()
-        label = f"{self._name}.{record.number}"
-        return self._limited(resume_generation(label, spec, source, record, now, self._counters()))
+        return self._registered(resume_generation(self._setup(record.device, source, spec, record.number), record, now))
 
-    def _counters(self) -> ProcessCounters:
-        return ProcessCounters(*(each.counters for each in self._use.dispatchers))
+    def _setup(self, device: str, source: ModelSource, spec: GenerationSpec, number: int) -> GenerationSetup:
+        label, counters = f"{self._name}.{number}", ProcessCounters(*(each.counters for each in self._use.dispatchers))
+        attach_limit = one_after_another if self._load_limiter is None else self._load_limiter.attach_limit
+        return GenerationSetup(label, spec, device, source, number, counters, attach_limit)
 
-    def _limited(self, generation: GenerationBase) -> GenerationBase:
+    def _registered(self, generation: GenerationBase) -> GenerationBase:
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self._load_limiter is not None and is_cpu(generation.device):
-            nbytes = functools.partial(self._snapshot_bytes, generation.source)
-            self._load_limiter.limit(generation, nbytes, self._use.build_factor)
+            model_bytes = functools.partial(self._snapshot_bytes, generation.source)
+            self._load_limiter.add(generation, model_bytes, self._use.build_factor)
         return generation
 
     def _snapshot_bytes(self, source: ModelSource) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weightd_daemon.generations.base import GenerationBase
+from weightd_daemon.generations.base import GenerationView, one_after_another
 from weightd_daemon.generations.states import ChildState
 from weightd_daemon.platform import cgroup, memory
 from weightd_daemon.platform.memory import MIB
@@ -18,7 +17,7 @@ _PROCESS_BYTES = 64 * MIB
 class _LimitedGeneration(NamedTuple):
     """A generation, and how much memory one of its processes takes while it builds."""
 
-    generation: GenerationBase
+    generation: GenerationView
     build_bytes: Callable[[], int]
 
     @property
@@ -44,8 +43,8 @@ class LoadLimiter:
         self._usable_cores = usable_cores
         self._generations: list[_LimitedGeneration] = []
 
-    def limit(self, generation: GenerationBase, model_bytes: Callable[[], int], build_factor: float) -> None:
-        """Tell a generation how many of its workers may attach at once, whenever it asks.
+    def add(self, generation: GenerationView, model_bytes: Callable[[], int], build_factor: float) -> None:
+        """Take a generation into account, and bound its own workers from now on.
 
         Args:
             generation: one on the CPU.
@@ -54,10 +53,15 @@ class LoadLimiter:
         """
         limited = _LimitedGeneration(generation, lambda: int(build_factor * model_bytes()) + _PROCESS_BYTES)
         self._generations = [each for each in self._generations if not each.generation.is_ended] + [limited]
-        generation.attach_control.attach_limit = functools.partial(self._attach_limit, limited)
 
-    def _attach_limit(self, limited: _LimitedGeneration) -> int:
-        """What others build is taken for not begun: free memory tells less of them than they will need, never more."""
+    def attach_limit(self, generation: GenerationView) -> int:
+        """Return how many workers of a generation may attach at once; one after another where it was not added.
+
+        What others build is taken for not begun: free memory tells less of them than they will need, never more.
+        """
+        limited = next((each for each in self._generations if each.generation is generation), None)
+        if limited is None:
+            return one_after_another(generation)
         other_builds = [
             (each.building_count, each.build_bytes())
             for each in self._generations

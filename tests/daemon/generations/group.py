@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.persisted import GenerationRecord, record_generation, resume_generation
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RankGroupSpec, RowTestSpec
@@ -79,7 +80,8 @@ class RankGroupHarness:
             row_test=rows or RowTestSpec(),
             rank_group=self.ranks,
         )
-        self.unit = RankGroup("m.7", self.terms, "ascend:0", ModelSource("/m{rank}.mindir", number=3), number=7)
+        self.setup = GenerationSetup("m.7", self.terms, "ascend:0", ModelSource("/m{rank}.mindir", number=3), 7)
+        self.unit = RankGroup(self.setup)
         self.unit.start()
 
     @property
@@ -182,7 +184,7 @@ class RankGroupHarness:
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        unit = resume_generation("m.7", self.terms, self.unit.source, written, self.now)
+        unit = resume_generation(self.setup, written, self.now)
         assert isinstance(unit, RankGroup)
         self.unit = unit
         return self

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from weightd_daemon.generations.actions import Action, Kill, Role, Send
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.persisted import GenerationRecord, SealRecord, record_generation, resume_generation
 from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.shared_weights import Generation
@@ -78,7 +79,8 @@ class GenerationHarness:
         self.traits = traits
         self.now = 1000.0
         self.terms = GenerationSpec(workers, LOAD_TIMEOUT_S, predict_timeout=PREDICT_TIMEOUT_S, **terms)
-        self.generation = Generation("m.7", self.terms, "ascend:0", ModelSource("/m.mindir", number=3), number=7)
+        self.setup = GenerationSetup("m.7", self.terms, "ascend:0", ModelSource("/m.mindir", number=3), 7)
+        self.generation = Generation(self.setup)
         self.generation.start()
 
     @property
@@ -188,7 +190,7 @@ class GenerationHarness:
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        generation = resume_generation("m.7", self.terms, self.generation.source, written, self.now)
+        generation = resume_generation(self.setup, written, self.now)
         assert isinstance(generation, Generation)
         self.generation = generation
         return self

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
@@ -99,8 +100,7 @@ class World(RuleBasedStateMachine):
         terms = GenerationSpec(
             workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices
         )
-        self.generation = Generation("m.1", terms)
-        self.generation.attach_control.attach_limit = lambda: self.at_once
+        self.generation = Generation(GenerationSetup("m.1", terms, attach_limit=lambda _: self.at_once))
         self.generation.start()
         assert self.generation.take_actions() == [TakeSnapshot()]
 

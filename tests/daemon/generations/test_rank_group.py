@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.persisted import RECONNECT_TIMEOUT_S, record_generation, resume_generation
 from weightd_daemon.generations.process import STOP_TIMEOUT_S
 from weightd_daemon.generations.progress import FailureReason, RetryHint, describe_selftest
@@ -149,7 +150,7 @@ def test_without_a_broker_there_is_none() -> None:
 
 def test_terms_of_workers_make_no_unit() -> None:
     with pytest.raises(ValueError, match="expected terms of ranks"):
-        RankGroup("m.7", GenerationSpec(1, 10.0))
+        RankGroup(GenerationSetup("m.7", GenerationSpec(1, 10.0)))
 
 
 def test_it_is_pinned_once() -> None:
@@ -507,7 +508,7 @@ def test_if_not_all_were_written_down_none_goes_on(missing: str) -> None:
     written = record_generation(group.unit, None)
     assert written is not None
     children = tuple(each for each in written.children if each.name != missing)
-    unit = resume_generation("m.7", group.terms, group.unit.source, replace(written, children=children), group.now)
+    unit = resume_generation(group.setup, replace(written, children=children), group.now)
     assert unit.state is GenerationState.FAILED
     assert unit.take_actions() == kills(*(each.name for each in children))
     assert unit.cause.startswith(f"expected {BROKER}, {R0}, {R1}, got ")

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.persisted import record_generation, resume_generation
 from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.rank_group import RankGroup
@@ -82,7 +83,7 @@ class World(RuleBasedStateMachine):
         # Whose loss it was, and whether that may have followed from another one.
         self.first: str | None = None
         self.is_doubtful = False
-        self.unit = RankGroup(SEAT, self.terms, number=7)
+        self.unit = RankGroup(GenerationSetup(SEAT, self.terms, number=7))
         self.unit.start()
         assert self.unit.take_actions() == [TakeSnapshot()]
         # Whoever says something out of turn ends all: so it begins somewhere on the way.
@@ -361,7 +362,7 @@ class World(RuleBasedStateMachine):
         assert written is not None
         self.enlisted = False
         self.now += 1.0
-        unit = resume_generation(SEAT, self.terms, self.unit.source, written, self.now)
+        unit = resume_generation(GenerationSetup(SEAT, self.terms, number=7), written, self.now)
         assert isinstance(unit, RankGroup)
         self.unit = unit
         for each in self.ranks:

@@ -11,6 +11,7 @@ import pytest
 
 from weightd_daemon.config.model import ReplacementPolicy
 from weightd_daemon.generations.actions import AddSlot, DeleteFiles, Kill, RemoveSlot, Role, Send, Spawn, TakeSnapshot
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
@@ -56,7 +57,7 @@ class DeploymentHarness:
 
     def make(self, device: Placement, source: ModelSource, terms: GenerationSpec) -> Generation:
         number = next(self.numbers)
-        self.there[f"m.{number}"] = Generation(f"m.{number}", terms, device.name, source, number)
+        self.there[f"m.{number}"] = Generation(GenerationSetup(f"m.{number}", terms, device.name, source, number))
         return self.there[f"m.{number}"]
 
     def wake(self) -> None:

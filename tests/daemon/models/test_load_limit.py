@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.progress import FailureReason
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec
@@ -24,8 +25,10 @@ class Host:
         self.attaching = LoadLimiter(lambda: self.free_mib * MIB, lambda: cores)
 
     def generation(self, nbytes: int = 100 * MIB) -> Generation:
-        generation = Generation("m.1", GenerationSpec(4, 100.0))
-        self.attaching.limit(generation, lambda: nbytes, 2.0)
+        generation = Generation(
+            GenerationSetup("m.1", GenerationSpec(4, 100.0), attach_limit=self.attaching.attach_limit)
+        )
+        self.attaching.add(generation, lambda: nbytes, 2.0)
         return generation
 
 
@@ -41,7 +44,8 @@ def attach(generation: Generation, count: int, role: Role = Role.WORKER) -> None
     [(4, 100 * NEED, 4), (4, 3 * NEED, 3), (4, 3 * NEED - 1, 2), (4, NEED - 1, 1), (4, 0, 1), (1, 100 * NEED, 1)],
 )
 def test_as_many_as_cores_and_memory_allow_and_one_always(cores: int, free_mib: int, expected: int) -> None:
-    assert Host(cores, free_mib).generation().attach_control.attach_limit() == expected
+    host = Host(cores, free_mib)
+    assert host.attaching.attach_limit(host.generation()) == expected
 
 
 @pytest.mark.parametrize(("cores", "free_mib"), [(5, 100 * NEED), (100, 5 * NEED)])
@@ -50,12 +54,12 @@ def test_what_others_build_is_taken_off(cores: int, free_mib: int) -> None:
     host = Host(cores, free_mib)
     ours, theirs = host.generation(), host.generation()
     attach(ours, 2)
-    assert ours.attach_control.attach_limit() == 5
+    assert host.attaching.attach_limit(ours) == 5
     attach(theirs, 1, Role.HOLDER)
     attach(theirs, 1)
-    assert (ours.attach_control.attach_limit(), theirs.attach_control.attach_limit()) == (3, 3)
+    assert (host.attaching.attach_limit(ours), host.attaching.attach_limit(theirs)) == (3, 3)
     attach(theirs, 20)
-    assert ours.attach_control.attach_limit() == 1
+    assert host.attaching.attach_limit(ours) == 1
 
 
 def test_what_has_ended_is_forgotten() -> None:

@@ -25,6 +25,7 @@ from weightd_common.stream import Stream
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.actions import Role
+from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
 from weightd_daemon.models.model import ServedModel
@@ -351,7 +352,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
 def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: Scene, tmp_path: Path) -> None:
     ends: list[ExitCause] = []
     owner: Any = SimpleNamespace(on_exit=lambda name, end, now: ends.append(end))
-    generation = Generation("x.1", GenerationSpec(1, 5.0))
+    generation = Generation(GenerationSetup("x.1", GenerationSpec(1, 5.0)))
     program = WorkerProgram(
         scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test"
     )
