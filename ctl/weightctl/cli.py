@@ -9,13 +9,12 @@ import os
 import sys
 from typing import Dict, List, Optional
 
-from weightctl import exit_codes, journal, keygen, metrics, models, operations
+from weightctl import exit_codes, journal, keygen, metrics, models, operations, status
 from weightctl.advise import command as advise
 from weightctl.bench import command as bench
 from weightctl.command import Command, CommandError, DaemonUnreachable
 from weightctl.install import command as install
 from weightctl.predict import command as predict
-from weightctl.status import command as status
 from weightctl.text import clean_lines
 from weightctl.top import command as top
 from weightd.client import Client

@@ -7,8 +7,7 @@ from typing import Any, List, Optional
 import pytest
 
 from weightctl import exit_codes
-from weightctl.status.command import exit_status, filter_model
-from weightctl.status.render import as_json, render
+from weightctl.status import as_json, exit_status, filter_model, render
 from weightctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd import NotFound
 from weightd_common.dashboard.memory import pss_total

@@ -1,1 +1,0 @@
-"""`weightctl status`: the models, their processes, their memory, and what sharing saves."""
