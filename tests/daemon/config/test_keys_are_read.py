@@ -24,19 +24,19 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = Path("daemon/weightd_daemon/config")
 OPTIONS = Path("worker/weightd_worker/engines/mindspore_lite/model.py")
 TABLES = {
+    CONFIG / "batching.py": ("BatchingConfig", "SplitConfig"),
     CONFIG / "daemon.py": ("DaemonConfig",),
     CONFIG / "devices.py": ("DeviceConfig",),
+    CONFIG / "groups.py": ("GroupConfig",),
     CONFIG / "listeners.py": ("ListenerConfig",),
     CONFIG / "model.py": ("ModelConfig",),
-    OPTIONS: ("Options",),
-}
-# Tables that are keys of others: where those have another name, nobody knows what is within.
-INNER = {
-    CONFIG / "batching.py": ("BatchingConfig", "SplitConfig"),
-    CONFIG / "groups.py": ("GroupConfig",),
     CONFIG / "ranks.py": ("RanksConfig",),
     CONFIG / "tenants.py": ("TenantConfig",),
+    OPTIONS: ("Options",),
 }
+# Tables that are keys of others. Those keys keep their names, or mypy does not know what is within; whoever reads a key
+# within reads them, too.
+INNER = ("BatchingConfig", "SplitConfig", "GroupConfig", "RanksConfig", "TenantConfig")
 
 MISSED = re.compile(r'^(?P<file>.+?):(?P<line>\d+): error: "(?P<table>\w+)" has no attribute "(?P<key>\w+)"', re.M)
 
@@ -60,6 +60,8 @@ def hide(path: Path) -> Copy:
         own.update(range(table.lineno, (table.end_lineno or 0) + 1))
         # The planted one shares its line with another, which must not be shifted.
         for key in reversed(keys_of(table)):
+            if any(inner in ast.unparse(key.annotation) for inner in INNER):
+                continue
             line = lines[key.lineno - 1]
             lines[key.lineno - 1] = f"{line[: key.col_offset]}hidden_{line[key.col_offset :]}"
             names.add((table.name, ast.unparse(key.target)))
@@ -68,7 +70,7 @@ def hide(path: Path) -> Copy:
 
 def tables(path: Path, lines: list[str]) -> list[ast.ClassDef]:
     body = ast.parse("\n".join(lines)).body
-    return [each for each in body if isinstance(each, ast.ClassDef) and each.name in {**TABLES, **INNER}[path]]
+    return [each for each in body if isinstance(each, ast.ClassDef) and each.name in TABLES[path]]
 
 
 def keys_of(table: ast.ClassDef) -> list[ast.AnnAssign]:
@@ -92,16 +94,15 @@ def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str
     assert done.returncode == 1, done.stdout + done.stderr
     for match in MISSED.finditer(done.stdout):
         path = Path(match["file"])
-        if path not in copies or int(match["line"]) in copies[path].lines:
+        if match["table"] not in TABLES.get(path, ()) or int(match["line"]) in copies[path].lines:
             yield match["table"], match["key"]
 
 
 @pytest.mark.timeout(600)  # mypy where there is no cache
-@pytest.mark.parametrize(("tables_of", "least"), [(TABLES, 30), (INNER, 6)], ids=["tables", "inner"])
-def test_every_key_is_read(tables_of: dict[Path, tuple[str, ...]], least: int, tmp_path: Path) -> None:
-    copies = {path: hide(path) for path in tables_of}
+def test_every_key_is_read(tmp_path: Path) -> None:
+    copies = {path: hide(path) for path in TABLES}
     keys = {key for copy in copies.values() for key in copy.keys}
-    assert len(keys) > least
+    assert len(keys) > 36
     read = set(missed(copies, tmp_path))
-    planted = {(table, "planted") for names in tables_of.values() for table in names}
+    planted = {(table, "planted") for names in TABLES.values() for table in names}
     assert keys - read == planted, "these keys are parsed, and read by nobody"

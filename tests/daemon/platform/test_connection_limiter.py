@@ -39,13 +39,6 @@ def test_a_user_opens_connections_at_the_rate_and_as_many_at_once_as_it_may_have
     assert [admission.refusal_reason("a", 5.35) is None for _ in range(4)] == [True, True, True, False]
 
 
-def test_without_limits_nobody_is_refused() -> None:
-    admission = ConnectionAdmission(UserConnectionLimits())
-    for _ in range(1000):
-        assert admission.refusal_reason("a", 0.0) is None
-        admission.add_connection("a")
-
-
 @given(
     st.integers(1, 5),
     st.floats(0.5, 50.0),
@@ -109,25 +102,6 @@ class LimiterHarness:
         return sum(each.account == account for each in self.there)
 
 
-def test_users_without_a_tenant_have_a_quarter_however_many_they_are() -> None:
-    place = LimiterHarness(100)
-    for number in range(1000):
-        place.opens(f"uid {number}", NO_TENANT, speaks=number % 2 == 0, busy=number % 3 == 0)
-    assert place.of(NO_TENANT) == 25
-
-
-def test_users_without_a_tenant_end_before_those_of_a_tenant() -> None:
-    place = LimiterHarness(100)
-    for number in range(25):
-        place.opens(f"uid {number}", NO_TENANT, busy=True)
-    for _ in range(100):
-        assert all(each.account == NO_TENANT for each in place.opens("uid 1", "a", speaks=False))
-    assert (place.of(NO_TENANT), place.of("a")) == (0, 100)
-    # And none of them ends a connection of a tenant.
-    [gone] = place.opens("uid 2", NO_TENANT)
-    assert gone.account == NO_TENANT
-
-
 def test_a_tenant_keeps_its_share_whatever_another_one_opens() -> None:
     place = LimiterHarness(100)
     own = place.opens("b", "b") or place.there[:]
@@ -160,30 +134,6 @@ def test_many_users_with_one_connection_each_push_out_nobody_who_has_two_in_use(
     for number in range(1000):
         place.opens(f"uid {number}")
     assert set(own) <= set(place.there)
-
-
-def test_where_all_have_spoken_the_new_connection_is_refused() -> None:
-    place = LimiterHarness(10)
-    for number in range(10):
-        place.opens(f"uid {number}", busy=True)
-    new = place.opens("new")
-    assert [each.user for each in new] == ["new"]
-
-
-def test_of_a_user_the_newest_connection_without_a_request_under_way_ends() -> None:
-    place = LimiterHarness(3)
-    for busy in (False, False, True):
-        place.opens("a", busy=busy)
-    _, newest_idle, _ = place.there
-    assert place.opens("b") == [newest_idle]
-
-
-def test_of_accounts_that_have_as_many_the_one_without_a_request_under_way_loses() -> None:
-    for busy in ("a", "b"):
-        place = LimiterHarness(2)
-        for account in ("a", "b"):
-            place.opens(account, account, busy=account == busy)
-        assert [each.account for each in place.opens("c", "c")] != [busy]
 
 
 def test_the_reason_names_the_limit_and_the_numbers() -> None:

@@ -8,8 +8,10 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -17,6 +19,7 @@ import pytest
 import zmq
 from hypothesis import given
 
+from testkit.stopping import stopped
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import TICK_S, Clock, EventLoop, Timer, Timers, watch_signals
 from weightd_daemon.platform.zmq_sockets import watch_socket
@@ -428,7 +431,7 @@ def test_an_outer_block_goes_on_after_an_inner_one() -> None:
 NEVER = float("inf")
 
 
-class World:
+class TimerHarness:
     """Timers, and what was called: whose, and when."""
 
     def __init__(self, count: int) -> None:
@@ -445,7 +448,7 @@ class World:
 
 
 def test_who_puts_another_off_while_both_are_due_is_heard() -> None:
-    world = World(1)
+    world = TimerHarness(1)
     first = Timer(lambda _: world.each[0].set(9.0))
     first.set(1.0)
     world.timers.add(first)
@@ -485,7 +488,7 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_nobody_is_called_early_late_or_twice(actions: list[tuple[str, int, float]]) -> None:
-    world = World(3)
+    world = TimerHarness(3)
     world.each[0].set(5.0)  # counts from when it is added
     world.add()
     due, now = [5.0, NEVER, NEVER], 0.0
@@ -509,7 +512,7 @@ def test_nobody_is_called_early_late_or_twice(actions: list[tuple[str, int, floa
 
 
 def test_what_is_put_off_again_and_again_takes_no_more_room() -> None:
-    world = World(1)
+    world = TimerHarness(1)
     world.add()
     timer = world.each[0]
     for now in range(1000):
@@ -518,3 +521,61 @@ def test_what_is_put_off_again_and_again_takes_no_more_room() -> None:
         world.timers.run_due(float(now))
         timer.set(now + 30.0)
     assert len(world.timers.heap) <= 2
+
+
+class ClockHarness:
+    """A clock, and the real one."""
+
+    def __init__(self) -> None:
+        self.real = 1000.0
+        self.clock = Clock(lambda: self.real)
+
+    def after(self, seconds: float) -> float:
+        self.real += seconds
+        return self.clock.now()
+
+
+@given(st.lists(st.floats(0.0, 0.5)))
+def test_it_is_the_real_clock_while_the_process_runs(steps: list[float]) -> None:
+    world = ClockHarness()
+    for step in steps:
+        assert world.after(step) == world.real
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(-1.0, 1e4))))
+def test_it_never_goes_back_and_stands_still_for_what_is_longer_than_expected(steps: list[tuple[float, float]]) -> None:
+    world = ClockHarness()
+    times = [world.clock.now()]
+    for step, wait in steps:
+        granted = world.clock.clamp_wait(wait)
+        assert 0.0 <= granted <= max(0.0, min(wait, TICK_S))
+        times.append(world.after(step))
+        assert times[-1] - times[-2] <= granted + 0.5 + 1e-6
+    assert all(before <= after for before, after in pairwise(times))
+    assert abs(world.clock.stopped_s + times[-1] - world.real) < 1e-6
+
+
+def test_only_the_next_reading_may_be_late_by_a_wait() -> None:
+    world = ClockHarness()
+    assert world.clock.clamp_wait(60.0) == TICK_S
+    assert world.after(0.9) == 1000.9
+    assert world.after(0.9) == 1000.9
+    assert world.clock.stopped_s == pytest.approx(0.9)
+
+
+def test_a_poll_has_its_time_without_that_in_which_it_is_stopped() -> None:
+    """A poll of Python's returns nothing after this."""
+    reader, writer = os.pipe()
+    readable = select.poll()
+    readable.register(reader, select.POLLIN)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=writer) as cat:
+        assert cat.stdin is not None
+        os.kill(cat.pid, signal.SIGSTOP)
+        cat.stdin.write(b"x")
+        cat.stdin.close()
+        with stopped(1.6, cat.pid):
+            assert event_loop.poll(readable, 1.0) == [(reader, select.POLLIN)]
+    os.read(reader, 1)
+    assert event_loop.poll(readable, 0.01) == []
+    for descriptor in (reader, writer):
+        os.close(descriptor)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-from weightd_daemon.processes.files import GenerationFiles, SnapshotFiles
+import pytest
+
+from weightd_daemon.processes.files import FileFingerprint, GenerationFiles, SnapshotFiles, fingerprint_of
 
 
 def test_what_belongs_together_is_in_one_directory(tmp_path: Path) -> None:
@@ -20,3 +24,42 @@ def test_what_belongs_together_is_in_one_directory(tmp_path: Path) -> None:
         for _ in range(2):
             files.remove()
             assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "pages"
+    path.write_bytes(b"x" * 8192)
+    os.utime(path, ns=(0, 10**18))  # so that the next change has another time, whatever the clock's grain
+    return path
+
+
+@pytest.fixture
+def sealed(store: Path) -> Iterator[FileFingerprint]:
+    before = {each.name for each in Path("/proc/self/fd").iterdir()}
+    made = fingerprint_of(store)
+    assert made is not None
+    yield made
+    made.close()
+    assert {each.name for each in Path("/proc/self/fd").iterdir()} == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "truncated and set back", "overwritten", "appended to"])
+def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: FileFingerprint, damage: str) -> None:
+    store.read_bytes()
+    assert sealed.is_intact()
+    if damage.startswith("truncated"):
+        os.truncate(store, 4096)
+    else:
+        with store.open("r+b" if damage == "overwritten" else "ab") as file:
+            file.write(b"y")
+    if damage.endswith("set back"):
+        os.utime(store, ns=(0, 10**18))
+    assert not sealed.is_intact()
+
+
+def test_a_file_that_was_removed_is_what_it_was_for_those_who_have_it(store: Path, sealed: FileFingerprint) -> None:
+    store.unlink()
+    assert fingerprint_of(store) is None
+    store.write_bytes(b"another")
+    assert sealed.is_intact()

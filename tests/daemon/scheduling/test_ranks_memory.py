@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
-
 from testkit.desks import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -72,38 +70,12 @@ class Bench(IgnoringSink):
         return self.desk.results.on_result(process, PredictResult(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
 
 
-@pytest.mark.parametrize(
-    ("room", "reply", "given"),
-    [
-        (8, 1, [("a0", False), ("a1", True)]),
-        (8, 0, [("a0", True), ("a1", False)]),
-        # Whose share would be where, nobody knows before they answer.
-        (8, None, [("a0", False), ("a1", False)]),
-        # What one writes there another one may still have to read, and so may the group that runs it again.
-        (7, 1, [("a0", False), ("a1", False)]),
-    ],
-)
-def test_who_replies_has_the_room_and_only_where_no_input_is(
-    room: int, reply: int | None, given: list[tuple[str, bool]]
-) -> None:
-    assert Bench(room).load("a", reply=reply) == given
-
-
 def test_what_has_been_written_is_the_answer_once_all_have_run() -> None:
     bench = Bench()
     bench.load("a")
     assert (bench.result("a1"), bench.told) == ("", [])
     assert bench.desk.results.on_done("a0", 1, 0.0) == ""
     assert bench.told == [("answer", False)]
-
-
-def test_what_a_lost_group_has_written_is_written_again_by_the_next() -> None:
-    bench = Bench()
-    bench.load("a")
-    bench.result("a1")
-    bench.desk.results.on_exit("a0", ExitCause(-11), 0.0)
-    # It has answered, so it writes no more, though it has not ended yet.
-    assert bench.load("b") == [("b0", False), ("b1", True)]
 
 
 def lost(bench: Bench) -> None:
@@ -116,27 +88,6 @@ def broken(bench: Bench) -> None:
 
 def failed(bench: Bench) -> None:
     assert bench.desk.results.on_batch_failed("a0", PredictFailed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
-
-
-@pytest.mark.parametrize("lose", [lost, broken, failed])
-def test_while_the_one_that_had_the_room_may_still_write_the_next_has_none(lose: Callable[[Bench], None]) -> None:
-    bench = Bench()
-    bench.load("a")
-    lose(bench)
-    assert bench.load("b") == [("b0", False), ("b1", False)]
-    bench.desk.results.on_exit("a1", KILLED, 0.0)
-    bench.desk.results.on_exit("b0", KILLED, 0.0)
-    assert bench.load("c") == [("c0", False), ("c1", True)]
-
-
-def test_who_takes_a_request_back_is_told_when_the_one_that_may_write_has_done_so() -> None:
-    bench = Bench()
-    bench.load("a")
-    bench.desk.cancel(b"c", "id", 0.0)
-    assert bench.desk.results.on_done("a0", 1, 0.0) == ""
-    assert bench.told == [("CANCELLED", True)]
-    assert bench.result("a1") == ""
-    assert bench.told == [("CANCELLED", True), ("released", False)]
 
 
 def test_the_region_is_kept_until_nobody_can_be_given_it_again() -> None:

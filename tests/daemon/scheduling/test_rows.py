@@ -121,11 +121,6 @@ def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
 # --- what shares a batch ----------------------------------------------------------------------------------------------
 
 
-def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
-    made = scheduler(ROWS, *[request() for _ in range(5)], seats=3)
-    assert [job.rows for _, job in made.assign(0.0)] == [2, 2, 1]
-
-
 @pytest.mark.parametrize(("runs_s", "rows"), [(1.0, 4), (5.0, 7)])
 def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(runs_s: float, rows: int) -> None:
     made = scheduler(ROWS, seats=2)
@@ -242,24 +237,6 @@ def test_no_shape_waits_longer_than_one_job_of_each_other_shape_that_came_before
     assert sorted(number for job in ran for number, _ in job) == [each.number for each in waiting]
 
 
-def test_a_request_that_runs_in_parts_takes_turns_with_all_others() -> None:
-    large, larger, *small = request(20), request(12), request(3, 2), request(1, 3), request(2, 4)
-    ran = [number for job in jobs(scheduler(CUT, large, larger, *small)) for number, _ in job]
-    first, second, third = (each.number for each in small)
-    # Of those that do, one after another: what is answered to parts is kept.
-    assert ran == [
-        large.number,
-        first,
-        large.number,
-        second,
-        large.number,
-        third,
-        *[large.number] * 2,
-        *[larger.number] * 3,
-    ]
-    assert [ran.count(each.number) for each in (large, larger)] == [5, 3]
-
-
 def test_a_higher_priority_goes_before_what_has_begun() -> None:
     large, urgent, other = request(12, level=1), request(), request(width=2)
     made = scheduler(CUT, large)
@@ -354,16 +331,6 @@ def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
         made.infer(request(), 0.0)
 
 
-def test_nobody_waits_for_company_that_comes_and_ends_at_once() -> None:
-    made, orders = desk(max_queue=4)
-    made.infer(request(), 0.0)
-    for turn in range(100):
-        made.infer(request(deadline=turn + 0.5), turn)
-        made.expire(turn + 1.0, lambda error: error)
-        made.dispatch_gathered(turn + 1.0)
-    assert len(orders) == 1
-
-
 def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
     made, orders = desk(max_queue=1, seats=2)
     for _ in range(3):
@@ -429,19 +396,6 @@ def test_one_long_job_does_not_make_parts_short_for_good() -> None:
     assert times.max_rows_within("a", kind, 64, MAX_BATCH_S) == 32
     times.add("a", kind, 32, 0.5 * MAX_BATCH_S)
     assert times.max_rows_within("a", kind, 32, MAX_BATCH_S) == 32
-
-
-def test_parts_may_be_answered_in_any_order() -> None:
-    whole = cut()
-    parts = [whole.take_rows(16) for _ in range(4)]
-    described = ResponseDescription("m", (TensorSpec("y", "INT8", (16,)),))
-    answers = [
-        whole.add_result(first, rows, PredictResult(1, described), [bytes(range(first, first + rows))])
-        for first, rows in (parts[2], parts[0], parts[3], parts[1])
-    ]
-    assert answers[:3] == [None] * 3
-    assert answers[3] is not None
-    assert answers[3][1] == [bytes(range(64))]
 
 
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:

@@ -52,82 +52,6 @@ def numbers(requests: Iterable[Request]) -> list[int]:
 # --- who runs where and when ----------------------------------------------------------------------------------------
 
 
-def test_in_the_order_in_which_they_came_on_the_least_busy_worker_up_to_its_credit() -> None:
-    made = scheduler("a", "b", waiting=6)
-    waiting = numbers(made.queue)
-    assert assigned(made) == [*zip("abab", waiting, strict=False)]
-    assert made.running.finish("b", waiting[1], 0.0) is not None
-    assert assigned(made) == [("b", waiting[4])]
-
-
-def test_what_a_dead_worker_had_waits_again_at_the_head_unless_that_has_ended() -> None:
-    made = scheduler("a", waiting=4)
-    waiting = numbers(made.queue)
-    assigned(made)
-    made.release_slot("a")
-    assert numbers(made.queue) == waiting
-    made.slots.add(Slot("a", ("a",)))
-    assigned(made)
-    made.end_matching(lambda each: each.number == waiting[0])
-    made.release_slot("a")
-    assert numbers(made.queue) == waiting[1:]
-
-
-def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> None:
-    made = scheduler("a")
-    late, later, good = (request(deadline=deadline) for deadline in (1.0, 2.0, 9.0))
-    for each in (late, later, good):
-        made.submit(each, 0.0)
-    assert [job.single_request for _, job in made.assign(1.0)] == [later, good]
-    assert [each for each, _ in made.expire(2.0)] == [late, later]
-    # The worker is busy with it all the same.
-    assert made.slots.in_flight("a") == CREDIT
-    assert made.running.finish("a", later.number, 2.0) is None
-    assert made.slots.in_flight("a") == 1
-
-
-def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
-    made = Scheduler(100, 10_000, 4.0)
-    made.slots.add(Slot("a", ("a",)))
-    made.submit(request(), 0.0)
-    [(_, number)] = assigned(made)
-    assert made.take_overdue(3.99) == []
-    [(seat, job)] = made.take_overdue(4.0)
-    assert (seat.name, job.number, made.slots.slot_of("a"), made.is_idle) == ("a", number, None, True)
-
-
-def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
-    made, (first, lonely, last) = scheduler("a"), (request(), request(), request())
-    lonely.isolation = Isolation.ALONE
-    for each in (first, lonely, last):
-        made.submit(each, 0.0)
-    for each in (first, lonely, last):
-        assert assigned(made) == [("a", each.number)]
-        made.running.finish("a", each.number, 0.0)
-
-
-def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
-    made = scheduler("a", waiting=1)
-    [(_, first)] = assigned(made)
-    made.submit(request(), 0.0)
-    assert list(made.assign(MAX_QUICK_S)) == []
-    made.running.finish("a", first, MAX_QUICK_S)
-    made.submit(request(), MAX_QUICK_S)
-    assert len(list(made.assign(MAX_QUICK_S))) == 1
-
-
-def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wait_for_that() -> None:
-    made, (one, two, free) = scheduler("a", "b"), (request(), request(), request())
-    one.isolation = two.isolation = Isolation.CONFINED
-    for each in (one, two, free):
-        made.submit(each, 0.0)
-    assert assigned(made) == [("a", one.number), ("b", free.number)]
-    made.running.finish("b", free.number, 0.0)
-    assert assigned(made) == []
-    made.running.finish("a", one.number, 0.0)
-    assert assigned(made) == [("a", two.number)]
-
-
 # --- what is told, and when it has to be asked ----------------------------------------------------------------------
 
 
@@ -141,10 +65,6 @@ def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wai
 def test_a_refusal_says_what_is_full(made: Scheduler, nbytes: int, words: str) -> None:
     with pytest.raises(ResourceExhausted, match=f"^{words}$"):
         made.submit(request(nbytes=nbytes), 0.0)
-
-
-def test_one_request_may_be_larger_than_the_bound_if_it_is_alone() -> None:
-    scheduler(max_bytes=100).submit(request(nbytes=1000), 0.0)
 
 
 def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -> None:

@@ -142,37 +142,6 @@ def house(count: int = 3) -> House:
     return House(*[BatchingPolicy()] * count)
 
 
-def test_each_in_its_turn_whatever_the_others_have_waiting() -> None:
-    made = house()
-    name = made.load()
-    for _ in range(5):
-        made.members[0].ask()
-    for member in made.members[1:] * 2:
-        member.ask()
-    while made.processes[name].jobs:
-        made.serve(name)
-    assert made.ran == [0, 1, 2, 0, 1, 2, 0, 0, 0]
-
-
-def test_whoever_has_something_to_run_runs_while_nobody_else_has() -> None:
-    made = house()
-    name = made.load()
-    for member in (made.members[1], made.members[1], made.members[2]):
-        member.ask()
-        made.serve(name)
-    assert made.ran == [1, 1, 2]
-
-
-def test_requests_share_jobs_where_their_model_allows_it() -> None:
-    made = House(TERMS, BatchingPolicy())
-    name = made.load()
-    first = made.members[1].ask()
-    several = [made.members[0].ask() for _ in range(3)]
-    assert made.processes[name].jobs == [(1, first)]
-    made.serve(name)
-    assert made.processes[name].jobs == [(0, each) for each in several]
-
-
 def test_a_death_blames_the_one_whose_job_ran_alone() -> None:
     made = house(2)
     one, other = made.members
@@ -215,15 +184,6 @@ def test_what_leaves_is_given_nothing_more() -> None:
     assert (one.answers, made.ran) == ({number: "INTERNAL"}, [0])
     made.end(name, CRASH)
     assert other.asked[number + 1].deaths == 0
-
-
-def test_a_process_that_one_has_given_up_is_given_nothing_by_the_others() -> None:
-    made = house(2)
-    one, other = made.members
-    name = made.load()
-    one.desk.processes.release(name)
-    other.ask()
-    assert made.ran == []
 
 
 def test_who_joins_while_another_one_runs_waits_for_its_turn() -> None:

@@ -242,6 +242,7 @@ class World(RuleBasedStateMachine):
                 0,
                 False,
             )
+            assert not gate._clients._admission._open_connections
 
 
 TestWorld = World.TestCase

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import select
 import socket
 import threading
@@ -29,7 +28,6 @@ from weightd_daemon.zmq_proxy.client import ProxyClient
 from weightd_daemon.zmq_proxy.control import PeerConnected, ProxyConfig, ProxyLogLine
 from weightd_daemon.zmq_proxy.proxy import ZmqProxy
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import MAX_FRAMES
 from weightd_protocol.messages.inference import Error
 from weightd_protocol.messages.types import TO_CLIENT
@@ -705,81 +703,3 @@ def test_a_client_that_has_left_when_something_is_sent_to_it_concerns_nobody_els
         assert is_hung_up(scene.raw(GREETING + READY + data))
     other.send(message([b"y"]))
     assert received(lane) == [[b"y"]]
-
-
-def _act(scene: Scene, rng: random.Random, clients: list[Any]) -> None:
-    """One thing that a client, or the daemon, may do."""
-    daemon = scene.daemon
-    if not clients or rng.random() < 0.2:
-        clients.append(scene.raw())
-        clients[-1].setblocking(False)
-        with contextlib.suppress(OSError):
-            clients[-1].send(rng.choice([*[GREETING + READY] * 5, GREETING, b"", GREETING[:20]]))
-    client = rng.choice(clients)
-    large = frame(rng.choice([0, MORE]), bytes(rng.choice([20_000, MIB // 2])))
-    data = [
-        message([b"x"]),
-        message([b""] * 66),
-        b"\1\0",
-        b"\1\0" * 70,
-        PING * 3,
-        large,
-        large[:5000],
-        rng.randbytes(9),
-        READY,
-    ]
-    with contextlib.suppress(OSError):
-        match rng.randrange(8):
-            case 0:
-                client.close()
-                clients.remove(client)
-            case 1:
-                client.shutdown(rng.choice([socket.SHUT_RD, socket.SHUT_WR]))
-            case 2 | 3:
-                client.recv(rng.choice([1, 1 << 20]))
-            case _:
-                client.send(b"".join(rng.choices(data, k=rng.randrange(1, 6))))
-    while select.select([daemon.link], [], [], 0)[0]:
-        daemon.hear()
-    for lane in rng.sample(daemon.lanes, min(len(daemon.lanes), 3)):
-        _serve(daemon, lane, rng)
-
-
-def _serve(daemon: Daemon, lane: Stream, rng: random.Random) -> None:
-    lane.connection.setblocking(False)
-    try:
-        if rng.random() < 0.5:
-            lane.receive()
-        if rng.random() < 0.4:
-            lane.send([bytes(rng.choice([1, 70_000, MIB]))] * rng.randrange(1, 4))
-        if rng.random() < 0.1:
-            raise ConnectionResetError
-    except (ConnectionError, RemoteProtocolError):
-        lane.close()
-        daemon.lanes.remove(lane)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, seed: int) -> None:
-    scene = start(max_memory_bytes=4 * MIB, most=30)
-    rng = random.Random(seed)
-    clients: list[Any] = []
-    for _ in range(600):
-        _act(scene, rng, clients)
-    for each in (*clients, *scene.daemon.lanes):
-        each.close()
-    scene.daemon.lanes.clear()
-    while select.select([scene.daemon.link], [], [], 0.1)[0]:
-        scene.daemon.hear()
-    for each in scene.daemon.lanes:
-        each.close()
-    gate = scene.gate
-    until(lambda: not (gate._clients.users or gate._relay._close_deadlines), "nobody is there")
-    assert (
-        gate._clients.buffered_bytes,
-        gate._relay._peer_count,
-        gate._clients.handshakes,
-        len(gate._clients._limiter),
-    ) == (0, 0, {}, 0)
-    assert not gate._relay._turns._queue
-    assert not gate._clients._admission._open_connections

@@ -149,14 +149,6 @@ def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() ->
     assert [each.deaths for each in requests] == [2, 0, 0]
 
 
-def test_of_a_job_of_several_and_one_behind_it_nothing_is_known_either() -> None:
-    bench = Bench()
-    one, two, behind = bench.requests(ANN, BOB, BOB)
-    bench.guard.on_exit(bench.seat(batch(one, two), batch(behind)), CRASH, bench.now)
-    assert [bench.runs() for _ in range(3)] == [[[0]], [[1]], [[2]]]
-    assert [each.lost_slots for each in (one, two, behind)] == [1, 1, 0]
-
-
 def test_who_has_asked_all_of_a_job_answers_for_it_at_once() -> None:
     bench = Bench()
     for _ in range(4):
@@ -204,15 +196,6 @@ def test_who_has_lost_several_seats_at_once_has_lost_one_and_is_told_once_of_the
     assert bench.refused == {0: "UNAVAILABLE"}
 
 
-def test_who_has_taken_its_part_back_does_not_run_again() -> None:
-    bench = Bench()
-    requests = bench.requests(ANN, BOB)
-    process = bench.seat(batch(*requests))
-    assert bench.scheduler.end_matching(lambda each: each.origin is ANN) == [(requests[0], True)]
-    bench.guard.on_exit(process, CRASH, bench.now)
-    assert bench.runs() == [[1]]
-
-
 def test_of_a_job_behind_another_what_nobody_waits_for_is_recalled() -> None:
     bench = Bench()
     first, two, three = bench.requests(ANN, ANN, BOB)
@@ -241,18 +224,6 @@ def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -
     bench.now += TIMEOUT_S
     assert len(list(bench.guard.take_overdue(bench.now))) == 2
     assert bench.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
-
-
-def test_an_answer_of_any_process_is_its_seats() -> None:
-    bench = Bench()
-    [request] = bench.requests(ANN)
-    second = bench.seat(batch(request))
-    first = second.replace(".1", ".0")
-    assert (bench.scheduler.slots.in_flight(first), bench.scheduler.slots.in_flight(second)) == (1, 1)
-    assert bench.scheduler.running.finish(first, 0, bench.now) is not None
-    assert bench.scheduler.running.finish(second, 0, bench.now) is None
-    bench.scheduler.release_slot(first)
-    assert (bench.scheduler.slots.slot_of(first), bench.scheduler.slots.slot_of(second)) == (None, None)
 
 
 @pytest.mark.parametrize(("end", "deaths"), [(CRASH, 1), (KILL, 0)])

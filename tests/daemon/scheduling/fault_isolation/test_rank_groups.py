@@ -16,7 +16,7 @@ from weightd_daemon.scheduling.batching.policy import BatchingPolicy
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
+from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.scheduler import AT_ONCE
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
@@ -178,19 +178,6 @@ def test_what_one_group_is_lost_to_waits_again_and_is_answered_by_the_next(lose:
     assert not bench.desk._isolator._contents.quarantine.suspected
 
 
-def test_what_a_lost_group_says_late_is_not_heard() -> None:
-    bench = Bench()
-    bench.ask(1)
-    lost = bench.load()
-    assert bench.desk.results.on_done(f"{lost}.rank0", 1, bench.now) == ""
-    break_up(bench, lost)
-    name = bench.load()
-    bench.serve(lost, 1)
-    assert bench.answers == {}
-    bench.serve(name, 1)
-    assert bench.answers == {1: "answer"}
-
-
 @pytest.mark.parametrize("who", ["rank1", "broker"])
 def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_outside(who: str) -> None:
     bench = Bench()
@@ -230,15 +217,6 @@ def test_what_comes_from_outside_ends_a_request_only_if_it_never_stops(who: str)
     ) == (0, False)
 
 
-def test_a_deadline_holds_while_a_request_waits_for_another_group() -> None:
-    bench = Bench()
-    bench.ask(deadline=TIMEOUT_S + 10.0)
-    hang(bench, bench.load())
-    bench.now += 10.0
-    bench.desk.expire(bench.now, lambda error: error)
-    assert bench.answers == {1: "DEADLINE_EXCEEDED: was waiting in the queue at its deadline"}
-
-
 def test_a_content_that_two_groups_are_lost_to_is_refused_though_nobody_waits_for_it_the_second_time() -> None:
     bench = Bench()
     for number in (1, 2):
@@ -250,17 +228,6 @@ def test_a_content_that_two_groups_are_lost_to_is_refused_though_nobody_waits_fo
         bench.look()
     with pytest.raises(RequestError, match="this content crashed or hung workers"):
         bench.ask(3)
-
-
-def test_of_a_job_of_several_each_runs_alone_and_none_is_accused() -> None:
-    bench = Bench(BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8))
-    requests = [bench.ask(number) for number in (1, 2)]
-    name = bench.load()
-    assert bench.running(name) == [1, 2]
-    crash(bench, name)
-    assert [(each.isolation, each.deaths) for each in requests] == [(Isolation.ALONE, 0)] * 2
-    assert bench.running(bench.load()) == [1]
-    assert bench.running(bench.load()) == [2]
 
 
 def test_ranks_are_pinged_and_never_with_the_canary() -> None:
@@ -278,33 +245,6 @@ def test_a_seat_that_is_dismissed_by_its_name_has_none_of_its_ranks_pinged() -> 
     bench.desk.processes.remove(bench.load())
     bench.now += 1000.0
     assert (list(bench.desk.processes.ping_idle(bench.now)), bench.orders) == ([], [])
-
-
-def test_all_ranks_are_given_the_same_with_the_next_step_one_at_a_time() -> None:
-    bench = Bench()
-    for number in (1, 2):
-        bench.ask(number)
-    name = bench.load()
-    for number in (1, 2):
-        assert bench.running(name) == [number]
-        bench.serve(name, number)
-    predicts = [(process, each.request, each.step) for process, each in bench.orders if isinstance(each, Predict)]
-    assert predicts == [(f"{name}.rank{rank}", step, step) for step in (1, 2) for rank in (0, 1)]
-    assert [bench.desk.results.has_answered(f"{name}.{each}") for each in ("rank0", "rank1", "broker")] == [True] * 3
-    assert bench.desk.processes.of_slot(f"{name}.rank0") == (f"{name}.rank0", f"{name}.rank1", f"{name}.broker")
-
-
-def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
-    bench = Bench()
-    for number in (1, 2):
-        bench.ask(number)
-    name = bench.load()
-    for rank in (0, 1):
-        assert bench.answers == {}
-        failed = PredictFailed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
-        assert bench.desk.results.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
-    assert bench.answers == {1: "INVALID_ARGUMENT: no"}
-    assert (bench.running(name), any(each.offenders for each in bench.desk._isolator._offenses.tables)) == ([2], False)
 
 
 def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
@@ -340,26 +280,4 @@ def test_rows_are_divided_among_groups_as_among_devices() -> None:
         assert bench.desk.results.on_done(f"{name}.rank0", number, bench.now) == ""
         result = PredictResult(number, ResponseDescription("m", (spec,)))
         assert bench.desk.results.on_result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
-    assert bench.answers == {1: "answer"}
-
-
-def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
-    bench = Bench(BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4))
-    lost, other = bench.load(), bench.load()
-    x = TensorSpec("x", "UINT8", (8, 1))
-    request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
-    bench.desk.infer(request, bench.now)
-    [part] = {each.request for process, each in bench.orders if process.startswith(other) and isinstance(each, Predict)}
-    crash(bench, lost)
-    bench.orders.clear()
-    name = bench.load()
-    again = [(process, each) for process, each in bench.orders if isinstance(each, Predict)]
-    assert [process for process, _ in again] == [f"{name}.rank0", f"{name}.rank1"]
-    spec = TensorSpec("y", "UINT8", (4, 1))
-    for group, number in ((other, part), (name, again[0][1].request)):
-        assert bench.answers == {}
-        bench.desk.results.on_done(f"{group}.rank0", number, bench.now)
-        bench.desk.results.on_result(
-            f"{group}.rank1", PredictResult(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now
-        )
     assert bench.answers == {1: "answer"}
