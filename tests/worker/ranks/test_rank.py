@@ -22,6 +22,7 @@ from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedR
 from weightd_protocol.messages.worker import (
     Attach,
     BeginBatch,
+    Build,
     CancelPredict,
     Hello,
     MapRegion,
@@ -39,7 +40,14 @@ from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport, Se
 from weightd_protocol.tensors import frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes
-from weightd_worker.engines.engine import Arrays, BuildError, ModelCorrupted, ModelSignature, OutOfDeviceMemory
+from weightd_worker.engines.engine import (
+    Arrays,
+    BuildError,
+    EngineMissing,
+    ModelCorrupted,
+    ModelSignature,
+    OutOfDeviceMemory,
+)
 from weightd_worker.engines.ranks import RankRejected
 from weightd_worker.selftest import selftest as canary
 from weightd_worker.sessions import rank as rank_module
@@ -465,3 +473,44 @@ def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None
     status, script = play(fake(sequence(X * 2, ModelCorrupted("x"))), ENTER, WARM, predict(1, 1), None)
     assert status == exit_codes.MODEL_CORRUPTED
     assert kinds(script)[3:] == ["PredictFailed"]
+
+
+def broker(*orders: Any, serve: Optional[Callable[[], None]] = None) -> Tuple[int, Script]:
+    script: Any = Script(*orders)
+    status = rank_module.run_broker(script, serve or (lambda: None))
+    assert not script.orders, "it ended before its last order"
+    return status, script
+
+
+def test_a_broker_says_what_it_is_answers_until_it_serves_and_ends_with_the_ranks() -> None:
+    done: List[str] = []
+    status, script = broker(encode(Ping(run_selftest=False)), None, ENTER, serve=lambda: done.append("served"))
+    assert (status, done) == (exit_codes.OK, ["served"])
+    hello, *more = script.sent
+    assert isinstance(hello, Hello)
+    assert (hello.engine_pid, hello.sha256, hello.slice) == (str(os.getpid()), "none", None)
+    assert hello.versions["weightd"] == VERSION
+    assert more == [Pong(), Reconnected()]
+
+
+def test_a_broker_stops_when_it_is_told_to_before() -> None:
+    done: List[str] = []
+    assert broker(STOP, serve=lambda: done.append("served"))[0] == exit_codes.OK
+    assert done == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(BuildError("rank 1 is lost"), 1), (EngineMissing("install it"), exit_codes.NO_ENGINE)]
+)
+def test_why_a_broker_has_failed_is_in_its_log(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise error
+
+    ended, script = broker(ENTER, serve=fail)
+    assert (ended, len(script.sent)) == (status, 1)
+    assert caplog.messages[-1] == str(error)
+
+
+def test_an_order_for_who_is_no_broker_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="expected join_group, ping or stop, got build"):
+        broker(encode(Build(())))
