@@ -8,7 +8,7 @@ another, which a received frame knows by itself. For small messages both take ab
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Callable, List, NamedTuple, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, NamedTuple, Sequence
 
 import zmq
 import zmq.backend
@@ -45,36 +45,6 @@ def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes
     for frame in frames[:-1]:
         _send(socket, frame, more, len(frame) < copy_below_bytes)
     _send(socket, frames[-1], flags, len(frames[-1]) < copy_below_bytes)
-
-
-def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[Tuple[zmq.MessageTracker, int]]:
-    """Send a message as `send` does; return a tracker for each large frame, with its bytes: done once it is written."""
-    tracked: List[Tuple[zmq.MessageTracker, int]] = []
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        more = flags if index == last else flags | _SNDMORE
-        if len(frame) < ZERO_COPY_BYTES:
-            socket.send(frame, more)
-        else:
-            # A received frame has no tracker: its bytes are sent as those of any other object.
-            tracker = socket.send(memoryview(frame), more, copy=False, track=True)
-            tracked.append((tracker, len(frame)))
-    return tracked
-
-
-def send_tracking_header(socket: Socket, frames: Sequence[Any], flags: int = 0) -> zmq.MessageTracker:
-    """Send a message of small frames as `send` does; return a tracker that is done once its second one is written.
-
-    The first one is the peer's id, which is never written.
-    """
-    last = len(frames) - 1
-    socket.send(frames[0], flags | _SNDMORE)
-    # Of its own accord the binding copies small ones, and then has nothing to track.
-    marked = zmq.Frame(frames[1], track=True, copy=False)
-    tracker = socket.send(marked, flags | _SNDMORE if last > 1 else flags, copy=False, track=True)
-    for index, frame in enumerate(frames[2:], 2):
-        socket.send(frame, flags if index == last else flags | _SNDMORE)
-    return tracker
 
 
 def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:

@@ -211,10 +211,6 @@ Work = Callable[[], None]
 SLICE_S = 1e-4
 """Time of one pass of the loop for work of all peers; a piece of work that has begun is finished."""
 
-CHUNK_S = 2.5e-4
-"""Time of one piece of what a connection has sent. A request takes as much again once it is parsed."""
-
-
 PIPELINE_PASSES = 32
 """Passes of the loop from one request that was sent ahead to the next one. Those of others take as many."""
 

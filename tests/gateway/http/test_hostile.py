@@ -117,13 +117,6 @@ def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
         assert idle.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_requests_that_come_at_once_are_answered_in_their_order(fake: FakeDaemon) -> None:
-    many = 300
-    with HttpGateway(fake.address) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as connection:
-        connection.sendall(INFER * many + INFER.replace(b"Host", b"Connection: close\r\nHost"))
-        assert ended(connection).count(b"HTTP/1.1 200 OK") == many + 1
-
-
 METHODS = st.sampled_from(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "X"])
 PATHS = st.sampled_from(
     [
