@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from weightd_daemon.generations.actions import Action, AddSlot, Kill, RemoveSlot, Role, Spawn, TakeSnapshot
+from weightd_daemon.generations.actions import Action, AddSlot, RemoveSlot, Role, Spawn, TakeSnapshot
 from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.persisted import RECONNECT_TIMEOUT_S, record_generation, resume_generation
 from weightd_daemon.generations.process import STOP_TIMEOUT_S
-from weightd_daemon.generations.progress import FailureReason, RetryHint, describe_selftest
+from weightd_daemon.generations.progress import RetryHint, describe_selftest
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.spec import CONCAT, GenerationSpec, RowTestSpec
 from weightd_daemon.generations.states import GenerationState
@@ -134,28 +134,9 @@ def test_where_each_has_a_share_a_client_gets_as_many_rows_as_all_have() -> None
     assert (built.inputs, built.outputs) == ((X,), (replace(Y, shape=(6, 3)), free, scalar, anything))
 
 
-def test_without_a_broker_there_is_none() -> None:
-    group = RankGroupHarness(has_broker=False)
-    group.wanted()
-    assert group.pinned() == [Spawn(R0, Role.RANK), Spawn(R1, Role.RANK)]
-    assert [each.device for each in group.unit.children.values()] == ["ascend:0", "ascend:1"]
-    assert group.hello(R0) == []
-    assert group.hello(R1) == sends(ENTER, R0, R1)
-    group.entered(R0, R1)
-    assert group.warmed(R0, R1) == [AddSlot(SEAT)]
-    assert group.drain() == [RemoveSlot(SEAT), *sends(STOP, R0, R1)]
-    group.exits(R0, R1, end=ExitCause(0))
-    assert group.unit.is_ended
-
-
 def test_terms_of_workers_make_no_unit() -> None:
     with pytest.raises(ValueError, match="expected terms of ranks"):
         RankGroup(GenerationSetup("m.7", GenerationSpec(1, 10.0)))
-
-
-def test_it_is_pinned_once() -> None:
-    group = RankGroupHarness().spawned()
-    assert group.pinned() == []
 
 
 # --- who is refused -------------------------------------------------------------------------------------------------
@@ -253,39 +234,6 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
     assert (group.unit.is_ended, group.cause, group.unit.processes.deaths) == (True, f"{name}: {why}", 1)
 
 
-SAYS: dict[str, Callable[[RankGroupHarness, str], list[Action]]] = {
-    "hello": lambda group, name: group.hello(name),
-    "joined_group": lambda group, name: group.entered(name),
-    "selftest_done": lambda group, name: group.warmed(name),
-    "reconnected": lambda group, name: group.back(name),
-}
-
-
-@pytest.mark.parametrize("what", SAYS)
-@pytest.mark.parametrize("when", LOADS)
-def test_who_speaks_out_of_turn_does_not_know_where_it_is(when: str, what: str) -> None:
-    if (when, what) in {
-        ("spawned", "hello"),
-        ("loading", "joined_group"),
-        ("warming", "selftest_done"),
-        ("resumed", "reconnected"),
-    }:
-        return
-    group = LOADS[when](RankGroupHarness())
-    group.wanted()
-    assert kills(BROKER, R0, R1) == [each for each in SAYS[what](group, R1) if isinstance(each, Kill)]
-    assert group.cause == f"{R1}: unexpected message {what}"
-
-
-def test_strangers_are_not_heard() -> None:
-    group = RankGroupHarness().serving()
-    group.wanted()
-    nobody = "m.7.rank9"
-    assert group.strays(nobody) + group.hangs(nobody) + group.leaves(nobody) + group.exits(nobody) == []
-    assert group.broken(nobody, "why") == []
-    assert group.state is GenerationState.SERVING
-
-
 SLOW: dict[str, tuple[float, str]] = {
     "spawned": (LOAD_TIMEOUT_S, f"{BROKER}: spawned took too long"),
     "loading": (LOAD_TIMEOUT_S, f"{R0}: building took too long"),
@@ -316,15 +264,6 @@ def test_ranks_have_as_long_to_find_each_other_as_the_library_gives_them() -> No
     assert group.after(0.1) == kills(BROKER, R0, R1)
 
 
-def test_what_the_daemon_gives_up_ends_at_once() -> None:
-    group = RankGroupHarness().serving()
-    group.wanted()
-    group.unit.fail(FailureReason("no drop-in"), group.now)
-    assert group.wanted() == [RemoveSlot(SEAT), *kills(BROKER, R0, R1)]
-    assert (group.state, group.unit.processes.deaths) == (GenerationState.FAILED, 0)
-    assert group.cause == "no drop-in"
-
-
 # --- the first cause ------------------------------------------------------------------------------------------------
 
 OUR_KILL = ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
@@ -344,22 +283,6 @@ def test_who_had_ended_by_itself_is_the_cause_of_what_was_noticed_first(caplog: 
     group.exits(BROKER, end=ExitCause(2))
     assert group.cause.startswith(R1)
     assert group.unit.processes.deaths == 1
-
-
-def test_what_follows_from_a_loss_is_not_its_cause() -> None:
-    group = RankGroupHarness(3).serving()
-    group.exits(R0, end=ExitCause(143))
-    group.exits(R1, end=ExitCause(-signal.SIGTERM, initiator=ExitInitiator.DAEMON))
-    group.exits(R2, end=OUR_KILL)
-    group.exits(BROKER, end=ExitCause(1))
-    assert (group.unit.is_ended, group.cause) == (True, f"{R0}: exited with status 143")
-
-
-def test_a_cause_of_its_own_is_not_put_in_doubt() -> None:
-    group = RankGroupHarness().serving()
-    group.exits(R0, end=ExitCause(-signal.SIGSEGV))
-    group.exits(R1, end=ExitCause(3))
-    assert group.cause == f"{R0}: killed by SIGSEGV"
 
 
 def test_the_last_words_of_the_cause_are_told_when_it_has_ended() -> None:
@@ -415,12 +338,6 @@ def test_who_loads_has_nothing_to_finish(when: str) -> None:
     assert (group.state, group.unit.is_ended, group.unit.processes.deaths) == (GenerationState.GONE, True, 0)
 
 
-def test_before_it_is_pinned_nothing_is_there() -> None:
-    group = RankGroupHarness()
-    group.drain()
-    assert (group.state, group.unit.is_ended) == (GenerationState.GONE, True)
-
-
 LEFT: dict[str, Callable[[RankGroupHarness], list[Action]]] = {
     "crash": lambda group: group.exits(R0, end=ExitCause(-signal.SIGSEGV)),
     "broken": lambda group: group.broken(R0, "gap"),
@@ -453,13 +370,6 @@ def test_a_broker_may_end_by_itself_when_its_ranks_have() -> None:
     assert group.exits(BROKER, end=ExitCause(0)) == []
     assert group.exits(R0, R1, end=ExitCause(0)) == []
     assert (group.state, group.unit.processes.deaths) == (GenerationState.GONE, 0)
-
-
-def test_a_second_drain_may_shorten_the_first() -> None:
-    group = RankGroupHarness().serving()
-    group.drain(patience=1000.0)
-    group.drain()
-    assert group.after(STOP_TIMEOUT_S) == kills(BROKER, R0, R1)
 
 
 # --- one daemon after another ---------------------------------------------------------------------------------------
@@ -551,14 +461,6 @@ def test_one_process_serves_several_models() -> None:
     models = group.unit.models
     group.resumed()
     assert (group.back(R0), group.unit.models) == ([AddSlot(SEAT)], models)
-
-
-def test_the_end_of_the_only_process_is_the_end_of_its_seat() -> None:
-    group = household()
-    group.entered(R0, entered=MEMBERS)
-    group.warmed(R0, warmed=SelfTestDone("", (), members=(SelfTestResult("one", CASES), SelfTestResult("", ()))))
-    assert group.exits(R0) == [RemoveSlot(SEAT)]
-    assert (group.state, group.unit.is_ended) == (GenerationState.FAILED, True)
 
 
 def test_a_process_of_other_models_is_refused() -> None:

@@ -365,16 +365,6 @@ def test_those_that_serve_go_on_while_it_tries_the_others_again(caplog: pytest.L
     assert life.generation.progress == "serving"
 
 
-def test_it_does_not_settle_while_one_attaches_though_the_others_cannot_start() -> None:
-    life = GenerationHarness(3).attaching()
-    seen = life.attached(W1)
-    for name in (W3, W4, W5):
-        seen += life.exits(name) + life.when_due()
-    assert life.generation.is_complete
-    assert SETTLE not in seen
-    assert life.generation.children[W2].state is ChildState.ATTACHING
-
-
 @pytest.mark.parametrize("go", [GenerationHarness.exits, GenerationHarness.leaves])
 def test_one_that_has_served_is_not_given_up_when_the_last_one_goes(
     go: Callable[[GenerationHarness, str], list[Action]],
@@ -401,17 +391,6 @@ def test_one_whose_workers_die_as_soon_as_they_serve_is_not_given_up() -> None:
     assert life.state is GenerationState.SERVING
 
 
-def test_one_that_is_still_on_its_way_is_waited_for_and_gives_the_others_new_chances() -> None:
-    life = GenerationHarness(4).attaching()
-    for name in (W2, W3, W4):
-        life.broken(name, "no memory")
-        life.exits(name)
-    assert life.state is GenerationState.ATTACHING
-    assert life.generation.next_tick_at == life.now + LOAD_TIMEOUT_S
-    assert life.attached(W1) == [AddSlot(W1)]
-    assert life.when_due() == [spawn(worker(number)) for number in (5, 6, 7)]
-
-
 # --- spares ---------------------------------------------------------------------------------------------------------
 
 
@@ -427,22 +406,9 @@ def test_a_spare_is_attached_and_takes_a_place_at_once_before_a_replacement_is_s
     assert life.leaves(W2) == [RemoveSlot(W2), stop(W2), AddSlot(W4), spawn(W5)]
 
 
-def test_a_spare_that_dies_is_replaced_and_nobody_is_enlisted() -> None:
-    assert GenerationHarness(1, spares=1).serving().exits(W2) == [spawn(W3)]
-
-
 # --- sets of cores --------------------------------------------------------------------------------------------------
 
 SETS = ("cpu:0", "cpu:1")
-
-
-def test_each_device_has_workers_and_spares_of_its_own_and_who_is_lost_is_followed_there() -> None:
-    life = GenerationHarness(1, spares=1, devices=SETS).serving()
-    where = {name: child.device for name, child in life.generation.children.items()}
-    assert where == {HOLDER: "ascend:0", W1: "cpu:0", W2: "cpu:1", W3: "cpu:0", W4: "cpu:1"}
-    assert list(life.generation.processes.serving) == [W1, W2]
-    assert life.exits(W2) == [AddSlot(W4), spawn(W5)]
-    assert life.generation.children[W5].device == "cpu:1"
 
 
 def test_where_nobody_can_attach_any_more_one_device_without_workers_is_reason_enough_for_another() -> None:
@@ -477,24 +443,11 @@ def with_heirs() -> GenerationHarness:
     return life
 
 
-def test_workers_that_are_forked_of_the_holder_start_when_that_has_built() -> None:
-    life = with_heirs()
-    assert life.exits(W1) == [heir(W3)]
-    assert life.hello(W3) == [attach(W3, "")]
-
-
 def test_one_that_only_has_to_answer_has_no_longer_than_for_an_answer() -> None:
     life = with_heirs()
     life.exits(W1)
     life.hello(W3)
     assert life.generation.next_tick_at == life.now + PREDICT_TIMEOUT_S
-
-
-def test_workers_of_a_holder_that_is_no_template_start_when_it_has_built_too() -> None:
-    life = GenerationHarness(2, can_fork_from_holder=True)
-    life.pinned()
-    life.hello(HOLDER)
-    assert life.built() == [spawn(W1), spawn(W2)]
 
 
 def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_another() -> None:
@@ -529,15 +482,6 @@ def lost_two() -> GenerationHarness:
     life.when_due()
     assert life.hello(W4, W5) == [allow(W4)]
     return life
-
-
-def test_the_holder_is_asked_for_one_replacement_at_a_time() -> None:
-    life = lost_two()
-    assert life.allowed() == [attach(W4)]
-    assert life.attached(W4) == [AddSlot(W4), allow(W5)]
-    assert life.allowed() == [attach(W5)]
-    assert life.attached(W5) == [AddSlot(W5), SETTLE]
-    assert not life.generation.should_be_replaced
 
 
 def test_one_that_crashes_while_it_attaches_is_replaced_and_who_replaces_it_is_let_in() -> None:
@@ -586,20 +530,6 @@ def test_a_closed_one_needs_renewal_only_when_its_spares_are_used_up() -> None:
     assert life.state is GenerationState.FAILED
 
 
-def test_an_answer_is_for_whom_it_was_asked_even_if_that_one_is_dead() -> None:
-    life = lost_two()
-    # The question is still open: there is no second one.
-    assert not any(isinstance(each, Send) for each in life.exits(W4))
-    assert life.allowed() == [allow(W5)]
-    assert life.generation.children[W5].state is ChildState.GREETED
-
-
-def test_an_answer_without_a_question_changes_nothing() -> None:
-    life = GenerationHarness(1, CARD).serving()
-    assert life.allowed("whatever") + life.allowed("whatever", "nobody") == []
-    assert life.generation.attach_control.closed_reason == ""
-
-
 @pytest.mark.parametrize("outlives", [False, True])
 def test_a_holder_may_die_of_the_question(outlives: bool) -> None:
     life = GenerationHarness(2, CARD, can_outlive_holder=outlives).serving()
@@ -628,11 +558,6 @@ def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
     assert (life.exits(W1), life.state) == ([], GenerationState.SERVING)
     life.exits(W2)
     assert life.state is GenerationState.FAILED
-
-
-def test_a_frozen_one_lets_its_spares_in() -> None:
-    life = GenerationHarness(1, CARD, spares=1, can_outlive_holder=True).serving()
-    assert life.exits(HOLDER) + life.exits(W1) == [AddSlot(W2)]
 
 
 def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
@@ -686,12 +611,6 @@ def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own
     assert life.generation.children[W3].state is ChildState.STOPPING
 
 
-def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever() -> None:
-    life = GenerationHarness(1, CARD, is_sharing=False).attaching()
-    assert life.when_due() == [abort(HOLDER)]
-    assert life.exits(HOLDER) == [attach(W1)]
-
-
 # --- what a process takes -------------------------------------------------------------------------------------------
 
 
@@ -720,70 +639,6 @@ def test_what_a_process_takes_is_what_the_card_lost_with_it(
 
 
 # --- winding down ---------------------------------------------------------------------------------------------------
-
-
-def test_who_does_not_leave_in_time_is_killed_once() -> None:
-    life = GenerationHarness(1).serving()
-    life.drain()
-    assert life.after(STOP_TIMEOUT_S - 0.1) == []
-    assert life.after(0.1) == [abort(W1)]
-    assert life.after(ABORT_TIMEOUT_S - 0.1) == []
-    assert life.after(0.1) == [Kill(W1)]
-    assert life.after(1000) == []
-    assert life.exits(W1) == [stop(HOLDER)]
-    assert life.when_due() == [abort(HOLDER)]
-    life.exits(HOLDER)
-    assert life.state is GenerationState.GONE
-
-
-REACH: dict[GenerationState, Callable[[GenerationHarness], object]] = {
-    GenerationState.SNAPSHOTTING: GenerationHarness.wanted,
-    GenerationState.SPAWNING: GenerationHarness.spawned,
-    GenerationState.GATHERING: lambda life: life.spawned().hello(W1),
-    GenerationState.BUILDING: GenerationHarness.building,
-    GenerationState.ATTACHING: GenerationHarness.attaching,
-    GenerationState.SERVING: GenerationHarness.serving,
-}
-
-
-@pytest.mark.parametrize("state", list(REACH))
-@pytest.mark.parametrize("cause", ["", "a cause"])
-def test_it_can_be_ended_in_every_state(state: GenerationState, cause: str) -> None:
-    life = GenerationHarness()
-    REACH[state](life)
-    assert life.state is state
-    seen = life.fails(cause) if cause else life.drain()
-    for name in (W1, W2, HOLDER):
-        if name in life.generation.children:
-            assert life.generation.children[name].state.display_name == "stopping"
-            seen += life.exits(name)
-    assert not any(isinstance(each, Spawn) for each in seen)
-    assert (life.state, life.cause) == (GenerationState.FAILED if cause else GenerationState.GONE, cause)
-    assert life.generation.is_ended
-    assert life.after(1e6) == []
-
-
-def test_what_children_say_while_it_winds_down_changes_nothing() -> None:
-    life = GenerationHarness().attaching()
-    life.drain()
-    seen = life.attached(W1) + life.broken(W2, "late") + life.leaves(W2) + life.hello(HOLDER, W1, W2)
-    seen += life.drain() + life.fails("late")
-    assert (life.state, life.cause, seen) == (GenerationState.DRAINING, "", [])
-
-
-def test_a_holder_that_has_built_only_now_is_stopped_in_its_turn() -> None:
-    life = GenerationHarness(1).building()
-    life.drain()
-    assert life.built() == []
-    assert life.exits(W1) == [stop(HOLDER)]
-
-
-def test_nobody_is_known_by_a_name_that_was_never_given() -> None:
-    life = GenerationHarness(1).serving()
-    before = list(life.generation.children)
-    seen = life.hello("other") + life.built(holder="other") + life.attached("other") + life.broken("other", "x")
-    assert seen + life.exits("other") + life.hangs("other") == []
-    assert (life.state, list(life.generation.children)) == (GenerationState.SERVING, before)
 
 
 def test_a_worker_that_hangs_is_aborted_and_replaced_and_killed_only_once() -> None:
@@ -816,11 +671,3 @@ def test_who_leaves_has_as_much_more_time_as_it_was_given_the_first_time() -> No
     told_again.after(5.0)
     told_again.drain(patience=60.0)
     assert told_again.after(STOP_TIMEOUT_S - 5.0) == [abort(W1)]
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_who_is_killed_already_is_not_killed_again(told: bool) -> None:
-    life = GenerationHarness(1, CARD).serving()
-    life.drain()
-    assert life.when_due() + life.when_due() == [abort(W1), Kill(W1)]
-    assert (life.drain() if told else life.exits(HOLDER)) + life.after(1e6) == []
