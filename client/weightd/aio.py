@@ -208,32 +208,13 @@ class AsyncClient(Uncopied):
         return await self._query(queries.METRICS, timeout)
 
     async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
-        """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
-
-        Args:
-            after: 0 for all that the daemon still knows.
-            model: its name; "" for whatever has happened.
-            timeout: seconds to wait for this answer.
-
-        Raises:
-            RequestError: as `infer`.
-        """
+        """Return what has happened after the event of this number, as much as fits: as `Client.events`."""
         return await self._query(queries.events(after, model), timeout)
 
     async def logs(
         self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None
     ) -> LogsResponse:
-        """Return the ends of what the processes of a model have written. Only who may operate is told.
-
-        Args:
-            model: the model's name.
-            process: the name of one of them, as the status has it; "" for all.
-            lines: the most of each.
-            timeout: seconds to wait for this answer.
-
-        Raises:
-            RequestError: as `infer`.
-        """
+        """Return the ends of what the processes of a model have written: as `Client.logs`."""
         return await self._query(queries.logs(model, process, lines), timeout)
 
     async def update(
