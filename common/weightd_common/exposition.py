@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Callable, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 from weightd_protocol.errors import ERRORS, ResourceExhausted
-from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_account
+from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_failed
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 
 # What HTTP calls it.
@@ -187,7 +187,7 @@ def _requests(response: MetricsResponse) -> Iterator[Sample]:
 
 def _refused(response: MetricsResponse) -> Iterator[Sample]:
     for tenant in response.tenants:
-        for reason, count in total_account(tenant.accounts).failed.items():
+        for reason, count in total_failed(tenant.accounts).items():
             yield Sample((("tenant", tenant.name), ("reason", reason)), count)
 
 

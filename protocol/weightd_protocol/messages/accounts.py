@@ -52,9 +52,16 @@ def total_account(accounts: Iterable[AccountStatus]) -> AccountStatus:
     """Return the sum of accounts, as one of no model."""
     accounts = list(accounts)
     sums = {name: sum(getattr(each, name) for each in accounts) for name in _SUMMED_FIELDS}
-    reasons = sorted({reason for each in accounts for reason in each.failed})
-    failed = {reason: sum(each.failed.get(reason, 0) for each in accounts) for reason in reasons}
-    return AccountStatus(model="", failed=failed, **sums)
+    return AccountStatus(model="", failed=total_failed(accounts), **sums)
+
+
+def total_failed(accounts: Iterable[AccountStatus]) -> Dict[str, int]:
+    """Return how many requests of these accounts were refused, by reason, in the order of their names."""
+    counts: Dict[str, int] = {}
+    for account in accounts:
+        for reason, count in account.failed.items():
+            counts[reason] = counts.get(reason, 0) + count
+    return dict(sorted(counts.items()))
 
 
 _SUMMED_FIELDS = [each.name for each in fields(AccountStatus) if each.name not in ("model", "failed")]
