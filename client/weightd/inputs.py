@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, 
 import numpy as np
 
 from weightd_protocol import limits
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import describe_value, label
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -15,11 +15,11 @@ from weightctl.command import Command, Connect, must_answer
 from weightctl.request_inputs import make_example, specify
 from weightctl.text import clean, signature_lines, signature_summary, signatures_json, table
 from weightd.client import Client
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.status import ModelStatus
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 _LIST_DESCRIPTION = """\
 Lists the models: state, engine, and inputs, of those that serve: what others take is not known yet.

@@ -15,9 +15,9 @@ from weightctl import exit_codes
 from weightctl.command import CommandError
 from weightctl.text import clean
 from weightd_protocol import limits
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 Shape = Tuple[int, ...]
 

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from weightd_gateway.error_codes import TooLarge
 from weightd_protocol import limits
-from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value, label
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 Array = NDArray[Any]
 

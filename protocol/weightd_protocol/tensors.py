@@ -8,24 +8,11 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd_protocol import limits
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.schema import label
 
-NUMPY_DTYPE: Dict[str, str] = {
-    "BOOL": "|b1",
-    "UINT8": "|u1",
-    "UINT16": "<u2",
-    "UINT32": "<u4",
-    "UINT64": "<u8",
-    "INT8": "|i1",
-    "INT16": "<i2",
-    "INT32": "<i4",
-    "INT64": "<i8",
-    "FP16": "<f2",
-    "FP32": "<f4",
-    "FP64": "<f8",
-}
 # Made once: numpy takes longer to read a dtype's name than to look at an array.
 _DTYPES: Dict[str, Any] = {name: np.dtype(dtype) for name, dtype in NUMPY_DTYPE.items()}
 _WIRE_DTYPES = frozenset(_DTYPES.values())

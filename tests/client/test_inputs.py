@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from weightd.inputs import as_array, to_typed_inputs
 from weightd_protocol import limits
-from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 INTEGERS = [each for each in ITEM_BYTES if "INT" in each]
 

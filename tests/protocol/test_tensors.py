@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
-from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd_protocol.messages.inference import Infer, RequestDescription, TensorSpec
 from weightd_protocol.messages.types import FROM_CLIENT
-from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, from_frame, spec_of, to_wire
+from weightd_protocol.tensors import frame_of, from_frame, spec_of, to_wire
 
 CUBE = np.arange(24).reshape(2, 3, 4)
 

@@ -33,6 +33,7 @@ import zmq
 
 from testkit import mindir
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
@@ -42,7 +43,7 @@ from weightd_protocol.messages.worker import (
     PredictResult,
     Stop,
 )
-from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
+from weightd_protocol.tensors import frame_of, spec_of
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings, Engine
 

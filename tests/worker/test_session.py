@@ -19,6 +19,7 @@ from testkit.script import PAUSE, Script
 from weightd_common import memfd
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, decode, encode
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
@@ -51,7 +52,7 @@ from weightd_protocol.messages.worker import (
     UnmapRegion,
 )
 from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
-from weightd_protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
+from weightd_protocol.tensors import describe_response, frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
 from weightd_worker import batch_guard, exit_codes, nativelog
 from weightd_worker.engines.engine import (

@@ -9,9 +9,8 @@ from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd_common.rowtest.bits import Arrays
-from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 # Where rows differ together and alone, few of them may: of one operator that is known to, 3.6 in a hundred.
 MAX_TEST_ROWS = 200

@@ -23,10 +23,10 @@ from weightd_common.rowtest import comparison
 from weightd_common.rowtest.bits import Arrays, NotBatchable
 from weightd_common.rowtest.comparison import TestedModel
 from weightd_common.rowtest.rows import RowKind, TestRows
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import Internal, InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 from weightd_protocol.messages.status import StatusResponse
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 Outputs = Mapping[str, Any]
 

@@ -19,9 +19,9 @@ from weightctl.command import BadInput
 from weightctl.text import clean, count
 from weightd_common.safe_open import read_regular
 from weightd_protocol import limits
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import describe_value
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 # More digits than a double or an int64 has any use for; to read millions of them takes minutes.
 _MAX_CHARACTERS = 64

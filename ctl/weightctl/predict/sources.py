@@ -17,8 +17,8 @@ from weightctl.predict import numbers
 from weightctl.predict.numbers import CsvTable, WrongNumbers
 from weightctl.request_inputs import describe
 from weightctl.text import clean
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 # How files begin that are tried: what else Pillow knows is seldom meant, and much of it old code.
 _MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"II*\0", b"MM\0*")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from weightd_daemon.generations.spec import NO_ROW_TEST, RowTestSpec, SelfTestSpec
 from weightd_protocol import limits
-from weightd_protocol.messages.worker import AnnounceSelfTest, Attach, Build, Built
+from weightd_protocol.messages.worker import AnnounceSelfTest, Build, Built
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
 # Holders that may die in the search for one self-test.
@@ -52,17 +52,6 @@ class SelfTestSearch:
         spec, (rows, sizes, exact) = self.spec, self._row_test
         self._has_run = False
         return Build(pids, spec.should_search, spec.cases, spec.failed_cases, rows, sizes, exact)
-
-    def attach_message(self, built: Built) -> Attach:
-        """Return what a worker is told, after the holder has `built`."""
-        return Attach(
-            built.handle,
-            built.selftest_cases,
-            *self._row_test,
-            built.row_support,
-            built.rebuilds_per_shape,
-            built.first_shapes,
-        )
 
     def on_announce_selftest(self, message: AnnounceSelfTest) -> None:
         """The holder has said what it tries."""

@@ -1,4 +1,12 @@
-"""A generation of a holder and its workers: one copy of the weights of one model on one device."""
+"""A generation of a holder and its workers: one copy of the weights of one model on one device.
+
+The weight handle goes from the holder to the workers in these steps:
+
+built      the holder's engine exports the weights and sends `Built` with the handle (`sessions/model.py` of the worker)
+received   `GenerationBase.on_message` keeps it as `Generation.built`
+sent       `Generation._attach` puts it in the order `Attach`; `AttachControl.attach_next` says which workers get it
+attached   the worker builds with the handle, or attaches to it, as its engine requires (`sessions/model.py`)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from weightd_daemon.generations.process import LossReason, WorkerProcess
 from weightd_daemon.generations.progress import FailureReason, RetryHint, UnmergedPrincipal
 from weightd_daemon.generations.restarts import WorkerStarts
 from weightd_daemon.generations.selftest_search import SelfTestSearch, describe_cases
-from weightd_daemon.generations.spec import SelfTestSpec
+from weightd_daemon.generations.spec import RowTestSpec, SelfTestSpec
 from weightd_daemon.generations.states import (
     ACTIVE,
     LOADING,
@@ -28,6 +36,7 @@ from weightd_protocol import limits
 from weightd_protocol.codec import clip, type_name
 from weightd_protocol.messages.worker import (
     AnnounceSelfTest,
+    Attach,
     AttachAllowed,
     Attached,
     Built,
@@ -283,7 +292,7 @@ class Generation(GenerationBase):
             if self.built.is_template:
                 # Who is forked of it has built: it only runs the self-test.
                 timeout_s = min(timeout_s, self.spec.predict_timeout)
-            self.attach_control.attach_next(self.selftest_search.attach_message(self.built), now, timeout_s)
+            self.attach_control.attach_next(_attach_order(self.built, self.spec.row_test), now, timeout_s)
         if self.is_complete and self.processes.is_all_ready:
             self.attach_control.trim_store(is_shared=self._is_sharing)
 
@@ -370,3 +379,14 @@ class Generation(GenerationBase):
         leaving = (ChildState.STOPPING, ChildState.ABORTED)
         self.processes.kill(*[child for child in self.children.values() if child.state in leaving])
         self.fail(cause, now)
+
+
+def _attach_order(built: Built, row_test: RowTestSpec) -> Attach:
+    return Attach(
+        built.handle,
+        built.selftest_cases,
+        *row_test,
+        built.row_support,
+        built.rebuilds_per_shape,
+        built.first_shapes,
+    )

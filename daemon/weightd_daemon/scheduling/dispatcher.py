@@ -1,6 +1,7 @@
 """The requests for one model: each is accepted or refused here, and gets one reply.
 
-    enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or puts it into the queue
+    enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or puts it into the queue;
+              `Scheduler.submit` refuses it if the queue is full
     dispatch  `Dispatcher.dispatch` has everything run that can; `Scheduler` decides what that is
     execute   `BatchSender` sends a batch to the processes of its slot
     reply     `BatchResults` takes what these report, and `Replies` ends each request with its result or an error

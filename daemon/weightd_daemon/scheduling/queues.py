@@ -1,4 +1,4 @@
-"""Collections of requests: in the order in which they run, for each tenant, and by their deadlines.
+"""Ordered collections of requests, of which `RequestQueue` is built: by turn, by tenant, and by deadline.
 
 Requests run first come first served, and are found by their client and id without a look at any other. Where there are
 levels of priority, each is worth some seconds of waiting: a request goes before all that have come so much later,

@@ -1,4 +1,4 @@
-"""What waits for the slots of one model, and whose turn it is.
+"""The queue of one model: what waits for its slots, whose turn it is, and how much may wait (`QueueLimits`).
 
 First come, first served, but for priorities. Requests of clients under suspicion (`offenders`) are confined: one of
 them, where there are several tenants one of each, is with a slot at a time. A request that runs in parts takes turns

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightctl.predict.numbers import CsvTable, WrongNumbers, array_of_lists, array_of_table, read_json
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.tensors import NUMPY_DTYPE
 
 
 def x(datatype: str = "FP32", *shape: int) -> TensorSignature:

@@ -18,6 +18,7 @@ import pytest
 
 from weightd_common.stream import Stream
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
@@ -28,7 +29,7 @@ from weightd_protocol.messages.worker import (
     Predict,
     PredictResult,
 )
-from weightd_protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
+from weightd_protocol.tensors import frame_of, spec_of
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon

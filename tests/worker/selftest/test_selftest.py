@@ -12,12 +12,11 @@ import pytest
 
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine
-from weightd_protocol.datatypes import ITEM_BYTES
+from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import Build
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_worker.engines.engine import Arrays, BuildError, ModelCorrupted, ModelSignature
 from weightd_worker.selftest import sample, search, selftest
 

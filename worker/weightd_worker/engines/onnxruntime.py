@@ -11,9 +11,9 @@ from typing import AbstractSet, Any, BinaryIO, Dict, FrozenSet, Iterator, List, 
 import numpy as np
 
 from weightd_common.modelfiles.protobuf import Malformed, Span, fields
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_worker.engines.cpu import CpuEngine
 from weightd_worker.engines.engine import (
     Arrays,

@@ -11,10 +11,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 import numpy as np
 
 from weightd_protocol import limits
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_protocol.schema import label
-from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_worker.engines.engine import Arrays, BuildError, ModelSignature
 from weightd_worker.selftest import selftest
 

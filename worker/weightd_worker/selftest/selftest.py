@@ -14,10 +14,10 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd_common.rowtest.rows import generate_values
+from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
-from weightd_protocol.tensors import NUMPY_DTYPE
 from weightd_worker.engines.engine import Arrays, Engine, ModelCorrupted, ModelSignature
 
 

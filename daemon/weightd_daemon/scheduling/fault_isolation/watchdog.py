@@ -1,7 +1,12 @@
-"""Whether processes still answer: each is heard of within a period, by what it answers, or by a ping if it is idle.
+"""The watchdog of READY processes: each must be heard from within a period, by an answer, or by a ping if it is idle.
 
-Plain decisions, fed with the clock. A process whose slot computes is not pinged: how long it may take is the
-scheduler's business.
+A process hangs if one of three limits is exceeded:
+
+- it is idle and does not answer a ping or the self-test: `Watchdog.take_due`, in this module
+- it computes for longer than `predict_timeout`: `RunningBatches.take_overdue` in `scheduling/slots.py`
+- it starts, builds, attaches or stops for too long: `GenerationBase.tick` in `generations/base.py`
+
+`Watchdog` does no I/O; its callers pass the time.
 """
 
 from __future__ import annotations
