@@ -56,7 +56,7 @@ pytestmark = pytest.mark.e2e
 
 # Here a real session is told each order, that of a worker or of a rank.
 WORKER = Path(__file__).parents[1] / "worker"
-SESSIONS = WORKER / "test_session.py", WORKER / "ranks" / "test_session.py", WORKER.parent / "support/testkit/script.py"
+SESSIONS = WORKER / "test_session.py", WORKER / "ranks" / "test_rank.py", WORKER.parent / "support/testkit/script.py"
 
 MODEL = "tiny"
 X = TensorSpec("x", "FP32", (1, 64))
