@@ -47,12 +47,13 @@ class SharedProcess(ProcessUse):
 
     @property
     def models(self) -> Sequence[DeployedModel]:
-        """In their order, as far as they have joined."""
+        """The models that have joined, in the order of the group's table."""
         return self._models
 
     def join(self, model: DeployedModel) -> None:
-        """One more model is made."""
+        """Add a model. Models join in any order; a process numbers them in the order of the group's table."""
         self._models.append(model)
+        self._models.sort(key=lambda each: self.group.models.index(each.name))
 
     # --- what it loads ------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,13 +36,13 @@ TENSORS = {name: TensorSignature(f"x_{name}", "FP32", (-1, 2)) for name in NAMES
 class Home:
     """Two models of a group, and what their process says."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, made: Sequence[str] = NAMES, **config: Any) -> None:
         self.host, self.now = FakeHost(), 1000.0
         self.device = DeviceBudget("ascend:0")
         group = Membership("g", "workspace", NAMES, "digest")
         households = model_factory({"ascend:0": self.device}, self.host, self.host)
         self.models: dict[str, ServedModel] = {}
-        for name in NAMES:
+        for name in made:
             there = ModelConfig(
                 f"/{name}.mindir",
                 "mindspore_lite",
@@ -118,8 +119,13 @@ def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() ->
     assert [*home.device.reserved] == ["g@group.1"]
 
 
-def test_each_model_takes_what_is_its_own_and_has_its_turn() -> None:
-    home = Home().serving()
+@pytest.mark.parametrize("made", [NAMES, NAMES[::-1]], ids=["as in the group", "in another order"])
+def test_each_model_takes_what_is_its_own_and_has_its_turn(made: Sequence[str]) -> None:
+    home = Home(made).serving()
+    built = {name: model.readiness.built for name, model in home.models.items()}
+    assert {name: each.inputs for name, each in built.items() if each} == {name: (TENSORS[name],) for name in NAMES}
+    models = json.loads(home.host.programs[P1].members_json)["models"]
+    assert [each["model"] for each in models] == ["/s/one", "/s/two"]
     assert [model.readiness.is_serving for model in home.models.values()] == [True, True]
     first, second, other = home.asks("one"), home.asks("one"), home.asks("two")
     assert home.given() == [(P1, first, 0)]
